@@ -1,0 +1,91 @@
+"""Every error this package raises, as one tree.
+
+    CartridgeError
+    ├── SettingsError       (ValueError)        a setting is unknown, malformed or contradicts another
+    ├── ManifestError       (ValueError)        a manifest is missing, malformed, or of an unknown format
+    ├── ArtifactError       (ValueError)        an artefact cannot be written or read as it stands
+    │   ├── TruncatedPayload                    the payload is shorter than its manifest says
+    │   └── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
+    ├── CartridgeNotFound   (KeyError)          no such id, version or label
+    ├── CartridgeExists     (FileExistsError)   the id and version are taken
+    ├── RegistryError       (RuntimeError)      the registry cannot be opened or is of a newer schema
+    ├── ModelMismatch       (ValueError)        the cartridge was made for another model
+    ├── ChunkSizeMismatch   (ValueError)        p does not fit the engine's chunk size
+    ├── UnsupportedModel    (ValueError)        the model's KV cannot be a cartridge, with the reason
+    ├── UnsupportedEngine   (RuntimeError)      this engine would corrupt or lose cartridges, with the fix
+    ├── CanaryFailed        (RuntimeError)      the stored KV does not answer as the document does
+    ├── SourceError         (OSError)           a byte source failed; the foreign error is the cause
+    └── OverBudget          (MemoryError)       a tier's byte budget cannot hold what was asked
+
+Each is also the builtin in brackets, so a caller may catch either. A message says what went wrong, for which
+cartridge, chunk or file, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class CartridgeError(Exception):
+    """Base of every error of this package."""
+
+    # KeyError prints the repr of its argument; every message here is a sentence.
+    __str__ = Exception.__str__
+
+
+class SettingsError(CartridgeError, ValueError):
+    """A setting is unknown, malformed or contradicts another."""
+
+
+class ManifestError(CartridgeError, ValueError):
+    """A manifest is missing, malformed, or of an unknown format."""
+
+
+class ArtifactError(CartridgeError, ValueError):
+    """An artefact cannot be written or read as it stands."""
+
+
+class TruncatedPayload(ArtifactError):
+    """The payload is shorter than its manifest says."""
+
+
+class CorruptChunk(ArtifactError):
+    """Bytes of a chunk do not have the checksum its manifest names."""
+
+
+class CartridgeNotFound(CartridgeError, KeyError):
+    """No cartridge has this id, version or label."""
+
+
+class CartridgeExists(CartridgeError, FileExistsError):
+    """The id and version are taken; versions are written once."""
+
+
+class RegistryError(CartridgeError, RuntimeError):
+    """The registry cannot be opened, or a newer release wrote it."""
+
+
+class ModelMismatch(CartridgeError, ValueError):
+    """The cartridge was made for another model than the one being served."""
+
+
+class ChunkSizeMismatch(CartridgeError, ValueError):
+    """A trained cartridge's p is no multiple of the engine's chunk size."""
+
+
+class UnsupportedModel(CartridgeError, ValueError):
+    """The model's KV cannot be held in a cartridge; the message says why."""
+
+
+class UnsupportedEngine(CartridgeError, RuntimeError):
+    """This engine configuration would corrupt or lose cartridges; the message says how to fix it."""
+
+
+class CanaryFailed(CartridgeError, RuntimeError):
+    """The model with the stored KV does not predict what it predicts with the document."""
+
+
+class SourceError(CartridgeError, OSError):
+    """A byte source failed; `__cause__` is the foreign error."""
+
+
+class OverBudget(CartridgeError, MemoryError):
+    """A tier's byte budget cannot hold what was asked of it."""
