@@ -1,0 +1,195 @@
+"""Fingerprint: which model a cartridge's KV belongs to, and how a difference is reported."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from .errors import UnsupportedModel
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose frequencies do not depend on the sequence length, so that KV stays valid under any prompt."""
+
+# The fields of a Hugging Face config that change K or V. A list of what counts, not of what does not: engines add
+# and patch fields of their own, and none of those may turn a right cartridge into a refused one.
+_KV_FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps",
+    "attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "sliding_window", "layer_types",
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+)  # fmt: skip
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rotary position embedding: everything needed to rotate stored keys to other positions."""
+
+    kind: str
+    """One of `STATIC_ROPE`."""
+    rotary_dim: int
+    """Leading dimensions of a head that rotate; `2 * len(inv_freq)`."""
+    inv_freq: tuple[float, ...]
+    """Radians per position of each rotated pair, after scaling."""
+    attention_factor: float
+    """Factor on cos and sin (yarn); 1.0 elsewhere."""
+    parameters: dict[str, float | int | str | bool | None]
+    """The config's own RoPE parameters, defaults filled in."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model a cartridge was made for. Equal fingerprints mean that the KV may be injected."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    """KV heads of the whole model, not of one tensor-parallel rank."""
+    head_size: int
+    dtype: str
+    """dtype of K and V: a key of `DTYPE_BYTES`."""
+    vocab_size: int
+    rope: Rope | None
+    """None for models without rotary embeddings."""
+    config_digest: str
+    """blake3 over the config fields that change K or V."""
+    weights_digest: str | None = None
+    """Sampled blake3 of the safetensors weights (`weights_digest`); None where there were none to read."""
+    lora: None = None
+    """Cartridges are made for base models; an adapter changes K and V."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one position, all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Return one line for each field that differs, `name: self's value, not other's`; empty when compatible.
+
+        Frequencies may differ by rounding (1e-5 relative). A weights digest counts where both sides have one.
+        """
+        lines = []
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "rope":
+                lines += _rope_differences(mine, theirs)
+            elif name == "weights_digest" and None in (mine, theirs):
+                continue
+            elif mine != theirs:
+                lines.append(f"{name}: {mine}, not {theirs}")
+        return lines
+
+
+def _rope_differences(mine: Rope | None, theirs: Rope | None) -> list[str]:
+    if mine is None or theirs is None:
+        return [] if mine is theirs else [f"rope: {mine and mine.kind}, not {theirs and theirs.kind}"]
+    lines = [
+        f"rope {name}: {getattr(mine, name)}, not {getattr(theirs, name)}"
+        for name in ("kind", "rotary_dim", "attention_factor")
+        if getattr(mine, name) != getattr(theirs, name)
+    ]
+    same_length = len(mine.inv_freq) == len(theirs.inv_freq)
+    if not same_length or not all(
+        math.isclose(a, b, rel_tol=1e-5) for a, b in zip(mine.inv_freq, theirs.inv_freq, strict=False)
+    ):
+        lines.append(f"rope frequencies: {mine.parameters}, not {theirs.parameters}")
+    return lines
+
+
+def of_config(
+    config: Mapping[str, Any],
+    *,
+    dtype: str,
+    inv_freq: Sequence[float] | None,
+    attention_factor: float = 1.0,
+    weights: str | None = None,
+) -> Fingerprint:
+    """Return the fingerprint of a decoder described by a Hugging Face config (`PretrainedConfig.to_dict()`).
+
+    `inv_freq` are the frequencies that the caller's model really uses, None when it has no rotary embedding.
+    Raises `UnsupportedModel` for KV that is no plain K and V per head (MLA, state-space layers) or whose RoPE
+    changes with the sequence length.
+    """
+    if config.get("kv_lora_rank"):
+        raise UnsupportedModel("multi-head latent attention stores one latent vector, not K and V per head")
+    if any("attention" not in kind for kind in config.get("layer_types") or ()):
+        raise UnsupportedModel(f"layers without a KV cache: {sorted(set(config['layer_types']))}")
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedModel(f"KV dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}; use --dtype")
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = None if inv_freq is None else _rope(config, inv_freq, attention_factor)
+    fields = {name: config[name] for name in _KV_FIELDS if config.get(name) is not None}
+    return Fingerprint(
+        architecture=(config.get("architectures") or [config["model_type"]])[0],
+        layers=config["num_hidden_layers"],
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=head_size,
+        dtype=dtype,
+        vocab_size=config["vocab_size"],
+        rope=rope,
+        config_digest=blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest(),
+        weights_digest=weights,
+    )
+
+
+def _rope(config: Mapping[str, Any], inv_freq: Sequence[float], attention_factor: float) -> Rope:
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if kind not in STATIC_ROPE:
+        raise UnsupportedModel(
+            f"RoPE type {kind!r} changes its frequencies with the sequence length, so stored keys would be wrong "
+            f"under a longer prompt; supported: {', '.join(STATIC_ROPE)}"
+        )
+    return Rope(
+        kind=kind,
+        rotary_dim=2 * len(inv_freq),
+        inv_freq=tuple(float(f) for f in inv_freq),
+        attention_factor=float(attention_factor),
+        parameters={k: v for k, v in sorted(parameters.items()) if not isinstance(v, list | dict)},
+    )
+
+
+def model_directory(model: str) -> Path | None:
+    """Return the local directory of a model given as a path or as a Hub id that is in the cache; None if neither.
+
+    Never reaches for the network.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def weights_digest(directory: Path) -> str | None:
+    """Return a blake3 over the name, dtype, shape and 4 KiB of every tensor of the model's safetensors files.
+
+    Reads a few MiB of the largest model. It tells apart fine-tunes that share a config, and is the same however
+    the weights are split into files. None when the directory holds no safetensors weights.
+    """
+    samples = {}
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            base = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(base - 8))
+            for name, tensor in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = tensor["data_offsets"]
+                file.seek(base + (start + end) // 2)
+                sample = file.read(min(4096, end - (start + end) // 2))
+                samples[name] = (tensor["dtype"], tensor["shape"], blake3(sample).hexdigest())
+    if not samples:
+        return None
+    return blake3(json.dumps(samples, sort_keys=True).encode()).hexdigest()

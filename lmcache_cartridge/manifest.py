@@ -1,0 +1,184 @@
+"""Manifest: what a cartridge is. A frozen value; the artefact's `manifest.json` is its only serialised form."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+from blake3 import blake3
+
+from .errors import ManifestError
+from .fingerprint import DTYPE_BYTES, Fingerprint
+
+FORMAT = "1.0"
+"""Format of artefacts written here. A reader accepts its own major version and refuses others."""
+MAX_MANIFEST_BYTES = 64 << 20
+CHECKSUM_BYTES = 16
+"""Checksums are blake3 truncated to 128 bits."""
+
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+class Canary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The check made at build time: logits after stored KV against logits after the document itself."""
+
+    question: str
+    top1_equal: bool
+    max_abs_logit_difference: float
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a cartridge came from. Not part of its digest."""
+
+    tool: str
+    created: str
+    """ISO 8601, UTC."""
+    model: str | None = None
+    document: str | None = None
+    """File name of the source document, without its directory."""
+    document_blake3: str | None = None
+    canary: Canary | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The p token ids that stand for the cartridge in a prompt; long ones lie in a file beside the manifest."""
+
+    blake3: str
+    """Digest of the ids as little-endian uint32."""
+    inline: tuple[int, ...] | None = None
+    file: Literal["token_ids.npy"] | None = None
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The bytes: a safetensors file of one tensor `[kv_heads, 2, layers, tokens, head_size]` a chunk.
+
+    Heads are outermost, so that the heads of any tensor-parallel rank are one contiguous range of a chunk.
+    """
+
+    file: Literal["payload.safetensors"]
+    size_bytes: int
+    data_offset_bytes: int
+    """Where the first tensor starts; chunks follow each other without gaps."""
+    chunk_tokens: int
+    checksums: tuple[tuple[str, ...], ...]
+    """Hex blake3 of each head of each chunk: `checksums[chunk][kv_head]`."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Identity, geometry and provenance of one version of a cartridge."""
+
+    format: str
+    id: str
+    version: int
+    digest: str
+    """blake3 over everything that decides an answer: kind, model, p, tokens, checksums. Not the id or provenance."""
+    kind: Literal["prefill", "trained"]
+    positions: int
+    """p, the number of KV positions."""
+    fingerprint: Fingerprint
+    tokens: Tokens
+    payload: Payload
+    provenance: Provenance
+
+    @property
+    def chunks(self) -> int:
+        """Stored chunks; the last may hold fewer than `payload.chunk_tokens` positions."""
+        return -(-self.positions // self.payload.chunk_tokens)
+
+    @property
+    def name(self) -> str:
+        """`id@version`."""
+        return f"{self.id}@{self.version}"
+
+    def chunk_length(self, chunk: int) -> int:
+        """Return the number of positions in stored chunk `chunk`."""
+        return min(self.payload.chunk_tokens, self.positions - chunk * self.payload.chunk_tokens)
+
+    def head_bytes(self, chunk: int) -> int:
+        """Return the bytes of one KV head of stored chunk `chunk`: K and V of all layers."""
+        shape = self.fingerprint
+        return 2 * shape.layers * self.chunk_length(chunk) * shape.head_size * DTYPE_BYTES[shape.dtype]
+
+    def encode(self) -> bytes:
+        """Return the manifest as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Parse and check a manifest; `where` names its origin in errors.
+
+    Raises `ManifestError` for JSON that is no manifest, an unknown major format, or fields that contradict each
+    other or the digest. Allocates no more than a small multiple of `data`.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{where}: {len(data)} bytes is no manifest (at most {MAX_MANIFEST_BYTES})")
+    try:
+        major = msgspec.json.decode(data, type=_Versioned).format.partition(".")[0]
+        if major != FORMAT.partition(".")[0]:
+            raise ManifestError(f"{where}: format {major}.x; this release reads {FORMAT}. Upgrade lmcache-cartridge")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"{where}: not a cartridge manifest: {error}") from error
+    check(manifest, where)
+    return manifest
+
+
+class _Versioned(msgspec.Struct):
+    format: str
+
+
+def check_id(cartridge_id: str) -> str:
+    """Return the id if it may name a cartridge; raise `ManifestError` with the rule otherwise."""
+    if not _ID.fullmatch(cartridge_id):
+        raise ManifestError(
+            f"{cartridge_id!r} cannot be a cartridge id: 1 to 128 of A-Z a-z 0-9 . _ - and no leading . or -"
+        )
+    return cartridge_id
+
+
+def check(manifest: Manifest, where: str) -> None:
+    """Raise `ManifestError` unless every field agrees with every other and with the digest."""
+    shape, payload = manifest.fingerprint, manifest.payload
+
+    def need(condition: bool, problem: str) -> None:
+        if not condition:
+            raise ManifestError(f"{where}: {problem}")
+
+    check_id(manifest.id)
+    need(manifest.version >= 1, f"version {manifest.version} is below 1")
+    need(shape.dtype in DTYPE_BYTES, f"dtype {shape.dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    for name in ("layers", "kv_heads", "head_size", "vocab_size"):
+        need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
+    need(0 < manifest.positions < 1 << 31, f"p = {manifest.positions} is out of range")
+    need(0 < payload.chunk_tokens < 1 << 24, f"chunk_tokens {payload.chunk_tokens} is out of range")
+    need(
+        len(payload.checksums) == manifest.chunks and all(len(c) == shape.kv_heads for c in payload.checksums),
+        f"checksums do not cover {manifest.chunks} chunks of {shape.kv_heads} heads",
+    )
+    need(
+        all(len(digest) == 2 * CHECKSUM_BYTES for chunk in payload.checksums for digest in chunk),
+        f"a checksum is not {CHECKSUM_BYTES} bytes of hex",
+    )
+    size = payload.data_offset_bytes + manifest.positions * shape.token_bytes
+    need(0 < payload.data_offset_bytes < 1 << 30, f"data_offset_bytes {payload.data_offset_bytes} is out of range")
+    need(payload.size_bytes == size, f"payload of {payload.size_bytes} bytes; its geometry needs {size}")
+    need((manifest.tokens.inline is None) != (manifest.tokens.file is None), "token ids must be inline or in a file")
+    need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Return the blake3 that `Manifest.digest` must be.
+
+    A trained cartridge's token ids are derived from its digest, so only a prefill's ids are part of it.
+    """
+    content = (
+        manifest.format.partition(".")[0],
+        manifest.kind,
+        manifest.fingerprint,
+        manifest.positions,
+        manifest.payload.chunk_tokens,
+        manifest.payload.checksums,
+        manifest.tokens.blake3 if manifest.kind == "prefill" else None,
+    )
+    return blake3(msgspec.json.encode(content)).hexdigest()
