@@ -1,0 +1,78 @@
+"""KeyIndex: chunk hash -> (cartridge, chunk). Knows no LMCache; the engine's own hasher is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import NamedTuple
+
+from .errors import ChunkSizeMismatch
+from .manifest import Manifest
+
+Hasher = Callable[[list[int]], Iterable[int]]
+"""Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
+
+
+class ChunkKey(NamedTuple):
+    """One chunk of the engine's chunk size in one cartridge."""
+
+    digest: str
+    chunk: int
+
+
+class KeyIndex:
+    """Maps an engine's chunk hashes to prepared chunks.
+
+    Prefill chunks are found by hash alone, since any request with these tokens may have them. Trained chunks are
+    found only under their cartridge's tag (its digest): knowing the identity tokens gives nobody the cartridge.
+    Not thread-safe while `add` runs; lookups are plain dict reads.
+    """
+
+    def __init__(self, hasher: Hasher, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._hasher = hasher
+        self._prefill: dict[int, ChunkKey] = {}
+        self._others: dict[int, list[ChunkKey]] = {}
+        self._trained: dict[str, dict[int, ChunkKey]] = {}
+
+    def add(self, manifest: Manifest, token_ids: Sequence[int]) -> int:
+        """Make the whole chunks of a cartridge findable and return how many there are.
+
+        The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. Raises
+        `ChunkSizeMismatch` for a trained cartridge with a tail: nothing can compute it.
+        """
+        if manifest.kind == "trained" and manifest.positions % self.chunk_tokens:
+            fits = [n for n in (16, 32, 64, 128, 256, 512, 1024) if manifest.positions % n == 0]
+            raise ChunkSizeMismatch(
+                f"cartridge {manifest.name} has p = {manifest.positions}, no multiple of the engine's chunk_size "
+                f"{self.chunk_tokens}. Set LMCache's chunk_size to a divisor of p"
+                + (f": {', '.join(map(str, fits))}" if fits else "")
+            )
+        whole = manifest.positions // self.chunk_tokens
+        ids = list(token_ids[: whole * self.chunk_tokens])
+        keys = {h: ChunkKey(manifest.digest, chunk) for chunk, h in enumerate(self._hasher(ids))}
+        if manifest.kind == "trained":
+            self._trained[manifest.digest] = keys
+        else:
+            # Documents that begin alike share their first chunks: same tokens, same KV. The newest one serves, the
+            # others stand in for it when it cannot.
+            for chunk_hash in keys.keys() & self._prefill.keys():
+                self._others.setdefault(chunk_hash, []).insert(0, self._prefill[chunk_hash])
+            self._prefill.update(keys)
+        return whole
+
+    def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
+        """Return the chunks of the longest run of known hashes from the first on; no side effects.
+
+        Cartridges whose digest is in `without` do not count.
+        """
+        table = self._prefill if tag is None else self._trained.get(tag, {})
+        run = []
+        for chunk_hash in hashes:
+            key = table.get(chunk_hash)
+            if key is not None and key.digest in without:
+                others = self._others.get(chunk_hash, ()) if tag is None else ()
+                key = next((k for k in others if k.digest not in without), None)
+            if key is None:
+                break
+            run.append(key)
+        return run

@@ -1,0 +1,64 @@
+"""Layouts of a chunk's KV, and which heads a tensor-parallel rank owns.
+
+    canonical   [2, L, T, H, D]     K and V, layer, token, head, element; what everybody reasons in
+    heads       [H, 2, L, T, D]     artefacts and resident chunks: any run of heads is one run of bytes
+    kv_2ltd     [2, L, T, H * D]    LMCache's own, for its kernels on engines with split K and V planes
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ChunkShape(NamedTuple):
+    """Geometry of one chunk as one rank sees it."""
+
+    heads: int
+    layers: int
+    tokens: int
+    head_size: int
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of K and V."""
+        return 2 * self.heads * self.layers * self.tokens * self.head_size * DTYPES[self.dtype].itemsize
+
+
+def rank_heads(kv_heads: int, rank: int, world: int) -> range:
+    """Return the KV heads of tensor-parallel `rank` of `world`, as vLLM's QKVParallelLinear divides them.
+
+    With fewer heads than ranks each head is replicated on `world / kv_heads` neighbouring ranks. Raises
+    `ValueError` where neither number divides the other, which vLLM refuses too.
+    """
+    if max(kv_heads, world) % min(kv_heads, world) or not 0 <= rank < world:
+        raise ValueError(f"{kv_heads} KV heads cannot be divided among {world} ranks (rank {rank})")
+    if world >= kv_heads:
+        head = rank // (world // kv_heads)
+        return range(head, head + 1)
+    count = kv_heads // world
+    return range(rank * count, (rank + 1) * count)
+
+
+def to_heads(canonical: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous `[H, 2, L, T, D]` copy of a canonical chunk."""
+    return canonical.permute(3, 0, 1, 2, 4).contiguous()
+
+
+def heads_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
+    """View flat uint8 bytes in the heads layout as canonical `[2, L, T, H, D]`; no copy, not contiguous."""
+    stored = raw.view(DTYPES[shape.dtype]).view(shape.heads, 2, shape.layers, shape.tokens, shape.head_size)
+    return stored.permute(1, 2, 3, 0, 4)
+
+
+def kv_2ltd_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
+    """View flat uint8 bytes in LMCache's KV_2LTD layout as canonical `[2, L, T, H, D]`; no copy, contiguous."""
+    return raw.view(DTYPES[shape.dtype]).view(2, shape.layers, shape.tokens, shape.heads, shape.head_size)
+
+
+VIEWS = {"heads": heads_view, "kv_2ltd": kv_2ltd_view}
+"""How each layout of resident bytes is read or written as canonical KV."""

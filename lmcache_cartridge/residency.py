@@ -1,0 +1,283 @@
+"""Residency: which chunks are in memory, who may rely on them, and for how long.
+
+    acquire(keys)   waits until the chunks are resident (or the deadline) and leases them, so that they stay
+    release(key)    ends one lease; leases that nobody ends run out by themselves
+    lend(key)       hands out the resident bytes; they stay until the loan is closed
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from typing import Literal, NamedTuple
+
+import torch
+
+from .errors import CartridgeError
+from .keys import ChunkKey
+from .slab import Slab
+
+Load = Callable[[ChunkKey, torch.Tensor], None]
+"""Fills a slot, flat uint8, with the verified bytes of a chunk; raises `CartridgeError` when it cannot."""
+
+
+class ResidencyStats(NamedTuple):
+    """Counters since the start, and what is resident now. Without loads in flight, loaded - evicted = resident."""
+
+    hits: int
+    misses: int
+    loaded: int
+    failed: int
+    evicted: int
+    resident: int
+    loading: int
+    leased: int
+    lent: int
+    resident_bytes: int
+    budget_bytes: int
+
+
+class _Entry:
+    """The one record of a chunk that is in memory or on its way there."""
+
+    __slots__ = ("leases", "loans", "slot", "state")
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.state: Literal["loading", "resident", "gone"] = "loading"
+        self.leases: deque[float] = deque()
+        self.loans = 0
+
+
+class Loan:
+    """The resident bytes of one chunk; they stay where they are until `close()`."""
+
+    __slots__ = ("_entry", "_residency", "bytes")
+
+    def __init__(self, residency: Residency, entry: _Entry, data: torch.Tensor) -> None:
+        self.bytes = data
+        """Flat uint8, shared with every other loan of the chunk: read only."""
+        self._residency = residency
+        self._entry: _Entry | None = entry
+
+    def close(self) -> None:
+        """End the loan. Closing twice is no change. Does not block on I/O."""
+        # Attribute swap first: LMCache may free an object from two threads, and one loan must count once.
+        with self._residency._lock:
+            entry, self._entry = self._entry, None
+            if entry is not None:
+                entry.loans -= 1
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Residency:
+    """The cpu tier: chunks of one size in a slab, evicted least recently used first.
+
+    Leased, lent and loading chunks are never evicted, so the budget may refuse but is never exceeded. However many
+    callers want a chunk, it is loaded once. Every method may be called from any thread; only `acquire` waits.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        load: Load,
+        *,
+        threads: int = 4,
+        lease_s: float = 300.0,
+        on_failure: Callable[[ChunkKey, CartridgeError], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_failure` hears of every load that raised, from the loading thread, before any waiter does."""
+        self._slab, self._load, self._on_failure = slab, load, on_failure
+        self._lease_s, self._clock = lease_s, clock
+        self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
+        self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
+        self._changed = threading.Condition(self._lock)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cartridge-load")
+        self._hits = self._misses = self._loaded = self._failed = self._evicted = 0
+        self._closed = False
+
+    def acquire(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> int:
+        """Lease the longest leading run of `keys` that is resident within `timeout_s`, and return its length.
+
+        Chunks that are not resident start loading, as far as unleased memory allows, and go on loading after the
+        deadline. With `whole` the answer is all of `keys` or none. Leases nothing beyond the run it returns.
+        """
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            if whole and not self._fits(keys):
+                self._misses += 1
+                return 0
+            entries = self._admit(keys)
+            run = _resident_run(entries)
+            while run < len(entries) and entries[run].state == "loading":
+                remaining = deadline - self._clock()
+                if remaining <= 0 or not self._changed.wait(remaining):
+                    break
+                run = _resident_run(entries)
+            run = _resident_run(entries)
+            if whole and run < len(keys):
+                run = 0
+            for entry in entries[run:]:
+                entry.leases.pop()
+            return run
+
+    def release(self, key: ChunkKey) -> bool:
+        """End one lease of the chunk; False, and no change, if it has none."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or not entry.leases:
+                return False
+            entry.leases.popleft()
+            return True
+
+    def resident(self, keys: Sequence[ChunkKey]) -> int:
+        """Return the length of the leading run of `keys` that is resident now; no side effects."""
+        with self._lock:
+            return _resident_run([self._entries[key] for key in takewhile(self._entries.__contains__, keys)])
+
+    def lend(self, key: ChunkKey) -> Loan | None:
+        """Return the resident bytes of a chunk, or None if it is not resident."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.state != "resident":
+                return None
+            entry.loans += 1
+            self._entries.move_to_end(key)
+            return Loan(self, entry, self._slab.tensor(entry.slot))
+
+    def evict(self, digest: str) -> int:
+        """Drop a cartridge's chunks that nobody relies on and return how many."""
+        with self._lock:
+            now = self._clock()
+            mine = [k for k, e in self._entries.items() if k.digest == digest and self._is_idle(e, now)]
+            for key in mine:
+                self._drop(key)
+            return len(mine)
+
+    def stats(self) -> ResidencyStats:
+        """Return counters and totals; no side effects."""
+        with self._lock:
+            entries, now = self._entries.values(), self._clock()
+            resident = sum(e.state == "resident" for e in entries)
+            return ResidencyStats(
+                hits=self._hits,
+                misses=self._misses,
+                loaded=self._loaded,
+                failed=self._failed,
+                evicted=self._evicted,
+                resident=resident,
+                loading=len(self._entries) - resident,
+                leased=sum(any(t > now for t in e.leases) for e in entries),
+                lent=sum(e.loans > 0 for e in entries),
+                resident_bytes=resident * self._slab.slot_bytes,
+                budget_bytes=self._slab.slots * self._slab.slot_bytes,
+            )
+
+    def check(self) -> None:
+        """Assert the invariants: every slot has one owner, counts add up, nothing is owed."""
+        with self._lock:
+            slots = [e.slot for e in self._entries.values()]
+            assert len(set(slots)) == len(slots), "two chunks share a slot"
+            assert len(slots) + self._slab.free_slots == self._slab.slots, "a slot is lost"
+            assert all(e.loans >= 0 for e in self._entries.values()), "a loan was closed twice"
+            resident = sum(e.state == "resident" for e in self._entries.values())
+            assert self._loaded - self._evicted == resident, "loaded - evicted != resident"
+
+    def close(self) -> None:
+        """Start no more loads and wait for those running. Loans stay valid."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        self._pool.shutdown(wait=True, cancel_futures=False)
+
+    def _fits(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether all of `keys` could be in memory at once, given what must stay. The lock is held."""
+        missing = sum(key not in self._entries for key in keys)
+        if missing <= self._slab.free_slots:
+            return True
+        now, wanted = self._clock(), set(keys)
+        idle = sum(self._is_idle(e, now) for k, e in self._entries.items() if k not in wanted)
+        return missing <= self._slab.free_slots + idle
+
+    def _admit(self, keys: Sequence[ChunkKey]) -> list[_Entry]:
+        """Lease a leading run of `keys`, start loading what is missing of it, and return it. The lock is held."""
+        expiry = self._clock() + self._lease_s
+        # What is here already is leased first, so that loading its neighbours cannot evict it. The last chunk is
+        # touched first: when memory runs short a cartridge loses its end, and the rest of it stays useful.
+        for key in reversed(keys):
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._hits += entry.state == "resident"
+                self._misses += entry.state == "loading"
+                self._entries.move_to_end(key)
+                entry.leases.append(expiry)
+        admitted = []
+        for count, key in enumerate(keys):
+            entry = self._entries.get(key)
+            if entry is None:
+                self._misses += 1
+                if self._closed or not (self._slab.free_slots or self._evict_one()):
+                    for beyond in keys[count + 1 :]:
+                        if beyond in self._entries:
+                            self._entries[beyond].leases.pop()
+                    break
+                entry = self._entries[key] = _Entry(self._slab.take())
+                entry.leases.append(expiry)
+                self._pool.submit(self._run_load, key, entry)
+            admitted.append(entry)
+        return admitted
+
+    def _run_load(self, key: ChunkKey, entry: _Entry) -> None:
+        error = None
+        try:
+            self._load(key, self._slab.tensor(entry.slot))
+        except CartridgeError as caught:
+            error = caught
+        except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
+            error = CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
+        if error is not None and self._on_failure is not None:
+            self._on_failure(key, error)
+        with self._changed:
+            if error is None:
+                entry.state = "resident"
+                self._loaded += 1
+            else:
+                entry.state = "gone"
+                self._failed += 1
+                del self._entries[key]
+                self._slab.give(entry.slot)
+            self._changed.notify_all()
+
+    def _is_idle(self, entry: _Entry, now: float) -> bool:
+        while entry.leases and entry.leases[0] <= now:
+            entry.leases.popleft()
+        return entry.state == "resident" and not entry.leases and not entry.loans
+
+    def _evict_one(self) -> bool:
+        """Free the slot of the least recently used idle chunk; False if there is none. The lock is held."""
+        now = self._clock()
+        for key, entry in self._entries.items():
+            if self._is_idle(entry, now):
+                self._drop(key)
+                return True
+        return False
+
+    def _drop(self, key: ChunkKey) -> None:
+        entry = self._entries.pop(key)
+        entry.state = "gone"
+        self._slab.give(entry.slot)
+        self._evicted += 1
+
+
+def _resident_run(entries: Sequence[_Entry]) -> int:
+    return next((i for i, entry in enumerate(entries) if entry.state != "resident"), len(entries))
