@@ -1,0 +1,284 @@
+"""The command line: `lmcache-cartridge VERB`. Imports no torch until a verb needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import CartridgeError
+from .output import fields, show, size, table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 for an error of ours (one line on stderr), 2 for usage."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.verb is not _serve:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.rest = rest
+    try:
+        return arguments.verb(arguments) or 0
+    except CartridgeError as error:
+        print(f"lmcache-cartridge: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lmcache-cartridge",
+        description="Prepare KV caches of documents once and serve them through unmodified vLLM and LMCache.",
+        epilog="State lives under --home, by default $LMCACHE_CARTRIDGE_HOME or ~/.local/share/lmcache-cartridge.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def verb(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(
+            name, help=summary, description=summary, epilog=f"example: lmcache-cartridge {example}", allow_abbrev=False
+        )
+        added.set_defaults(verb=run)
+        added.add_argument("--home", type=Path, help="where the registry and cartridges are kept")
+        if name != "serve":
+            added.add_argument("--format", choices=("terminal", "json"), default="terminal", help="for people or programs")
+        return added
+
+    build = verb("build", _build, "Compute a document's KV with its model, check it, and register it.",
+                 "build --model ./llama --document handbook.txt --id handbook")  # fmt: skip
+    build.add_argument("--model", required=True, help="directory or cached Hub id of a causal language model")
+    build.add_argument("--document", required=True, type=Path, help="UTF-8 text file")
+    build.add_argument("--id", required=True, help="name of the cartridge; building it again makes a new version")
+    build.add_argument("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
+    build.add_argument("--dtype", default="auto", help="bfloat16, float16 or float32; as the engine's KV (default auto)")
+    build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
+    build.add_argument("--canary", help="text after the document whose prediction must not change")
+
+    register = verb("register", _register, "Register an artefact that lies in a directory, without copying it.",
+                    "register /mnt/cartridges/handbook")  # fmt: skip
+    register.add_argument("directory", type=Path, help="directory of manifest.json and payload.safetensors")
+    register.add_argument("--label", help="also point this label at it")
+
+    label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
+                 "label current handbook@3")  # fmt: skip
+    label.add_argument("label")
+    label.add_argument("name", help="id, id@version or another label")
+
+    verb("list", _list, "List the registered cartridges.", "list --format json")
+
+    describe = verb("describe", _describe, "Show everything known of one cartridge.", "describe handbook")
+    describe.add_argument("name", help="id (newest version), id@version or label")
+
+    verify = verb("verify", _verify, "Read a cartridge whole and check every checksum; lifts a quarantine if sound.",
+                  "verify handbook")  # fmt: skip
+    verify.add_argument("name", nargs="+", help="id (newest version), id@version or label")
+
+    serve = verb("serve", _serve, "Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are.",
+                 "serve ./llama --port 8000 --max-model-len 8192")  # fmt: skip
+    serve.add_argument("model", help="as for `vllm serve`")
+    serve.add_argument("--chunk-size", type=int, default=256, help="LMCache's chunk size in tokens (default 256)")
+    serve.add_argument("--cpu-bytes", default="1GiB", help="memory for resident cartridges (default 1GiB)")
+    serve.add_argument("--disk-bytes", default="0", help="local disk for copies of slow artefacts (default 0: none)")
+    serve.add_argument(
+        "--on-load-failure",
+        choices=("recompute", "fail"),
+        help="what vLLM does when a chunk cannot be loaded after all: compute its tokens, or end the request with an "
+        "error. Trained cartridges need fail (default: fail if any is registered, else recompute)",
+    )
+    serve.add_argument("--print", action="store_true", help="print the files and command instead of running them")
+
+    demo = verb("demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo")
+    demo.add_argument("--questions", type=int, default=12, help="how many to ask each way (default and at most 12)")
+
+    verb("doctor", _doctor, "Check versions, hashing, layout and plugin; say how to fix what is wrong.", "doctor")
+    return parser
+
+
+def _settings(arguments: argparse.Namespace, **values: Any) -> Any:
+    from .settings import from_mapping
+
+    if arguments.home is not None:
+        values["home"] = arguments.home.expanduser().absolute()
+    return from_mapping(values)
+
+
+def _registry(arguments: argparse.Namespace) -> Any:
+    from .registry import Registry
+
+    return Registry(_settings(arguments).registry_path)
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .errors import ArtifactError
+    from .fingerprint import DTYPE_BYTES
+    from .manifest import check_id
+    from .registry import Registry
+
+    # Everything that is cheap to check comes before torch is loaded.
+    check_id(arguments.id)
+    if not arguments.document.is_file():
+        raise ArtifactError(f"{arguments.document}: no such file")
+    if arguments.chunk_size < 1:
+        raise ArtifactError(f"--chunk-size {arguments.chunk_size} must be at least 1")
+    if arguments.dtype not in ("auto", *DTYPE_BYTES):
+        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
+    settings = _settings(arguments)
+    registry = Registry(settings.registry_path)
+    from .make import prefill
+    from .make.model import CausalModel
+
+    model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    version = registry.next_version(arguments.id)
+    with tqdm(unit=" tokens", desc="prefill", disable=arguments.format == "json") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        manifest = prefill.build(
+            model, arguments.document, settings.cartridges_dir / arguments.id / str(version),
+            cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
+            canary=arguments.canary or prefill.CANARY, progress=progress,
+        )  # fmt: skip
+    registry.register(settings.cartridges_dir / arguments.id / str(version))
+    canary = manifest.provenance.canary
+    result = {
+        "name": manifest.name,
+        "positions": manifest.positions,
+        "bytes": manifest.payload.size_bytes,
+        "digest": manifest.digest,
+        "canary_top1_equal": canary.top1_equal,
+        "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
+    }
+    show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
+
+
+def _register(arguments: argparse.Namespace) -> None:
+    registry = _registry(arguments)
+    manifest = registry.register(arguments.directory)
+    if arguments.label:
+        registry.label(arguments.label, manifest.name)
+    result = {"name": manifest.name, "digest": manifest.digest, "label": arguments.label}
+    show(result, f"registered {manifest.name}", arguments.format)
+
+
+def _label(arguments: argparse.Namespace) -> None:
+    target = _registry(arguments).label(arguments.label, arguments.name)
+    show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from .quarantine import Quarantine
+
+    registry, quarantine = _registry(arguments), Quarantine(_settings(arguments).quarantine_dir)
+    labels: dict[str, list[str]] = {}
+    for label, name in registry.labels().items():
+        labels.setdefault(name, []).append(label)
+    rows = [
+        {
+            "id": row.id,
+            "version": row.version,
+            "kind": row.kind,
+            "positions": row.positions,
+            "bytes": row.bytes,
+            "labels": labels.get(row.name, []),
+            "quarantined": quarantine.reason(row.digest) is not None,
+            "digest": row.digest,
+        }
+        for row in registry.all()
+    ]
+    readable = [
+        row | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12],
+               "quarantined": "yes" if row["quarantined"] else ""}
+        for row in rows
+    ]  # fmt: skip
+    empty = "no cartridges yet; make one with `lmcache-cartridge build`"
+    show(rows, table(readable) if rows else empty, arguments.format)
+
+
+def _describe(arguments: argparse.Namespace) -> None:
+    import json
+
+    from . import artifact
+    from .quarantine import Quarantine
+
+    location = _registry(arguments).find(arguments.name)
+    reason = Quarantine(_settings(arguments).quarantine_dir).reason(location.digest)
+    manifest = artifact.load_manifest(location.root)
+    result = json.loads(manifest.encode())
+    del result["payload"]["checksums"]
+    del result["fingerprint"]["rope"]["inv_freq"]
+    result |= {"location": str(location.root), "registered": location.registered, "quarantined": reason}
+    show(result, fields(result), arguments.format)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from . import artifact
+    from .quarantine import Quarantine
+
+    registry, quarantine = _registry(arguments), Quarantine(_settings(arguments).quarantine_dir)
+    results = []
+    for name in arguments.name:
+        location = registry.find(name)
+        problem = None
+        try:
+            with tqdm(unit=" chunks", desc=location.name, disable=arguments.format == "json") as bar:
+                for done, total in artifact.verify(location.root):
+                    bar.total = total
+                    bar.update(done - bar.n)
+            if artifact.load_manifest(location.root).digest != location.digest:
+                problem = "the artefact was replaced after it was registered"
+        except CartridgeError as error:
+            problem = str(error)
+        if problem is None:
+            quarantine.lift(location.digest)
+        results.append({"name": location.name, "sound": problem is None, "problem": problem})
+    lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
+    show(results, "\n".join(lines), arguments.format)
+    return 0 if all(r["sound"] for r in results) else 1
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from .registry import Registry
+    from .serve.launch import plan
+
+    settings = _settings(arguments, cpu_bytes=arguments.cpu_bytes, disk_bytes=arguments.disk_bytes)
+    trained = any(row.kind == "trained" for row in Registry(settings.registry_path, read_only=True).all())
+    launch = plan(
+        arguments.model,
+        settings,
+        chunk_tokens=arguments.chunk_size,
+        on_load_failure=arguments.on_load_failure or ("fail" if trained else "recompute"),
+        vllm_args=[a for a in arguments.rest if a != "--"],
+    )
+    print(launch, flush=True)
+    if not arguments.print:
+        launch.run()
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .demo import run
+
+    return run(arguments.home, arguments.questions, arguments.format)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import diagnose
+
+    checks = diagnose(_settings(arguments))
+    lines = [f"{c.status:4}  {c.name}: {c.finding}" + (f"\n      fix: {c.fix}" if c.fix else "") for c in checks]
+    show([c._asdict() for c in checks], "\n".join(lines), arguments.format)
+    return 1 if any(c.status == "FAIL" for c in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

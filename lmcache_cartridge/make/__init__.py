@@ -1,0 +1,1 @@
+"""The edge that authors touch: building cartridges."""

@@ -1,0 +1,78 @@
+"""CausalModel: a Hugging Face causal language model that authors run to make and check KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from .. import fingerprint
+from ..errors import UnsupportedModel
+from ..layout import DTYPES
+
+
+class CausalModel:
+    """A model and its tokenizer, loaded from a local directory or the Hub cache; never from the network."""
+
+    def __init__(self, name: str, *, dtype: str = "auto", device: str = "cpu") -> None:
+        """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in.
+
+        Raises `UnsupportedModel` when there is no such model here, or its KV cannot be a cartridge.
+        """
+        directory = fingerprint.model_directory(name)
+        if directory is None:
+            raise UnsupportedModel(f"{name} is neither a directory nor a model in the local Hub cache; download it first")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self.name = directory.name if Path(name).is_dir() else name
+        self.device = torch.device(device)
+        wanted = dtype if dtype == "auto" else DTYPES[dtype]
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        rotary = [m for m in self.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
+        config = self.model.config
+        self.fingerprint = fingerprint.of_config(
+            {**config.get_text_config().to_dict(), "architectures": config.architectures},
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            inv_freq=rotary[0].inv_freq.tolist() if rotary else None,
+            attention_factor=getattr(rotary[0], "attention_scaling", 1.0) if rotary else 1.0,
+            weights=fingerprint.weights_digest(directory),
+        )
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return token ids; with `special` as a prompt begins (BOS where the tokenizer adds one), never with EOS."""
+        ids = self.tokenizer(text, add_special_tokens=special).input_ids
+        if special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+            ids = ids[:-1]
+        return ids
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int], slice_tokens: int) -> Iterator[torch.Tensor]:
+        """Yield the canonical KV `[2, L, T, H, D]` of each slice of up to `slice_tokens` tokens, in order."""
+        cache = DynamicCache()
+        for start in range(0, len(ids), slice_tokens):
+            part = torch.tensor([ids[start : start + slice_tokens]], device=self.device)
+            self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            count = part.shape[1]
+            planes = [torch.stack([getattr(layer, name)[0, :, -count:] for layer in cache.layers])
+                      for name in ("keys", "values")]  # fmt: skip
+            yield torch.stack(planes).transpose(2, 3).cpu()
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], last: int) -> torch.Tensor:
+        """Return float32 logits `[last, vocabulary]` at the last positions of a plain forward pass over `ids`."""
+        out = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False, logits_to_keep=last)
+        return out.logits[0].float().cpu()
+
+    @torch.inference_mode()
+    def logits_after(self, kv: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        """Return float32 logits `[len(ids), vocabulary]` of `ids` after canonical KV `[2, L, T, H, D]`."""
+        cache = DynamicCache()
+        keys, values = kv.transpose(2, 3).to(self.device)
+        for layer in range(keys.shape[0]):
+            cache.update(keys[layer : layer + 1], values[layer : layer + 1], layer)
+        out = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=True)
+        return out.logits[0].float().cpu()

@@ -1,0 +1,101 @@
+"""Build a cartridge by prefill: the KV of a document, computed once by the model itself, checked before it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+
+from .. import __version__
+from ..artifact import ArtifactWriter
+from ..errors import ArtifactError, CanaryFailed
+from ..layout import to_heads
+from ..manifest import Canary, Manifest, Provenance
+from .model import CausalModel
+
+CANARY = "\n\nQuestion: what does this document say?\nAnswer:"
+"""Text that follows the document in the canary, unless the author gives a better one."""
+
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in all)."""
+
+
+def build(
+    model: CausalModel,
+    document: Path,
+    root: Path,
+    *,
+    cartridge_id: str,
+    version: int,
+    chunk_tokens: int = 256,
+    canary: str = CANARY,
+    progress: Progress = lambda done, total: None,
+) -> Manifest:
+    """Write the KV of the text file `document` under `model` as an artefact at `root` and return its manifest.
+
+    Before the artefact appears, the *canary* runs: the logits of `canary` after the KV as stored are compared with
+    those of a plain forward pass over document and `canary`. Raises `CanaryFailed`, leaving nothing behind, unless
+    the top token at its end is the same; `ArtifactError` for a document that is no text or empty.
+    """
+    raw = document.read_bytes()
+    try:
+        ids = model.encode(raw.decode("utf-8"), special=True)
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{document} is no UTF-8 text: {error}") from error
+    if not ids:
+        raise ArtifactError(f"{document} has no tokens")
+    limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and len(ids) >= limit:
+        raise ArtifactError(f"{document} has {len(ids)} tokens; the model's context is {limit}, less the question")
+    writer = ArtifactWriter(
+        root,
+        cartridge_id=cartridge_id,
+        version=version,
+        kind="prefill",
+        fingerprint=model.fingerprint,
+        token_ids=np.array(ids),
+        chunk_tokens=chunk_tokens,
+    )
+    with writer:
+        done = 0
+        for kv in model.prefill(ids, chunk_tokens):
+            writer.write(to_heads(kv).view(torch.uint8).numpy().reshape(-1).data)
+            done += kv.shape[2]
+            progress(done, len(ids))
+        result = run_canary(model, ids, writer.payload, canary)
+        if not result.top1_equal:
+            raise CanaryFailed(
+                f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
+                f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
+                "nearly tied, try another --canary text or --dtype float32; nothing was registered"
+            )
+        return writer.commit(
+            Provenance(
+                tool=f"lmcache-cartridge {__version__} build",
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                model=model.name,
+                document=document.name,
+                document_blake3=blake3(raw).hexdigest(),
+                canary=result,
+            )
+        )
+
+
+def run_canary(model: CausalModel, ids: list[int], payload: Path, question: str) -> Canary:
+    """Compare the logits of `question` after the KV in `payload` with those after the tokens `ids` themselves."""
+    question_ids = model.encode(question, special=False)
+    with safe_open(payload, framework="pt") as file:
+        chunks = [file.get_tensor(name) for name in sorted(file.keys())]
+    kv = torch.cat(chunks, dim=3).permute(1, 2, 3, 0, 4)
+    stored = model.logits_after(kv, question_ids)
+    plain = model.logits(ids + question_ids, len(question_ids))
+    return Canary(
+        question=question,
+        top1_equal=bool(stored[-1].argmax() == plain[-1].argmax()),
+        max_abs_logit_difference=float((stored - plain).abs().max()),
+    )

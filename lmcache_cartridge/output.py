@@ -1,0 +1,49 @@
+"""Output: results as aligned text for people or JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def size(count: int) -> str:
+    """Return a number of bytes for people: `3.0 MiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of equal keys as aligned columns under a heading; numbers to the right."""
+    columns = list(rows[0])
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
+    right = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
+
+    def line(texts: Sequence[str]) -> str:
+        padded = [t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True)]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(columns), line(["-" * w for w in widths]), *map(line, cells)])
+
+
+def fields(values: Mapping[str, Any]) -> str:
+    """Return one `label   value` line a value; nested mappings are indented under their label."""
+    lines = []
+    width = max((len(key) for key in values), default=0)
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines.append(key)
+            lines += ["  " + line for line in fields(value).splitlines()]
+        else:
+            lines.append(f"{key.ljust(width)}  {value}")
+    return "\n".join(lines)
+
+
+def show(values: Any, text: str, form: str) -> None:
+    """Print `values` as JSON or `text`, as `form` says."""
+    print(json.dumps(values, indent=2, default=str) if form == "json" else text, flush=True)
