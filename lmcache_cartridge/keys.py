@@ -60,18 +60,23 @@ class KeyIndex:
             self._prefill.update(keys)
         return whole
 
+    def candidates(self, chunk_hash: int, tag: str | None) -> tuple[ChunkKey, ...]:
+        """Return every chunk that answers a hash, the newest cartridge's first; no side effects."""
+        if tag is not None:
+            table = self._trained.get(tag, {})
+            return (table[chunk_hash],) if chunk_hash in table else ()
+        if chunk_hash not in self._prefill:
+            return ()
+        return (self._prefill[chunk_hash], *self._others.get(chunk_hash, ()))
+
     def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on; no side effects.
 
         Cartridges whose digest is in `without` do not count.
         """
-        table = self._prefill if tag is None else self._trained.get(tag, {})
         run = []
         for chunk_hash in hashes:
-            key = table.get(chunk_hash)
-            if key is not None and key.digest in without:
-                others = self._others.get(chunk_hash, ()) if tag is None else ()
-                key = next((k for k in others if k.digest not in without), None)
+            key = next((k for k in self.candidates(chunk_hash, tag) if k.digest not in without), None)
             if key is None:
                 break
             run.append(key)

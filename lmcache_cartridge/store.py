@@ -97,18 +97,20 @@ class CartridgeStore:
 
         A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
         """
+        # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
+        for key in self._index.candidates(chunk_hash, tag):
+            if loan := self._residency.lend(key):
+                return loan
         keys = self._index.leading((chunk_hash,), tag, self._quarantined)
-        if not keys:
+        if not keys or not self._residency.acquire(keys, self._settings.lookup_timeout_s):
             return None
         loan = self._residency.lend(keys[0])
-        if loan is None and self._residency.acquire(keys, self._settings.lookup_timeout_s):
-            loan = self._residency.lend(keys[0])
-            self._residency.release(keys[0])
+        self._residency.release(keys[0])
         return loan
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
-        return any(self._residency.release(key) for key in self._index.leading((chunk_hash,), tag))
+        return any(self._residency.release(key) for key in self._index.candidates(chunk_hash, tag))
 
     def names(self) -> list[str]:
         """Return `id@version` of every cartridge that is served now."""
