@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging
 
 from .. import fingerprint
 from ..errors import UnsupportedModel
@@ -25,7 +25,7 @@ class CausalModel:
         directory = fingerprint.model_directory(name)
         if directory is None:
             raise UnsupportedModel(f"{name} is neither a directory nor a model in the local Hub cache; download it first")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+        logging.disable_progress_bar()
         self.name = directory.name if Path(name).is_dir() else name
         self.device = torch.device(device)
         wanted = dtype if dtype == "auto" else DTYPES[dtype]

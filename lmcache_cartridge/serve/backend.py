@@ -74,7 +74,7 @@ class CartridgeBackend(StoragePluginInterface):
         from lmcache.integration.vllm.utils import ENGINE_NAME
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
-        settings = read_settings(self.config.extra_config)
+        settings = read_settings(self.config.extra_config, type(self).__name__)
         lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
         if lmcache_engine is None:
             raise UnsupportedEngine("LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only")
@@ -221,16 +221,19 @@ def _tag(key: CacheEngineKey) -> str | None:
     return str(key.tags[0][1]) if len(key.tags) == 1 and key.tags[0][0] == TAG else ""
 
 
-def read_settings(extra_config: dict[str, Any] | None) -> Settings:
-    """Return our settings out of LMCache's `extra_config`. Raises `SettingsError` naming the full key."""
+def read_settings(extra_config: dict[str, Any] | None, class_name: str) -> Settings:
+    """Return the settings of the plugin `class_name` in LMCache's `extra_config`.
+
+    Raises `SettingsError` naming the full key of whatever is wrong, and when there is not exactly one such plugin.
+    """
     extra = extra_config or {}
     names = [
         key.removeprefix("storage_plugin.").removesuffix(".class_name")
         for key, value in extra.items()
-        if key.startswith("storage_plugin.") and key.endswith(".class_name") and value == CartridgeBackend.__name__
+        if key.startswith("storage_plugin.") and key.endswith(".class_name") and value == class_name
     ]
     if len(names) != 1:
-        raise SettingsError(f"{len(names)} storage plugins have class_name CartridgeBackend; there must be one: {names}")
+        raise SettingsError(f"{len(names)} storage plugins have class_name {class_name}; there must be one: {names}")
     prefix = f"storage_plugin.{names[0]}."
     own = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
     return from_mapping({k: v for k, v in own.items() if k not in ("module_path", "class_name")}, prefix)

@@ -34,10 +34,14 @@ class Launch(NamedTuple):
         variables = " \\\n".join(f"{k}={shlex.quote(v)}" for k, v in self.environment.items())
         return f"# {self.yaml_path}\n{self.yaml}\n{variables} \\\n{shlex.join(self.command)}"
 
-    def run(self) -> None:
-        """Write the YAML and become the server; does not return."""
+    def write(self) -> None:
+        """Write the YAML."""
         self.yaml_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.yaml_path.write_text(self.yaml)
+
+    def run(self) -> None:
+        """Write the YAML and become the server; does not return."""
+        self.write()
         os.execvpe(self.command[0], self.command, {**os.environ, **self.environment})
 
 
