@@ -1,0 +1,115 @@
+"""Helpers of the end-to-end tests: cartridges made in variants, a server over them, and exact comparisons."""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from lmcache_cartridge import artifact
+from lmcache_cartridge.layout import to_heads
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.manifest import Manifest, Provenance
+from lmcache_cartridge.registry import Registry
+
+SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
+
+
+class Reply(NamedTuple):
+    """What a greedy request came back with."""
+
+    text: str
+    logprobs: list[dict[str, float]]
+    """Top 20 of each generated position, by token."""
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def stored_kv(root: Path) -> torch.Tensor:
+    """Return the canonical KV `[2, L, T, H, D]` of an artefact, read by the safetensors library."""
+    with safe_open(root / "payload.safetensors", framework="pt") as file:
+        return torch.cat([file.get_tensor(name) for name in sorted(file.keys())], dim=3).permute(1, 2, 3, 0, 4)
+
+
+def register_kv(
+    registry: Registry, root: Path, cartridge_id: str, kv: torch.Tensor, like: Manifest, token_ids: np.ndarray
+) -> Manifest:
+    """Write canonical KV as a trained cartridge of the model of `like`, found under its digest only, and register it."""
+    writer = artifact.ArtifactWriter(
+        root / cartridge_id, cartridge_id=cartridge_id, version=1, kind="trained", fingerprint=like.fingerprint,
+        token_ids=token_ids, chunk_tokens=like.payload.chunk_tokens,
+    )  # fmt: skip
+    with writer:
+        for chunk in kv.split(like.payload.chunk_tokens, dim=2):
+            writer.write(to_heads(chunk).view(torch.uint8).numpy().reshape(-1).data)
+        writer.commit(Provenance(tool="test", created="2026-11-21T00:00:00+00:00"))
+    return registry.register(root / cartridge_id)
+
+
+class Client:
+    """Asks one server greedily with token ids, past vLLM's own prefix cache."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=120)
+        self._model = model
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.close()
+
+    def ask(self, ids: list[int], tag: str | None = None, tokens: int = 4) -> Reply:
+        """Return the reply to a prompt; `tag` is the request's `lmcache.tag.cartridge`."""
+        params = {} if tag is None else {"lmcache.tag.cartridge": tag}
+        response = self.post(
+            {"prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 20, "kv_transfer_params": params}
+        )
+        response.raise_for_status()
+        body = response.json()
+        choice = body["choices"][0]
+        return Reply(
+            choice["text"],
+            choice["logprobs"]["top_logprobs"],
+            body["usage"]["prompt_tokens"],
+            body["usage"]["prompt_tokens_details"]["cached_tokens"] or 0,
+        )
+
+    def computed(self, ids: list[int], tokens: int = 4) -> Reply:
+        """Return the reply with every prompt token computed: a tag that no cartridge has keeps them all away."""
+        reply = self.ask(ids, tag="computed", tokens=tokens)
+        assert reply.cached_tokens == 0
+        return reply
+
+    def post(self, body: dict[str, Any]) -> httpx.Response:
+        """Post a completion with a `cache_salt` of its own."""
+        return self._http.post("/v1/completions", json={"model": self._model, "cache_salt": uuid.uuid4().hex} | body)
+
+    def ask_at_once(self, prompts: list[list[int]]) -> list[Reply]:
+        """Return the replies to prompts sent all at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self.ask, prompts))
+
+
+def difference(a: Reply, b: Reply) -> float:
+    """Return the largest difference of the first position's top-20 logprobs; infinite where they share no token.
+
+    Only the first position: after it the two replies may have been given different tokens.
+    """
+    first, second = a.logprobs[0], b.logprobs[0]
+    shared = first.keys() & second.keys()
+    top = max(first, key=first.get)
+    if top not in second:
+        return float("inf")
+    return max(abs(first[token] - second[token]) for token in shared)
+
+
+def question_ids(model: CausalModel, text: str) -> list[int]:
+    """Return the ids of a question as it follows a sheet."""
+    return model.encode(" " + text, special=False)

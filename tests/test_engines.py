@@ -1,0 +1,117 @@
+"""Engines other than the usual one: with a failing plugin, with tensor parallelism, and one that must not start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import SERVER_ARGS, Client, difference, question_ids
+
+from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.make import prefill
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+NOISE = 0.25
+"""As in test_end_to_end."""
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return CausalModel(str(MODEL_DIR))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
+    """A home with one cartridge: ward-a in chunks of 256."""
+    made = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20})
+    root = made.cartridges_dir / "ward-a"
+    prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
+    Registry(made.registry_path).register(root)
+    return made
+
+
+def _prompts(model: CausalModel, count: int) -> list[tuple[list[int], str]]:
+    sheet = load_sheet("ward-a")
+    document = model.encode(sheet.text, special=True)
+    return [(document + question_ids(model, q.text), q.answer) for q in sheet.questions[:count]]
+
+
+@contextmanager
+def _serving(launch: Launch, tmp_path: Path, environment: dict[str, str]) -> Iterator[Client]:
+    with (
+        ServerProcess(launch, tmp_path / "log", environment=environment) as server,
+        Client(server.url, str(MODEL_DIR)) as client,
+    ):
+        yield client
+
+
+def _edited(launch: Launch, old: str, new: str) -> Launch:
+    assert old in launch.yaml
+    return launch._replace(yaml=launch.yaml.replace(old, new))
+
+
+def test_the_demo_command_answers_from_the_cartridge_and_computes_only_the_rest(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmcache_cartridge.cli", "demo", "--format", "json"]
+    done = subprocess.run([*command, "--home", tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["questions"] >= 10
+    assert result["document"]["exact"] == result["cartridge"]["exact"] >= result["questions"] - 1
+    assert result["no_document"]["exact"] <= result["questions"] // 3
+    saved = result["document"]["computed_tokens"] - result["cartridge"]["computed_tokens"]
+    assert saved == 1024
+
+
+def test_a_chunk_that_cannot_be_had_after_all_is_computed_and_the_answer_right(
+    settings: Settings, model: CausalModel, tmp_path: Path
+) -> None:
+    launch = plan(str(MODEL_DIR), settings, vllm_args=SERVER_ARGS)
+    launch = _edited(launch, "lmcache_cartridge.serve.backend", "faulty")
+    launch = _edited(launch, '"CartridgeBackend"', '"FaultyBackend"')
+    environment = SMALL | {"FAULTY_CHUNK": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    with _serving(launch, tmp_path, environment) as client:
+        for prompt, answer in _prompts(model, 4):
+            reply = client.ask(prompt)
+            assert reply.text.strip() == answer
+            assert difference(reply, client.computed(prompt)) < NOISE
+    assert "retrieved tokens is less than the" in (tmp_path / "log").read_text(), "the fault was not met"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_tensor_parallel_rank_injects_its_own_heads(
+    settings: Settings, model: CausalModel, world: int, tmp_path: Path
+) -> None:
+    """The model has two KV heads, so of four ranks each two hold the same head."""
+    launch = plan(str(MODEL_DIR), settings, vllm_args=[*SERVER_ARGS, "--tensor-parallel-size", str(world)])
+    with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
+        for prompt, answer in _prompts(model, 4):
+            reply = client.ask(prompt)
+            assert reply.cached_tokens == 1024
+            assert reply.text.strip() == answer
+            assert difference(reply, client.computed(prompt)) < NOISE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("local_cpu: false", "local_cpu: true", "local_cpu is on"),
+        ("storage_plugins: [cartridge]", "storage_plugins: []", "does not name it"),
+    ],
+)
+def test_a_server_that_could_not_serve_cartridges_does_not_start_and_says_why(
+    settings: Settings, tmp_path: Path, old: str, new: str, reason: str
+) -> None:
+    launch = _edited(plan(str(MODEL_DIR), settings, vllm_args=SERVER_ARGS), old, new)
+    with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log", timeout_s=120):
+        pass
+    assert reason in (tmp_path / "log").read_text()
