@@ -1,0 +1,29 @@
+# Each verb does all its own set-up. The environment is made once, again when a lock file or setup.cfg changes.
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/ready
+LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/lmcache-cartridge demo
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests
+	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH lmcache_cartridge tests
+
+# --no-deps: the locks are complete, and pip's own resolution would add CUDA builds that break a CPU torch.
+# compileall: vLLM starts several processes, each of which would compile every module again.
+$(READY): $(LOCKS) setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile $(addprefix -r ,$(LOCKS))
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 .venv/lib
+	touch $@
+
+clean:
+	rm -rf .venv
