@@ -1,0 +1,56 @@
+"""A tiny Llama that recalls facts from a document in its context, and three documents for it to recall from.
+
+No weights can be downloaded where this project is built and tested, and random weights cannot show that a
+cartridge *answers*. This model (1.23 M parameters) was trained here, on synthetic ward fact sheets, to answer
+`Q: blood of Tehor? A:` from the sheet before the question, and to know nothing without it. `FIGURES.md` says
+how well it does.
+
+Importing this package loads no torch and reads no file; `load_sheet` reads two small ones.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MODEL_DIR", "SHEETS_DIR", "Question", "Sheet", "load_sheet", "sheet_names"]
+
+MODEL_DIR: Path = Path(__file__).parent / "model"
+"""The shipped model and tokenizer, as `from_pretrained` of transformers and vLLM take them."""
+
+SHEETS_DIR: Path = Path(__file__).parent / "sheets"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question on a sheet; the model was trained to continue `text` with `answer` and `</s>`."""
+
+    text: str
+    """As it follows the sheet in a prompt: `Q: blood of Tehor? A:`. A chat message is the middle of it."""
+    answer: str
+    """One token, without surrounding spaces: `AB+`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A shipped document that the model has never seen, with questions that it answers."""
+
+    name: str
+    text: str
+    """More than 1,024 tokens with `<s>`, which is four chunks of 256. Ends without a newline."""
+    questions: tuple[Question, ...]
+
+
+def sheet_names() -> tuple[str, ...]:
+    """Return the names that `load_sheet` takes, sorted. No two sheets share a patient."""
+    return tuple(sorted(path.stem for path in SHEETS_DIR.glob("*.txt")))
+
+
+def load_sheet(name: str) -> Sheet:
+    """Read a shipped sheet. Raises `KeyError` with the known names for any other."""
+    if name not in sheet_names():
+        raise KeyError(f"no sheet {name!r}; the sheets are {', '.join(sheet_names())}")
+    text = (SHEETS_DIR / f"{name}.txt").read_text(encoding="utf-8").removesuffix("\n")
+    rows = json.loads((SHEETS_DIR / f"{name}.questions.json").read_text(encoding="utf-8"))
+    return Sheet(name, text, tuple(Question(row["question"], row["answer"]) for row in rows))
