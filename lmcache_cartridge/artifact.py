@@ -6,32 +6,20 @@ header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ...
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
-from .errors import ArtifactError, CartridgeExists, CorruptChunk, ManifestError, TruncatedPayload
+from .errors import ArtifactError, CorruptChunk, ManifestError, TruncatedPayload
 from .fingerprint import Fingerprint
-from .manifest import (
-    CHECKSUM_BYTES, FORMAT, MAX_MANIFEST_BYTES, Manifest, Payload, Provenance, Tokens, check_id, content_digest,
-    decode,
-)  # fmt: skip
+from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode
 
 MANIFEST = "manifest.json"
 PAYLOAD = "payload.safetensors"
-TOKENS = "token_ids.npy"
-INLINE_TOKENS = 64
-"""Up to this many token ids stand in the manifest itself."""
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -54,7 +42,7 @@ def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview,
     """Raise `CorruptChunk` unless `data`, heads `heads` of stored chunk `chunk`, has the manifest's checksums."""
     head_bytes = manifest.head_bytes(chunk)
     for i, head in enumerate(heads):
-        found = _checksum(data[i * head_bytes : (i + 1) * head_bytes])
+        found = checksum(data[i * head_bytes : (i + 1) * head_bytes])
         expected = manifest.payload.checksums[chunk][head]
         if found != expected:
             raise CorruptChunk(
@@ -63,14 +51,16 @@ def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview,
             )
 
 
-def _checksum(data: memoryview | bytes) -> str:
+def checksum(data: memoryview | bytes) -> str:
+    """Return the checksum of a head of a chunk."""
     return blake3(data).hexdigest(CHECKSUM_BYTES)
 
 
-def load_manifest(root: Path) -> Manifest:
-    """Return the checked manifest of the artefact at `root`.
+def load_manifest(root: Path, digest: str | None = None) -> Manifest:
+    """Return the checked manifest of the artefact at `root`, which must have `digest` if that is given.
 
-    Raises `ManifestError` when it is missing or wrong, `TruncatedPayload` when the payload has another size.
+    Raises `ManifestError` when it is missing or wrong, `TruncatedPayload` when the payload has another size,
+    `ArtifactError` when it is another artefact.
     """
     path = root / MANIFEST
     try:
@@ -79,8 +69,15 @@ def load_manifest(root: Path) -> Manifest:
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
     manifest = decode(data, str(path))
+    if digest is not None and manifest.digest != digest:
+        raise ArtifactError(f"{root} was replaced after it was registered; register it again as a new version")
+    if manifest.payload is None:
+        return manifest
     payload = root / manifest.payload.file
-    size = payload.stat().st_size if payload.is_file() else 0
+    try:
+        size = payload.stat().st_size if payload.is_file() else 0
+    except OSError as error:
+        raise ArtifactError(f"cartridge {manifest.name}: {payload}: {error.strerror}") from error
     if size != manifest.payload.size_bytes:
         raise TruncatedPayload(
             f"cartridge {manifest.name}: {payload} has {size} bytes, its manifest says "
@@ -91,21 +88,28 @@ def load_manifest(root: Path) -> Manifest:
 
 def load_token_ids(manifest: Manifest, root: Path) -> np.ndarray:
     """Return the p token ids, uint32, checked against the manifest's digest. Raises `ArtifactError` on a mismatch."""
-    if manifest.tokens.inline is not None:
-        ids = np.asarray(manifest.tokens.inline, dtype="<u4")
+    return _load_ids(manifest, manifest.tokens, root)
+
+
+def load_document_ids(manifest: Manifest, root: Path) -> np.ndarray | None:
+    """Return the ids of a trained cartridge's document, as `load_token_ids` does, or None if it carries none."""
+    return None if manifest.document is None else _load_ids(manifest, manifest.document, root)
+
+
+def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
+    if tokens.file is None:
+        ids = np.asarray(tokens.inline, dtype="<u4")
     else:
-        path = root / TOKENS
+        path, size = root / tokens.file, 4 * tokens.count
         try:
             with path.open("rb") as file:
-                data = file.read(4 * manifest.positions + 4096)
-            ids = np.load(io.BytesIO(data), allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise ArtifactError(f"cartridge {manifest.name}: {path}: {error}") from error
-    if (
-        ids.shape != (manifest.positions,)
-        or ids.dtype != np.dtype("<u4")
-        or blake3(ids.tobytes()).hexdigest() != manifest.tokens.blake3
-    ):
+                data = file.read(size + 4096)
+        except OSError as error:
+            raise ArtifactError(f"cartridge {manifest.name}: {path}: {error.strerror}") from error
+        # The digest vouches for the ids, so the .npy header before them is not parsed: hostile ones break np.load.
+        sound = data.startswith(np.lib.format.MAGIC_PREFIX) and len(data) > size
+        ids = np.frombuffer(data[-size:] if sound else b"", dtype="<u4")
+    if ids.shape != (tokens.count,) or blake3(ids.tobytes()).hexdigest() != tokens.blake3:
         raise ArtifactError(f"cartridge {manifest.name}: token ids do not have the digest its manifest names")
     if ids.max() >= manifest.fingerprint.vocab_size:
         raise ArtifactError(f"cartridge {manifest.name}: token id {ids.max()} is outside the model's vocabulary")
@@ -119,12 +123,15 @@ def verify(root: Path) -> Iterator[tuple[int, int]]:
     """
     manifest = load_manifest(root)
     load_token_ids(manifest, root)
+    load_document_ids(manifest, root)
+    if manifest.payload is None:
+        return
     path = root / manifest.payload.file
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length + 8 != manifest.payload.data_offset_bytes:
             raise ArtifactError(f"cartridge {manifest.name}: {path} has a header of {length} bytes, not the manifest's")
-        header = _header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens)
+        header = payload_header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens)
         if file.read(length) != header[8:]:
             raise ArtifactError(f"cartridge {manifest.name}: {path} has a header that its manifest does not describe")
         heads = range(manifest.fingerprint.kv_heads)
@@ -135,7 +142,7 @@ def verify(root: Path) -> Iterator[tuple[int, int]]:
             yield chunk + 1, manifest.chunks
 
 
-def _header(fingerprint: Fingerprint, positions: int, chunk_tokens: int) -> bytes:
+def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int) -> bytes:
     """Return the safetensors length and header of a payload; data starts at a multiple of 4096 for direct I/O."""
     header, offset = {}, 0
     for chunk in range(-(-positions // chunk_tokens)):
@@ -149,131 +156,3 @@ def _header(fingerprint: Fingerprint, positions: int, chunk_tokens: int) -> byte
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 4096)
     return len(text).to_bytes(8, "little") + text
-
-
-class ArtifactWriter:
-    """Write one artefact, chunk by chunk, so that it appears whole or not at all.
-
-    A context manager: without `commit()` nothing is left behind. Files are private to the user.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        *,
-        cartridge_id: str,
-        version: int,
-        kind: Literal["prefill", "trained"],
-        fingerprint: Fingerprint,
-        token_ids: np.ndarray,
-        chunk_tokens: int,
-    ) -> None:
-        """Start an artefact that will appear at `root`, holding `len(token_ids)` positions.
-
-        Raises `CartridgeExists` if `root` is there already.
-        """
-        if root.exists():
-            raise CartridgeExists(f"{root} exists; an artefact is written once. Choose another id or version")
-        self.root = root
-        self._id, self._version = check_id(cartridge_id), version
-        self._kind, self._fingerprint, self._chunk_tokens = kind, fingerprint, chunk_tokens
-        self._ids = np.ascontiguousarray(token_ids, dtype="<u4")
-        self._checksums: list[tuple[str, ...]] = []
-        self._partial = root.parent / f".{root.name}.{uuid.uuid4().hex}.partial"
-
-    def __enter__(self) -> ArtifactWriter:
-        self.root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._partial.mkdir(mode=0o700)
-        header = _header(self._fingerprint, len(self._ids), self._chunk_tokens)
-        self._offset = len(header)
-        self._file = _create(self._partial / PAYLOAD)
-        self._file.write(header)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        shutil.rmtree(self._partial, ignore_errors=True)
-
-    @property
-    def payload(self) -> Path:
-        """Where the payload lies until `commit()`; complete once every chunk is written."""
-        self._file.flush()
-        return self._partial / PAYLOAD
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Append the next chunk, `[kv_heads, 2, layers, tokens, head_size]` in row-major order.
-
-        Raises `ArtifactError` for a chunk of another size than the next one must have.
-        """
-        chunk = len(self._checksums)
-        length = min(self._chunk_tokens, len(self._ids) - chunk * self._chunk_tokens)
-        expected = max(length, 0) * self._fingerprint.token_bytes
-        view = memoryview(data).cast("B")
-        if len(view) != expected or not expected:
-            raise ArtifactError(f"cartridge {self._id}: chunk {chunk} has {len(view)} bytes, not {expected}")
-        head_bytes = expected // self._fingerprint.kv_heads
-        self._checksums.append(
-            tuple(_checksum(view[i : i + head_bytes]) for i in range(0, expected, head_bytes))
-        )
-        self._file.write(view)
-
-    def commit(self, provenance: Provenance) -> Manifest:
-        """Make the artefact appear at its place and return its manifest. Raises `ArtifactError` if chunks lack."""
-        written = min(len(self._checksums) * self._chunk_tokens, len(self._ids))
-        if written != len(self._ids):
-            raise ArtifactError(f"cartridge {self._id}: {written} of {len(self._ids)} positions were written")
-        manifest = self._manifest(provenance)
-        _sync(self._file)
-        if manifest.tokens.file:
-            with _create(self._partial / TOKENS) as file:
-                np.save(file, self._ids, allow_pickle=False)
-                _sync(file)
-        with _create(self._partial / MANIFEST) as file:
-            file.write(manifest.encode())
-            _sync(file)
-        try:
-            self._partial.rename(self.root)
-        except OSError as error:
-            raise CartridgeExists(f"{self.root} appeared while it was being written: {error.strerror}") from error
-        return manifest
-
-    def _manifest(self, provenance: Provenance) -> Manifest:
-        inline = len(self._ids) <= INLINE_TOKENS
-        draft = Manifest(
-            format=FORMAT,
-            id=self._id,
-            version=self._version,
-            digest="",
-            kind=self._kind,
-            positions=len(self._ids),
-            fingerprint=self._fingerprint,
-            tokens=Tokens(
-                blake3=blake3(self._ids.tobytes()).hexdigest(),
-                inline=tuple(self._ids.tolist()) if inline else None,
-                file=None if inline else TOKENS,
-            ),
-            payload=Payload(
-                file=PAYLOAD,
-                size_bytes=self._offset + len(self._ids) * self._fingerprint.token_bytes,
-                data_offset_bytes=self._offset,
-                chunk_tokens=self._chunk_tokens,
-                checksums=tuple(self._checksums),
-            ),
-            provenance=provenance,
-        )
-        return decode(_with_digest(draft).encode(), str(self.root))
-
-
-def _with_digest(draft: Manifest) -> Manifest:
-    return msgspec.structs.replace(draft, digest=content_digest(draft))
-
-
-def _create(path: Path) -> io.BufferedWriter:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-
-
-def _sync(file: io.BufferedWriter) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from .errors import CartridgeError
 from .sources import read_exactly
+
+_FILE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})\.bin")
 
 
 class PieceKey(NamedTuple):
@@ -46,19 +50,23 @@ class DiskTier:
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._sizes: OrderedDict[PieceKey, int] = OrderedDict()
+        self._writing: dict[PieceKey, int] = {}
         self._hits = self._misses = self._evictions = 0
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = []
         for path in root.glob("*/*.bin"):
-            digest, piece = path.parent.name, path.stem.split("-")
-            status = path.stat()
-            found.append((status.st_mtime_ns, PieceKey(digest, *map(int, piece)), status.st_size))
+            piece = _FILE.fullmatch(path.name)
+            with suppress(OSError):  # another process of this tier may evict it meanwhile
+                status = path.stat()
+                if piece:
+                    key = PieceKey(path.parent.name, *map(int, piece.groups()))
+                    found.append((status.st_mtime_ns, key, status.st_size))
         for _, key, size in sorted(found):
             self._sizes[key] = size
         for path in root.glob("*/*.partial"):
-            path.unlink(missing_ok=True)
+            _unlink(path)
         with self._lock:
-            self._evict()
+            self._evict(0)
 
     def read_into(self, key: PieceKey, out: memoryview) -> bool:
         """Fill `out` with the piece and return True, or return False on a miss. Blocks for the read."""
@@ -74,33 +82,32 @@ class DiskTier:
 
     def write(self, key: PieceKey, data: memoryview) -> None:
         """Keep a copy of the piece if the budget allows one of its size. Blocks for the write; never raises."""
-        if len(data) > self._budget_bytes:
-            return
+        # The budget is taken before the bytes exist and given back only when they are gone, so that concurrent writers
+        # cannot exceed it together; who finds it taken by them keeps no copy.
+        with self._lock:
+            if key in self._writing or len(data) > self._budget_bytes - sum(self._writing.values()):
+                return
+            self._forget(key)
+            self._evict(len(data))
+            self._writing[key] = len(data)
         path = self._path(key)
         partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            # The budget is taken before the bytes exist, so that concurrent writers cannot exceed it together.
-            with self._lock:
-                self._sizes.pop(key, None)
-                self._sizes[key] = len(data)
-                self._evict()
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
             with self._lock:
-                if key in self._sizes:
-                    partial.rename(path)
-                else:
-                    partial.unlink()
+                partial.rename(path)
+                self._sizes[key] = self._writing.pop(key)
         except OSError:
-            partial.unlink(missing_ok=True)
-            self.discard(key)
+            _unlink(partial)
+            with self._lock:
+                del self._writing[key]
 
     def discard(self, key: PieceKey) -> None:
         """Forget the piece and remove its file, if there is one."""
         with self._lock:
-            self._sizes.pop(key, None)
-            self._path(key).unlink(missing_ok=True)
+            self._forget(key)
 
     def stats(self) -> DiskStats:
         """Return the counters; no side effects."""
@@ -123,14 +130,23 @@ class DiskTier:
             os.close(descriptor)
         return True
 
-    def _evict(self) -> None:
-        """Remove the least recently used pieces until the budget holds. The lock is held."""
-        total = sum(self._sizes.values())
+    def _evict(self, needed_bytes: int) -> None:
+        """Remove the least recently used pieces until the budget has room for more. The lock is held."""
+        total = sum(self._sizes.values()) + sum(self._writing.values()) + needed_bytes
         while total > self._budget_bytes:
             key, size = self._sizes.popitem(last=False)
-            self._path(key).unlink(missing_ok=True)
+            _unlink(self._path(key))
             total -= size
             self._evictions += 1
 
+    def _forget(self, key: PieceKey) -> None:
+        self._sizes.pop(key, None)
+        _unlink(self._path(key))
+
     def _path(self, key: PieceKey) -> Path:
         return self.root / key.digest / f"{key.chunk}-{key.first_head}-{key.last_head}.bin"
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

@@ -27,6 +27,9 @@ from __future__ import annotations
 class CartridgeError(Exception):
     """Base of every error of this package."""
 
+    digest: str | None = None
+    """Content digest of the cartridge at fault, where whoever raised it knew."""
+
     # KeyError prints the repr of its argument; every message here is a sentence.
     __str__ = Exception.__str__
 

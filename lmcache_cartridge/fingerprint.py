@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -16,6 +16,9 @@ from .errors import UnsupportedModel
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the sequence length, so that KV stays valid under any prompt."""
+
+_PLAIN_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+"""Layer types of a Hugging Face config that cache K and V per head, and nothing else."""
 
 # The fields of a Hugging Face config that change K or V. A list of what counts, not of what does not: engines add
 # and patch fields of their own, and none of those may turn a right cartridge into a refused one.
@@ -41,6 +44,8 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Factor on cos and sin (yarn); 1.0 elsewhere."""
     parameters: dict[str, float | int | str | bool | None]
     """The config's own RoPE parameters, defaults filled in."""
+    pairing: Literal["half", "interleaved"] | None = None
+    """Which dimensions rotate together: i with i + rotary_dim / 2, or 2i with 2i + 1; None where nobody found out."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +112,7 @@ def of_config(
     dtype: str,
     inv_freq: Sequence[float] | None,
     attention_factor: float = 1.0,
+    pairing: Literal["half", "interleaved"] | None = None,
     weights: str | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a decoder described by a Hugging Face config (`PretrainedConfig.to_dict()`).
@@ -117,13 +123,13 @@ def of_config(
     """
     if config.get("kv_lora_rank"):
         raise UnsupportedModel("multi-head latent attention stores one latent vector, not K and V per head")
-    if any("attention" not in kind for kind in config.get("layer_types") or ()):
-        raise UnsupportedModel(f"layers without a KV cache: {sorted(set(config['layer_types']))}")
+    if strange := sorted(set(config.get("layer_types") or ()) - set(_PLAIN_LAYERS)):
+        raise UnsupportedModel(f"layers that do not cache plain K and V: {', '.join(strange)}")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(f"KV dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}; use --dtype")
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
-    rope = None if inv_freq is None else _rope(config, inv_freq, attention_factor)
+    rope = None if inv_freq is None else _rope(config, inv_freq, attention_factor, pairing)
     fields = {name: config[name] for name in _KV_FIELDS if config.get(name) is not None}
     return Fingerprint(
         architecture=(config.get("architectures") or [config["model_type"]])[0],
@@ -138,7 +144,12 @@ def of_config(
     )
 
 
-def _rope(config: Mapping[str, Any], inv_freq: Sequence[float], attention_factor: float) -> Rope:
+def _rope(
+    config: Mapping[str, Any],
+    inv_freq: Sequence[float],
+    attention_factor: float,
+    pairing: Literal["half", "interleaved"] | None,
+) -> Rope:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
@@ -153,6 +164,7 @@ def _rope(config: Mapping[str, Any], inv_freq: Sequence[float], attention_factor
         inv_freq=tuple(float(f) for f in inv_freq),
         attention_factor=float(attention_factor),
         parameters={k: v for k, v in sorted(parameters.items()) if not isinstance(v, list | dict)},
+        pairing=pairing,
     )
 
 

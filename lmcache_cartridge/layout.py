@@ -46,7 +46,7 @@ def rank_heads(kv_heads: int, rank: int, world: int) -> range:
 
 def to_heads(canonical: torch.Tensor) -> torch.Tensor:
     """Return a contiguous `[H, 2, L, T, D]` copy of a canonical chunk."""
-    return canonical.permute(3, 0, 1, 2, 4).contiguous()
+    return canonical.permute(3, 0, 1, 2, 4).clone(memory_format=torch.contiguous_format)
 
 
 def heads_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:

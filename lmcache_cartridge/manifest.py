@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,10 @@ FORMAT = "1.0"
 MAX_MANIFEST_BYTES = 64 << 20
 CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
+
+Kind = Literal["prefill", "trained", "tokens"]
+"""`prefill`: KV computed by a plain forward pass over the ids. `trained`: optimised KV, identity tokens. `tokens`: a
+prompt prefix without KV, which the engine computes once and its own caches keep."""
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -42,12 +47,13 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The p token ids that stand for the cartridge in a prompt; long ones lie in a file beside the manifest."""
+    """Token ids; many of them lie in a file beside the manifest."""
 
+    count: int
     blake3: str
     """Digest of the ids as little-endian uint32."""
     inline: tuple[int, ...] | None = None
-    file: Literal["token_ids.npy"] | None = None
+    file: Literal["token_ids.npy", "document_ids.npy"] | None = None
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,18 +79,27 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     digest: str
     """blake3 over everything that decides an answer: kind, model, p, tokens, checksums. Not the id or provenance."""
-    kind: Literal["prefill", "trained"]
+    kind: Kind
     positions: int
     """p, the number of KV positions."""
     fingerprint: Fingerprint
     tokens: Tokens
-    payload: Payload
+    """The p ids that stand for the cartridge at the head of a prompt."""
+    payload: Payload | None
+    """None for a cartridge of tokens only."""
     provenance: Provenance
+    document: Tokens | None = None
+    """For a trained cartridge, the ids of its document: what a request gets when the KV cannot be had."""
 
     @property
     def chunks(self) -> int:
         """Stored chunks; the last may hold fewer than `payload.chunk_tokens` positions."""
-        return -(-self.positions // self.payload.chunk_tokens)
+        return -(-self.positions // self.payload.chunk_tokens) if self.payload else 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload file; 0 without one."""
+        return self.payload.size_bytes if self.payload else 0
 
     @property
     def name(self) -> str:
@@ -146,11 +161,33 @@ def check(manifest: Manifest, where: str) -> None:
             raise ManifestError(f"{where}: {problem}")
 
     check_id(manifest.id)
-    need(manifest.version >= 1, f"version {manifest.version} is below 1")
+    need(0 < manifest.version < 1 << 31, f"version {manifest.version} is out of range")
     need(shape.dtype in DTYPE_BYTES, f"dtype {shape.dtype} is not one of {', '.join(DTYPE_BYTES)}")
     for name in ("layers", "kv_heads", "head_size", "vocab_size"):
         need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
     need(0 < manifest.positions < 1 << 31, f"p = {manifest.positions} is out of range")
+    need((payload is None) == (manifest.kind == "tokens"), f"a payload does not go with kind {manifest.kind}")
+    need(manifest.document is None or manifest.kind == "trained", f"document ids do not go with kind {manifest.kind}")
+    need(manifest.tokens.count == manifest.positions, f"{manifest.tokens.count} token ids for p = {manifest.positions}")
+    if payload is not None:
+        _check_payload(manifest, payload, need)
+    for tokens, file in ((manifest.tokens, "token_ids.npy"), (manifest.document, "document_ids.npy")):
+        if tokens is not None:
+            need(0 < tokens.count < 1 << 31, f"{tokens.count} token ids are out of range")
+            need(
+                (tokens.inline is None and tokens.file == file)
+                or (tokens.file is None and tokens.inline is not None and len(tokens.inline) == tokens.count),
+                "token ids must be inline, all of them, or in their file",
+            )
+            need(
+                all(0 <= token < shape.vocab_size for token in tokens.inline or ()),
+                "a token id is outside the model's vocabulary",
+            )
+    need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
+
+
+def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, str], None]) -> None:
+    shape = manifest.fingerprint
     need(0 < payload.chunk_tokens < 1 << 24, f"chunk_tokens {payload.chunk_tokens} is out of range")
     need(
         len(payload.checksums) == manifest.chunks and all(len(c) == shape.kv_heads for c in payload.checksums),
@@ -163,22 +200,20 @@ def check(manifest: Manifest, where: str) -> None:
     size = payload.data_offset_bytes + manifest.positions * shape.token_bytes
     need(0 < payload.data_offset_bytes < 1 << 30, f"data_offset_bytes {payload.data_offset_bytes} is out of range")
     need(payload.size_bytes == size, f"payload of {payload.size_bytes} bytes; its geometry needs {size}")
-    need((manifest.tokens.inline is None) != (manifest.tokens.file is None), "token ids must be inline or in a file")
-    need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
 
 
 def content_digest(manifest: Manifest) -> str:
     """Return the blake3 that `Manifest.digest` must be.
 
-    A trained cartridge's token ids are derived from its digest, so only a prefill's ids are part of it.
+    A trained cartridge's token ids are derived from its digest, so its ids are no part of it.
     """
     content = (
         manifest.format.partition(".")[0],
         manifest.kind,
         manifest.fingerprint,
         manifest.positions,
-        manifest.payload.chunk_tokens,
-        manifest.payload.checksums,
-        manifest.tokens.blake3 if manifest.kind == "prefill" else None,
+        manifest.payload and (manifest.payload.chunk_tokens, manifest.payload.checksums),
+        None if manifest.kind == "trained" else manifest.tokens.blake3,
+        manifest.document and manifest.document.blake3,
     )
     return blake3(msgspec.json.encode(content)).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -22,11 +23,12 @@ class Quarantine:
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(reason)
             partial.rename(self._path(digest))
         except OSError:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def reason(self, digest: str) -> str | None:
         """Return why a cartridge is quarantined, None if it is not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,28 +13,32 @@ from .errors import CartridgeExists, CartridgeNotFound, RegistryError
 from .manifest import Manifest, check_id
 
 _MIGRATIONS = (
-    """
-    CREATE TABLE cartridges (
-        id TEXT NOT NULL,
-        version INTEGER NOT NULL,
-        digest TEXT NOT NULL,
-        kind TEXT NOT NULL,
-        positions INTEGER NOT NULL,
-        bytes INTEGER NOT NULL,
-        location TEXT NOT NULL,
-        registered TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now')),
-        PRIMARY KEY (id, version)
-    ) WITHOUT ROWID;
-    CREATE INDEX cartridges_digest ON cartridges (digest);
-    CREATE TABLE labels (
-        label TEXT PRIMARY KEY,
-        id TEXT NOT NULL,
-        version INTEGER NOT NULL,
-        FOREIGN KEY (id, version) REFERENCES cartridges (id, version)
-    ) WITHOUT ROWID;
-    """,
+    (
+        """
+        CREATE TABLE cartridges (
+            id TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            digest TEXT NOT NULL,
+            kind TEXT NOT NULL,
+            positions INTEGER NOT NULL,
+            bytes INTEGER NOT NULL,
+            location TEXT NOT NULL,
+            registered TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now')),
+            PRIMARY KEY (id, version)
+        ) WITHOUT ROWID
+        """,
+        "CREATE INDEX cartridges_digest ON cartridges (digest)",
+        """
+        CREATE TABLE labels (
+            label TEXT PRIMARY KEY,
+            id TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            FOREIGN KEY (id, version) REFERENCES cartridges (id, version)
+        ) WITHOUT ROWID
+        """,
+    ),
 )
-"""Schema changes in order; `PRAGMA user_version` counts those applied."""
+"""Schema changes in order, each a run of statements; `PRAGMA user_version` counts those applied."""
 
 
 class Location(NamedTuple):
@@ -73,7 +76,10 @@ class Registry:
         self.path = path
         self._read_only = read_only
         if not read_only:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise RegistryError(f"registry {path}: {error.strerror}") from error
             with self._connect() as db:
                 self._migrate(db)
 
@@ -87,6 +93,7 @@ class Registry:
         manifest = artifact.load_manifest(root)
         artifact.load_token_ids(manifest, root)
         with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")  # nobody else may take the version between the look and the write
             row = db.execute(
                 "SELECT digest FROM cartridges WHERE id = ? AND version = ?", (manifest.id, manifest.version)
             ).fetchone()
@@ -100,7 +107,7 @@ class Registry:
                 "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
                 (
                     manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
-                    manifest.payload.size_bytes, str(root),
+                    manifest.payload_bytes, str(root),
                 ),
             )  # fmt: skip
         return manifest
@@ -113,6 +120,7 @@ class Registry:
         check_id(label)
         target = self.find(name)
         with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")
             if db.execute("SELECT 1 FROM cartridges WHERE id = ?", (label,)).fetchone():
                 raise CartridgeExists(f"{label} is the id of a cartridge and cannot be a label too")
             db.execute(
@@ -130,7 +138,7 @@ class Registry:
         cartridge_id, _, version = name.partition("@")
         select = f"SELECT {_COLUMNS} FROM cartridges "
         with self._connect() as db:
-            if version.isdecimal():
+            if version.isdecimal() and len(version) < 19:  # larger ones are no SQLite integers
                 where, values = "WHERE id = ? AND version = ?", (cartridge_id, int(version))
             else:
                 where, values = "WHERE id = ? ORDER BY version DESC LIMIT 1", (name,)
@@ -169,13 +177,11 @@ class Registry:
                 self._migrate(db)
             else:
                 mode = "ro" if self._read_only else "rwc"
-                if self._read_only and not os.access(self.path.parent, os.W_OK):
-                    mode += "&immutable=1"  # a WAL file cannot be opened where its -shm cannot be made
                 db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
                 self._check_schema(db)
             with db:
                 yield db
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeEncodeError) as error:
             raise RegistryError(f"registry {self.path}: {error}") from error
         finally:
             if db is not None:
@@ -195,10 +201,18 @@ class Registry:
             )
 
     def _migrate(self, db: sqlite3.Connection) -> None:
-        db.execute("PRAGMA journal_mode = WAL")
+        """Bring the schema up to date, once even if several processes start at the same time.
+
+        SQLite's rollback journal is kept: with a write-ahead log a mere reader would leave files beside the registry.
+        """
+        if db.execute("PRAGMA user_version").fetchone()[0] == len(_MIGRATIONS):
+            return
+        db.execute("BEGIN IMMEDIATE")
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
-            db.executescript(f"BEGIN; {script} PRAGMA user_version = {number}; COMMIT;")
+        for number, statements in enumerate(_MIGRATIONS[version:], start=version + 1):
+            for statement in statements:
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {number}")
 
 
 def _location(row: tuple) -> Location:

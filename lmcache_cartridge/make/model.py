@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from .. import fingerprint
 from ..errors import UnsupportedModel
+from ..fingerprint import Rope
 from ..layout import DTYPES
+from ..rope import shift_keys
 
 
 class CausalModel:
@@ -41,6 +45,26 @@ class CausalModel:
             attention_factor=getattr(rotary[0], "attention_scaling", 1.0) if rotary else 1.0,
             weights=fingerprint.weights_digest(directory),
         )
+
+        if self.fingerprint.rope is not None:
+            rope = msgspec.structs.replace(self.fingerprint.rope, pairing=self._pairing(self.fingerprint.rope))
+            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=rope)
+
+    @torch.inference_mode()
+    def _pairing(self, rope: Rope) -> Literal["half", "interleaved"] | None:
+        """Return which dimensions rotate together, by trying: layer 0 keys depend on token and position alone."""
+        ids, offset = torch.arange(1, 9, device=self.device)[None], 100
+        here, there = (self._first_keys(ids, ids - 1 + shift) for shift in (0, offset))
+        for pairing in ("half", "interleaved"):
+            moved = shift_keys(here, msgspec.structs.replace(rope, pairing=pairing), offset)
+            if torch.nn.functional.cosine_similarity(moved.flatten().float(), there.flatten().float(), dim=0) > 0.999:
+                return pairing
+        return None
+
+    def _first_keys(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cache = DynamicCache()
+        self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache.layers[0].keys.cpu()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids; with `special` as a prompt begins (BOS where the tokenizer adds one), never with EOS."""

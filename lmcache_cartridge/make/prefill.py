@@ -12,7 +12,7 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from .. import __version__
-from ..artifact import ArtifactWriter
+from ..writer import ArtifactWriter
 from ..errors import ArtifactError, CanaryFailed
 from ..layout import to_heads
 from ..manifest import Canary, Manifest, Provenance
