@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
@@ -12,10 +13,15 @@ Hasher = Callable[[list[int]], Iterable[int]]
 """Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
 
 
+MAX_CHAIN_CHUNKS = 1 << 18
+"""Chunks of chains that an index remembers; some 50 MiB."""
+
+
 class ChunkKey(NamedTuple):
-    """One chunk of the engine's chunk size in one cartridge."""
+    """One chunk of the engine's chunk size in one cartridge, or in a chain of several."""
 
     digest: str
+    """The cartridge's digest, or the digests of a chain joined by dots."""
     chunk: int
 
 
@@ -33,6 +39,7 @@ class KeyIndex:
         self._prefill: dict[int, ChunkKey] = {}
         self._others: dict[int, list[ChunkKey]] = {}
         self._trained: dict[str, dict[int, ChunkKey]] = {}
+        self._chains: OrderedDict[str, dict[int, ChunkKey]] = OrderedDict()
 
     def add(self, manifest: Manifest, token_ids: Sequence[int]) -> int:
         """Make the whole chunks of a cartridge findable and return how many there are.
@@ -60,10 +67,31 @@ class KeyIndex:
             self._prefill.update(keys)
         return whole
 
+    def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
+        """Make the whole chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
+
+        Chains are derived when asked for. Beyond `MAX_CHAIN_CHUNKS` chunks the chains added first are forgotten, and
+        derived again when asked for again.
+        """
+        if tag in self._chains:
+            return
+        ids = list(token_ids[: len(keys) * self.chunk_tokens])
+        self._chains[tag] = dict(zip(self._hasher(ids), keys, strict=True))
+        while len(self._chains) > 1 and sum(map(len, self._chains.values())) > MAX_CHAIN_CHUNKS:
+            self._chains.popitem(last=False)
+
+    def has(self, tag: str) -> bool:
+        """Whether the chunks of `tag` can be found."""
+        return tag in self._trained or tag in self._chains
+
+    def chunks(self, tag: str) -> list[ChunkKey]:
+        """Return every chunk that can be found under `tag`, in order; empty for an unknown one."""
+        return list((self._trained.get(tag) or self._chains.get(tag) or {}).values())
+
     def candidates(self, chunk_hash: int, tag: str | None) -> tuple[ChunkKey, ...]:
         """Return every chunk that answers a hash, the newest cartridge's first; no side effects."""
         if tag is not None:
-            table = self._trained.get(tag, {})
+            table = self._trained.get(tag) or self._chains.get(tag) or {}
             return (table[chunk_hash],) if chunk_hash in table else ()
         if chunk_hash not in self._prefill:
             return ()

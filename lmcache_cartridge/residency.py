@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
@@ -20,6 +21,8 @@ import torch
 from .errors import CartridgeError
 from .keys import ChunkKey
 from .slab import Slab
+
+logger = logging.getLogger(__name__)
 
 Load = Callable[[ChunkKey, torch.Tensor], None]
 """Fills a slot, flat uint8, with the verified bytes of a chunk; raises `CartridgeError` when it cannot."""
@@ -44,13 +47,14 @@ class ResidencyStats(NamedTuple):
 class _Entry:
     """The one record of a chunk that is in memory or on its way there."""
 
-    __slots__ = ("leases", "loans", "slot", "state")
+    __slots__ = ("leases", "loans", "pinned", "slot", "state")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.state: Literal["loading", "resident", "gone"] = "loading"
         self.leases: deque[float] = deque()
         self.loans = 0
+        self.pinned = False
 
 
 class Loan:
@@ -128,7 +132,8 @@ class Residency:
             if whole and run < len(keys):
                 run = 0
             for entry in entries[run:]:
-                entry.leases.pop()
+                if entry.leases:  # it may have run out meanwhile, or another's late release may have ended it
+                    entry.leases.pop()
             return run
 
     def release(self, key: ChunkKey) -> bool:
@@ -152,8 +157,20 @@ class Residency:
             if entry is None or entry.state != "resident":
                 return None
             entry.loans += 1
-            self._entries.move_to_end(key)
             return Loan(self, entry, self._slab.tensor(entry.slot))
+
+    def resident_by_digest(self) -> dict[str, int]:
+        """Return how many chunks of each digest are resident; no side effects."""
+        with self._lock:
+            return Counter(key.digest for key, entry in self._entries.items() if entry.state == "resident")
+
+    def pin(self, digest: str, pinned: bool) -> int:
+        """Pin or unpin a cartridge's chunks that are in memory, and return how many. Pinned ones are never evicted."""
+        with self._lock:
+            mine = [entry for key, entry in self._entries.items() if key.digest == digest]
+            for entry in mine:
+                entry.pinned = pinned
+            return len(mine)
 
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on and return how many."""
@@ -212,14 +229,12 @@ class Residency:
     def _admit(self, keys: Sequence[ChunkKey]) -> list[_Entry]:
         """Lease a leading run of `keys`, start loading what is missing of it, and return it. The lock is held."""
         expiry = self._clock() + self._lease_s
-        # What is here already is leased first, so that loading its neighbours cannot evict it. The last chunk is
-        # touched first: when memory runs short a cartridge loses its end, and the rest of it stays useful.
-        for key in reversed(keys):
+        # What is here already is leased first, so that loading its neighbours cannot evict it.
+        for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
                 self._hits += entry.state == "resident"
                 self._misses += entry.state == "loading"
-                self._entries.move_to_end(key)
                 entry.leases.append(expiry)
         admitted = []
         for count, key in enumerate(keys):
@@ -235,6 +250,10 @@ class Residency:
                 entry.leases.append(expiry)
                 self._pool.submit(self._run_load, key, entry)
             admitted.append(entry)
+        # Looking up is what counts as use, the last chunk first: when memory runs short a cartridge loses its end, and
+        # the rest of it stays useful.
+        for key in reversed(keys[: len(admitted)]):
+            self._entries.move_to_end(key)
         return admitted
 
     def _run_load(self, key: ChunkKey, entry: _Entry) -> None:
@@ -246,7 +265,10 @@ class Residency:
         except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
             error = CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
         if error is not None and self._on_failure is not None:
-            self._on_failure(key, error)
+            try:
+                self._on_failure(key, error)
+            except Exception:
+                logger.exception("chunk %d of %s was not loaded (%s), and nobody heard", key.chunk, key.digest, error)
         with self._changed:
             if error is None:
                 entry.state = "resident"
@@ -261,7 +283,7 @@ class Residency:
     def _is_idle(self, entry: _Entry, now: float) -> bool:
         while entry.leases and entry.leases[0] <= now:
             entry.leases.popleft()
-        return entry.state == "resident" and not entry.leases and not entry.loans
+        return entry.state == "resident" and not (entry.leases or entry.loans or entry.pinned)
 
     def _evict_one(self) -> bool:
         """Free the slot of the least recently used idle chunk; False if there is none. The lock is held."""

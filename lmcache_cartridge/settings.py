@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -28,7 +28,7 @@ def parse_bytes(value: Any) -> Any:
     """Return the number of bytes in `512MiB`, `1.5 GiB` or a plain number; other values unchanged."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2].upper() not in _UNITS:
         raise ValueError(f"{value!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
@@ -57,6 +57,26 @@ class Settings(BaseModel):
     """How long a looked-up chunk stays in memory for a request that never comes for it."""
     load_threads: int = Field(default=4, ge=1, le=256)
     """Chunks loaded at once."""
+
+    # What requests may ask for; read by the API server.
+
+    roots: tuple[Path, ...] = ()
+    """Directories under which requests may name artefacts by absolute path."""
+    router: Literal["explicit", "label", "static", "composite"] = "explicit"
+    """Where a request's cartridges come from when it names none itself: nowhere; a label in `label_field`; `static`;
+    or a label in `label_field` that stands for a chain in `composites`."""
+    label_field: str = "cartridge_label"
+    """Request field that holds a label."""
+    static: dict[str, str] = {}
+    """Cartridge by `model:NAME` or `key:SHA256-OF-THE-API-KEY`, and `*` for everybody else."""
+    composites: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
+    """Names that stand for a chain of cartridges, wherever a request may name one."""
+    on_miss: Literal["error", "document"] = "error"
+    """What a request gets when a trained cartridge cannot be had: an error, or its document's text where it has one."""
+    ready_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a request waits in the API server for its cartridges to be loaded."""
+    admin: bool = False
+    """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
 
     @property
     def registry_path(self) -> Path:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from . import artifact
 from .disk import DiskTier
-from .errors import ArtifactError, CartridgeError, ModelMismatch
+from .errors import ArtifactError, CartridgeError, ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
 from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher, KeyIndex
 from .layout import ChunkShape, rank_heads
-from .loader import Cartridge, ChunkLoader
+from .loader import Cartridge, ChunkLoader, Segment
 from .quarantine import Quarantine
-from .registry import Location, Registry
+from .registry import Registry
 from .residency import Loan, Residency, ResidencyStats
+from .rope import check_shift
 from .settings import Settings
 from .slab import Slab
 from .sources import LocalSource
@@ -43,6 +45,18 @@ class Engine(NamedTuple):
     """False where the engine computes what it could not load, which would answer from identity tokens."""
 
 
+class Readiness(NamedTuple):
+    """How far a cartridge or chain is on its way into memory."""
+
+    resident: int
+    """Leading chunks that are resident."""
+    chunks: int
+    refused: str | None
+    """Why it will never be, None if it may."""
+    mismatch: bool = False
+    """Whether it was made for another model, so that even its token ids mean nothing here."""
+
+
 class CartridgeStore:
     """The registered cartridges that fit one engine and rank, and the memory they are served from.
 
@@ -63,9 +77,9 @@ class CartridgeStore:
         self._disk = disk
         self._index = KeyIndex(engine.hasher, engine.chunk_tokens)
         self._cartridges: dict[str, Cartridge] = {}
-        self._whole_chunks: dict[str, int] = {}
+        self._names: dict[str, list[str]] = {}
         self._quarantine = Quarantine(settings.quarantine_dir)
-        self._unfit: dict[str, str] = {}
+        self._unfit: dict[str, CartridgeError] = {}
         self._quarantined: dict[str, str] = {}
         self._lock = threading.Lock()
         slab = Slab(self.shape.size_bytes, settings.cpu_bytes, pin_memory=engine.pin_memory)
@@ -73,23 +87,24 @@ class CartridgeStore:
             slab, self._load, threads=settings.load_threads, lease_s=settings.lease_s, on_failure=self._load_failed
         )
         for location in Registry(settings.registry_path, read_only=True).all():
-            self._add(location)
+            self._add(location.name, location.digest, location.root)
 
     def lookup(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Lease the leading chunks of a prompt and return how many of its hashes they answer.
 
-        Waits up to `lookup_timeout_s` for chunks to be loaded. A trained cartridge answers with all its chunks or
-        none. Every chunk counted is resident, verified, and stays for the lease.
+        `tag` names a cartridge or chain by its digests, joined by dots; without one only prefill cartridges answer,
+        each for its own tokens. Waits up to `lookup_timeout_s` for chunks to be loaded. Where a trained cartridge is
+        part of it, all its chunks answer or none. Every chunk counted is resident, verified, and stays for the lease.
         """
+        needed = self._derive(tag)
         keys = self._index.leading(hashes, tag, self._quarantined)
-        if not keys:
+        if not keys or len(keys) < needed:
             return 0
-        if tag is not None and len(keys) < self._whole_chunks[keys[0].digest]:
-            return 0
-        return self._residency.acquire(keys, self._settings.lookup_timeout_s, whole=tag is not None)
+        return self._residency.acquire(keys, self._settings.lookup_timeout_s, whole=needed > 0)
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Return how many leading hashes could be lent now; leases and loads nothing."""
+        self._derive(tag)
         return self._residency.resident(self._index.leading(hashes, tag, self._quarantined))
 
     def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
@@ -97,6 +112,7 @@ class CartridgeStore:
 
         A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
         """
+        self._derive(tag)
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
         for key in self._index.candidates(chunk_hash, tag):
             if loan := self._residency.lend(key):
@@ -110,16 +126,61 @@ class CartridgeStore:
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
+        self._derive(tag)
         return any(self._residency.release(key) for key in self._index.candidates(chunk_hash, tag))
+
+    def prepare(self, tag: str, roots: Mapping[str, Path]) -> Readiness:
+        """Start bringing a cartridge or chain into memory and return how far it is; does not wait.
+
+        `roots` tells by digest where artefacts lie that were not registered when this store was opened. Leases
+        nothing: a lookup soon after finds the chunks, one much later may find them evicted and loads them again.
+        """
+        for digest, root in roots.items():
+            if digest not in self._cartridges:
+                self._add(None, digest, root)
+        for digest in tag.split("."):
+            if digest in self._unfit:
+                error = self._unfit[digest]
+                return Readiness(0, 0, str(error), mismatch=isinstance(error, ModelMismatch))
+            if digest in self._quarantined:
+                return Readiness(0, 0, self._quarantined[digest])
+        try:
+            self._derive(tag)
+        except CartridgeError as error:
+            return Readiness(0, 0, str(error))
+        keys = self._index.chunks(tag)
+        if len(keys) * self.shape.size_bytes > self._residency.stats().budget_bytes:
+            return Readiness(0, len(keys), f"{len(keys)} chunks of {self.shape.size_bytes} bytes exceed cpu_bytes")
+        leased = self._residency.acquire(keys, 0.0)
+        for key in keys[:leased]:
+            self._residency.release(key)
+        return Readiness(leased, len(keys), None)
+
+    def resident_chunks(self) -> dict[str, int]:
+        """Return how many chunks of each cartridge or chain are resident, by digests."""
+        return self._residency.resident_by_digest()
+
+    def pin(self, digest: str) -> int:
+        """Keep a cartridge's resident chunks in memory until `unpin`; return how many there are."""
+        return self._residency.pin(digest, True)
+
+    def unpin(self, digest: str) -> int:
+        """Let a cartridge's chunks be evicted again; return how many there are."""
+        return self._residency.pin(digest, False)
+
+    def evict(self, digest: str) -> int:
+        """Drop a cartridge's chunks that nobody relies on and return how many."""
+        return self._residency.evict(digest)
 
     def names(self) -> list[str]:
         """Return `id@version` of every cartridge that is served now."""
-        return [c.manifest.name for digest, c in self._cartridges.items() if digest not in self._quarantined]
+        served = [digest for digest in self._cartridges if digest not in self._quarantined]
+        return [name for digest in served for name in self._names[digest]]
 
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
-        quarantined = dict(self._quarantined)
-        return self._unfit | {self._cartridges[digest].manifest.name: why for digest, why in quarantined.items()}
+        reasons = {digest: str(error) for digest, error in self._unfit.items()} | dict(self._quarantined)
+        return {name: why for digest, why in reasons.items() for name in self._names[digest]}
 
     def stats(self) -> ResidencyStats:
         """Return the cpu tier's counters."""
@@ -133,45 +194,91 @@ class CartridgeStore:
         """Stop loading. Loans stay valid."""
         self._residency.close()
 
-    def _add(self, location: Location) -> None:
+    def _add(self, name: str | None, digest: str, root: Path) -> None:
+        """Make the cartridge at `root` findable, or note why not. `name` is its `id@version`, if it is registered."""
+        self._names.setdefault(digest, []).extend([name] if name else [])
         try:
-            manifest = artifact.load_manifest(location.root)
-            if manifest.digest != location.digest:
-                raise CartridgeError(
-                    f"{location.root} was replaced after it was registered; register it again as a new version"
-                )
+            manifest = artifact.load_manifest(root, digest)
             self._check_fits(manifest.fingerprint, manifest.kind)
             if reason := self._quarantine.reason(manifest.digest):
                 raise CartridgeError(f"quarantined: {reason}")
-            whole = self._index.add(manifest, artifact.load_token_ids(manifest, location.root).tolist())
+            if manifest.kind != "tokens":
+                self._index.add(manifest, artifact.load_token_ids(manifest, root).tolist())
         except CartridgeError as error:
-            self._unfit[location.name] = str(error)
-            logger.warning("cartridge %s is not served: %s", location.name, error)
+            if digest not in self._cartridges:  # the same content may lie elsewhere, sound
+                self._unfit[digest] = error
+            logger.warning("cartridge %s is not served: %s", name or digest, error)
             return
-        self._cartridges[manifest.digest] = Cartridge(manifest, location.root)
-        self._whole_chunks[manifest.digest] = whole
+        self._unfit.pop(digest, None)
+        self._cartridges[manifest.digest] = Cartridge(manifest, root)
+
+    def _segments(self, tag: str) -> list[Segment]:
+        """Return the cartridges that a tag names, each at its place; empty if one is not there or quarantined."""
+        segments, offset = [], 0
+        for digest in tag.split("."):
+            cartridge = self._cartridges.get(digest)
+            if cartridge is None or digest in self._quarantined:
+                return []
+            segments.append(Segment(cartridge, offset))
+            offset += cartridge.manifest.positions
+        return segments
+
+    def _derive(self, tag: str | None) -> int:
+        """Make the chunks of a tag findable and return how many of them must be had together or not at all.
+
+        Raises `ChunkSizeMismatch` or `UnsupportedModel` for cartridges that cannot stand in that order.
+        """
+        segments = self._segments(tag) if tag else []
+        if not segments:
+            return 0
+        end = trained_end = 0
+        for segment in segments:
+            end = segment.offset + segment.cartridge.manifest.positions
+            if segment.cartridge.manifest.kind == "trained":
+                trained_end = end
+        chunk = self.engine.chunk_tokens
+        whole = end // chunk
+        needed = -(-trained_end // chunk)
+        if needed > whole:
+            raise ChunkSizeMismatch(
+                f"the chain has {end} positions, of which the last {end % chunk} end in a trained cartridge and do not "
+                f"fill a chunk of {chunk}; put a document of at least {chunk - end % chunk} tokens behind it"
+            )
+        if not self._index.has(tag):
+            first = segments[0].cartridge.manifest
+            for segment in segments[1:]:
+                check_shift(segment.cartridge.manifest.fingerprint.rope)
+            ids = [i for s in segments for i in artifact.load_token_ids(*s.cartridge).tolist()]
+            own = first.positions // chunk
+            keys = [ChunkKey(first.digest if i < own else tag, i) for i in range(whole)]
+            with self._lock:
+                self._index.add_chain(tag, ids, keys)
+        return needed
 
     def _check_fits(self, fingerprint: Fingerprint, kind: str) -> None:
         if differences := fingerprint.differences(self.engine.fingerprint):
             raise ModelMismatch(f"made for another model than the one served: {'; '.join(differences)}")
         if kind == "trained" and not self.engine.allow_trained:
-            raise ModelMismatch(
+            raise UnsupportedEngine(
                 "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
                 "recomputes what it cannot load"
             )
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
-        self._loader.load(self._cartridges[key.digest], key.chunk, out)
+        segments = self._segments(key.digest)
+        if not segments:
+            raise CartridgeError(f"a cartridge of {key.digest} was quarantined meanwhile")
+        self._loader.load(segments, key.chunk, out)
 
     def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
         """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""
-        name = self._cartridges[key.digest].manifest.name
-        if not isinstance(error, ArtifactError):
-            logger.warning("cartridge %s: chunk %d was not loaded: %s", name, key.chunk, error)
+        digest = error.digest
+        if digest is None or not isinstance(error, ArtifactError):
+            logger.warning("chunk %d of %s was not loaded: %s", key.chunk, key.digest, error)
             return
         with self._lock:
-            if key.digest in self._quarantined:
+            if digest in self._quarantined:
                 return
-            self._quarantined[key.digest] = str(error)
-        logger.error("cartridge %s is quarantined: %s", name, error)
-        self._quarantine.put(key.digest, str(error))
+            self._quarantined[digest] = str(error)
+        logger.error("cartridge %s is quarantined: %s", self._cartridges[digest].manifest.name, error)
+        self._quarantine.put(digest, str(error))
