@@ -59,10 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     build.add_argument("--canary", help="text after the document whose prediction must not change")
 
-    register = verb("register", _register, "Register an artefact that lies in a directory, without copying it.",
+    register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
                     "register /mnt/cartridges/handbook")  # fmt: skip
-    register.add_argument("directory", type=Path, help="directory of manifest.json and payload.safetensors")
+    register.add_argument(
+        "path", type=Path, help="directory of manifest.json and payload.safetensors; or a .json or .pt file of token_ids"
+    )
     register.add_argument("--label", help="also point this label at it")
+    register.add_argument("--id", help="for a file of token ids: name of the cartridge")
+    register.add_argument("--model", help="for a file of token ids: directory or cached Hub id of their model")
 
     label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
                  "label current handbook@3")  # fmt: skip
@@ -90,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         help="what vLLM does when a chunk cannot be loaded after all: compute its tokens, or end the request with an "
         "error. Trained cartridges need fail (default: fail if any is registered, else recompute)",
     )
+    serve.add_argument(
+        "--set", action="append", default=[], metavar="SETTING=VALUE",
+        help="any other setting, as `on_miss=document`; lists and maps as JSON. May be given often",
+    )  # fmt: skip
     serve.add_argument("--print", action="store_true", help="print the files and command instead of running them")
 
     demo = verb("demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo")
@@ -162,11 +170,30 @@ def _build(arguments: argparse.Namespace) -> None:
 
 def _register(arguments: argparse.Namespace) -> None:
     registry = _registry(arguments)
-    manifest = registry.register(arguments.directory)
+    root = arguments.path if arguments.path.is_dir() else _stored_prefix(arguments, registry)
+    manifest = registry.register(root)
     if arguments.label:
         registry.label(arguments.label, manifest.name)
     result = {"name": manifest.name, "digest": manifest.digest, "label": arguments.label}
     show(result, f"registered {manifest.name}", arguments.format)
+
+
+def _stored_prefix(arguments: argparse.Namespace, registry: Any) -> Path:
+    """Make an artefact of a file of token ids and return its directory."""
+    from .errors import ArtifactError
+    from .manifest import check_id
+
+    if not arguments.path.is_file():
+        raise ArtifactError(f"{arguments.path}: no such file or directory")
+    if not (arguments.id and arguments.model):
+        raise ArtifactError(f"{arguments.path} is a file; for token ids give --id and --model too")
+    version = registry.next_version(check_id(arguments.id))
+    root = _settings(arguments).cartridges_dir / arguments.id / str(version)
+    from .make import tokens
+    from .make.model import CausalModel
+
+    tokens.build(CausalModel(arguments.model), arguments.path, root, cartridge_id=arguments.id, version=version)
+    return root
 
 
 def _label(arguments: argparse.Namespace) -> None:
@@ -211,10 +238,10 @@ def _describe(arguments: argparse.Namespace) -> None:
 
     location = _registry(arguments).find(arguments.name)
     reason = Quarantine(_settings(arguments).quarantine_dir).reason(location.digest)
-    manifest = artifact.load_manifest(location.root)
-    result = json.loads(manifest.encode())
-    del result["payload"]["checksums"]
-    del result["fingerprint"]["rope"]["inv_freq"]
+    result = json.loads(artifact.load_manifest(location.root, location.digest).encode())
+    for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
+        if shown := (result["fingerprint"] if part == "rope" else result)[part]:
+            del shown[long]
     result |= {"location": str(location.root), "registered": location.registered, "quarantined": reason}
     show(result, fields(result), arguments.format)
 
@@ -235,8 +262,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                 for done, total in artifact.verify(location.root):
                     bar.total = total
                     bar.update(done - bar.n)
-            if artifact.load_manifest(location.root).digest != location.digest:
-                problem = "the artefact was replaced after it was registered"
+            artifact.load_manifest(location.root, location.digest)
         except CartridgeError as error:
             problem = str(error)
         if problem is None:
@@ -251,7 +277,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     from .registry import Registry
     from .serve.launch import plan
 
-    settings = _settings(arguments, cpu_bytes=arguments.cpu_bytes, disk_bytes=arguments.disk_bytes)
+    settings = _settings(
+        arguments, cpu_bytes=arguments.cpu_bytes, disk_bytes=arguments.disk_bytes, **dict(map(_assignment, arguments.set))
+    )
     trained = any(row.kind == "trained" for row in Registry(settings.registry_path, read_only=True).all())
     launch = plan(
         arguments.model,
@@ -263,6 +291,21 @@ def _serve(arguments: argparse.Namespace) -> None:
     print(launch, flush=True)
     if not arguments.print:
         launch.run()
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    """Return the name and value in `NAME=VALUE`; a value that is JSON counts as what it says."""
+    import json
+
+    from .errors import SettingsError
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text}: write --set SETTING=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -26,18 +26,20 @@ from lmcache.v1.memory_management import (
 )
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from ..errors import SettingsError, UnsupportedEngine
+from ..errors import UnsupportedEngine
 from ..layout import DTYPES
 from ..residency import Loan
-from ..settings import Settings, from_mapping
+from ..settings import Settings
 from ..store import CartridgeStore, Engine
 from . import engine as engines
+from .request import TAG as TAG_KEY
+from .yaml_settings import from_extra_config
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
 
-TAG = "cartridge"
-"""The request tag (`lmcache.tag.cartridge`) under which a trained cartridge is found; its value is the digest."""
+TAG = TAG_KEY.removeprefix("lmcache.tag.")
+"""The request tag under which a cartridge or chain is found; its value is the digests, joined by dots."""
 
 _stores: dict[tuple, CartridgeStore] = {}
 _stores_lock = threading.Lock()
@@ -74,7 +76,7 @@ class CartridgeBackend(StoragePluginInterface):
         from lmcache.integration.vllm.utils import ENGINE_NAME
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
-        settings = read_settings(self.config.extra_config, type(self).__name__)
+        settings = from_extra_config(self.config.extra_config, type(self).__name__)
         lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
         if lmcache_engine is None:
             raise UnsupportedEngine("LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only")
@@ -221,27 +223,15 @@ def _tag(key: CacheEngineKey) -> str | None:
     return str(key.tags[0][1]) if len(key.tags) == 1 and key.tags[0][0] == TAG else ""
 
 
-def read_settings(extra_config: dict[str, Any] | None, class_name: str) -> Settings:
-    """Return the settings of the plugin `class_name` in LMCache's `extra_config`.
-
-    Raises `SettingsError` naming the full key of whatever is wrong, and when there is not exactly one such plugin.
-    """
-    extra = extra_config or {}
-    names = [
-        key.removeprefix("storage_plugin.").removesuffix(".class_name")
-        for key, value in extra.items()
-        if key.startswith("storage_plugin.") and key.endswith(".class_name") and value == class_name
-    ]
-    if len(names) != 1:
-        raise SettingsError(f"{len(names)} storage plugins have class_name {class_name}; there must be one: {names}")
-    prefix = f"storage_plugin.{names[0]}."
-    own = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
-    return from_mapping({k: v for k, v in own.items() if k not in ("module_path", "class_name")}, prefix)
+def stores() -> list[CartridgeStore]:
+    """Return the stores that are open in this process."""
+    with _stores_lock:
+        return list(_stores.values())
 
 
 def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
     """Return the process's one store for these settings and this engine, opening it if need be."""
-    identity = (settings, engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)))
+    identity = (settings.model_dump_json(), engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)))
     with _stores_lock:
         if identity not in _stores:
             _stores[identity] = CartridgeStore(settings, engine)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from lmcache.v1.manager import LMCacheManager
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -80,3 +81,28 @@ class CartridgeConnector(LMCacheConnectorV1):
             self._vllm_config.compilation_config.static_forward_context,
             ChunkShape(heads, layers, tokens, head_size, dtype),
         )
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return what LMCache found; for a trained cartridge all of it, whether found or not.
+
+        Nothing can compute a trained cartridge's positions. Where they are not all there, the missing ones are claimed
+        and cannot be loaded, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples a token.
+        """
+        matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        must_inject = _must_inject(request)
+        if not must_inject or num_computed_tokens + (matched or 0) >= must_inject:
+            return matched, is_async
+        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
+
+        self._lmcache_engine.load_specs[request.request_id] = LoadSpec(
+            vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=must_inject, can_load=False
+        )
+        return must_inject - num_computed_tokens, False
+
+
+def _must_inject(request: Request) -> int:
+    """Return how many leading positions of a request must not be computed; 0 for one without trained cartridges."""
+    from .request import GRANT
+
+    grant = (request.kv_transfer_params or {}).get(GRANT)
+    return grant["must_inject"] if grant else 0

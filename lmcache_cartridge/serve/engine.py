@@ -37,6 +37,8 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
     if config.speculative_config is not None:
         raise refuse("speculative decoding adds draft layers whose KV no cartridge has; switch it off")
+    if config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16"):
+        raise refuse(f"the KV cache is quantised ({config.cache_config.cache_dtype}); remove --kv-cache-dtype")
     if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
         raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
     if int(transfer.get_from_extra_config("lmcache.max_tokens_per_load", 0)):

@@ -44,6 +44,12 @@ class EngineWriteConnector(GPUConnectorInterface):
                     f"the KV cache of layer {name} is {kv_caches[name].dtype}, the model's KV {shape.dtype}. "
                     "Quantised KV caches are not supported: remove --kv-cache-dtype"
                 )
+            # vLLM's ops check no shapes: heads or elements too many would land in the next block.
+            if kv_caches[name].shape[1::2] != (shape.heads, 2 * shape.head_size):
+                raise UnsupportedEngine(
+                    f"the KV cache of layer {name} is {list(kv_caches[name].shape)}, not [blocks, {shape.heads} heads, "
+                    f"block, 2 * {shape.head_size}]; models whose layers differ in KV heads or head size are not supported"
+                )
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
 
@@ -64,6 +70,7 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def _write(self, raw: torch.Tensor, skip: int, slots: torch.Tensor) -> None:
         assert self._shape is not None and raw.numel() == self._shape.size_bytes, "a chunk of another shape"
+        assert len(slots) == self._shape.tokens - skip, "a chunk of another length"
         device = slots.device
         keys, values = heads_view(raw.to(device, non_blocking=True), self._shape)
         if device.type != "cpu":

@@ -17,6 +17,8 @@ from ..settings import Settings
 
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
+API_PLUGIN = "cartridges"
+"""The name of our entry point among vLLM's endpoint plugins."""
 CPU_KV_BYTES = 1 << 30
 """vLLM's KV cache on CPU where the user names no size: vLLM's own default is a share of the machine's memory."""
 
@@ -62,6 +64,8 @@ def plan(
         "LMCACHE_CONFIG_FILE": str(path),
         "LMCACHE_TRACK_USAGE": "false",
         "VLLM_NO_USAGE_STATS": "1",
+        # An allow-list for every kind of vLLM plugin; without our name in it the request API would not be there.
+        "VLLM_PLUGINS": ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), API_PLUGIN])),
     }
     transfer = {
         "kv_connector": "CartridgeConnector",
@@ -69,7 +73,10 @@ def plan(
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": on_load_failure,
     }
-    command = [*_server(model), "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+    command = [
+        *_server(model), "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details",
+        "--worker-extension-cls", "lmcache_cartridge.serve.worker.CartridgeWorker",
+    ]  # fmt: skip
     if _on_cpu() and not any(a.startswith(("--kv-cache-memory", "--gpu-memory")) for a in vllm_args):
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
     return Launch(path, lmcache_yaml(settings, chunk_tokens), environment, [*command, *vllm_args])
@@ -80,7 +87,7 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
     extra = {
         f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.serve.backend",
         f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
-        **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in settings.model_dump(mode="json").items() if v is not None},
+        **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in settings.model_dump(mode="json").items() if v is not None and v != []},
     }
     lines = [
         f"chunk_size: {chunk_tokens}",

@@ -1,0 +1,335 @@
+"""CartridgePlugin: teaches vLLM's OpenAI server the request field `cartridges` and adds `/v1/cartridges`.
+
+A `vllm.endpoint_plugins` entry point. It wraps the renderer that every endpoint's request passes through after
+authentication. What it leans on there vLLM does not promise, so it is checked at start, and the server does not start
+where it is missing: a `cartridges` field that nobody reads would be answered without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+from vllm.logger import init_logger
+
+from ..errors import CartridgeError, UnsupportedEngine
+from ..settings import Settings
+from . import headers
+from .admin import add_routes
+from .gate import Gate
+from .request import GRANT, TAG, Refusal, Resolver, Selection, check_params
+from .router import Router
+from .yaml_settings import from_environment
+
+logger = init_logger("vllm.lmcache_cartridge.api")
+
+_READY = 4096
+"""Chains remembered as having been ready; others are asked for again."""
+_HANDLERS = (
+    "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
+    "anthropic_serving_messages", "cohere_serving_chat_v2", "serving_tokens",
+)  # fmt: skip
+"""vLLM's request handlers that take what a client says of KV transfer to the engine."""
+
+
+class Granted(dict):
+    """`kv_transfer_params` as this server made them: no client can send one."""
+
+    selection: Selection
+
+
+class CartridgePlugin:
+    """The plugin; its `required_tasks` keep it off servers that generate nothing."""
+
+    name = "cartridges"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        """Read the settings. An error is logged by vLLM, which then goes on without the plugin."""
+        self.settings: Settings = from_environment()
+        self.secret = secrets.token_bytes(32)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes and the response headers."""
+        app.add_middleware(Gate, plugin=self)
+        headers.attach(app)
+        add_routes(app, self)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Wrap what requests pass through. Raises `UnsupportedEngine`, which ends the server's start."""
+        self.engine = engine_client
+        self.resolver, self.router = Resolver(self.settings), Router(self.settings)
+        self._ready: OrderedDict[str, None] = OrderedDict()
+        for rank in await self.rpc("cartridge_status"):
+            logger.info("rank %d serves %d cartridges", rank["rank"], len(rank["served"]))
+        for name in _HANDLERS:
+            serving = getattr(state, name, None)
+            if serving is None:
+                continue
+            if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
+                raise UnsupportedEngine(f"vLLM's {name} has no online_renderer or engine_client to wrap; use vLLM 0.32")
+            serving.online_renderer = CartridgeRenderer(serving.online_renderer, self)
+            serving.engine_client = GuardedEngine(engine_client, self)
+        await probe(state)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `CartridgeWorker` on every rank."""
+        try:
+            return await self.engine.collective_rpc(method, args=args)
+        except Exception as error:
+            raise UnsupportedEngine(
+                f"the workers do not answer {method}: {error}. Start vLLM with "
+                "--worker-extension-cls lmcache_cartridge.serve.worker.CartridgeWorker"
+            ) from error
+
+    async def admit(self, selection: Selection) -> bool:
+        """Return whether the KV may be used: False means that the documents' text takes its place.
+
+        Waits, for `ready_timeout_s` at most, until the chunks are in memory. Raises `Refusal` where there is no text,
+        or the settings do not allow it.
+        """
+        if selection.tag is None or selection.tag in self._ready:
+            return True
+        deadline, pause = time.monotonic() + self.settings.ready_timeout_s, 0.002
+        while True:
+            ranks = await self.prepare(selection)
+            refused = next((rank for rank in ranks if rank["refused"]), None)
+            if refused is not None and refused["mismatch"]:
+                raise Refusal(409, f"{selection.names} cannot be used with the model served here")
+            late = time.monotonic() > deadline
+            if all(rank["resident"] == rank["chunks"] for rank in ranks) and refused is None:
+                self._ready[selection.tag] = None
+                while len(self._ready) > _READY:
+                    self._ready.popitem(last=False)
+                return True
+            if selection.must_inject == 0 and (late or refused is not None):
+                return True  # what is missing is computed, from the documents' own tokens
+            if late or refused is not None:
+                if self.settings.on_miss == "document" and selection.document_ids is not None:
+                    return False
+                if refused is not None:
+                    raise Refusal(422, f"{selection.names} cannot be served; `lmcache-cartridge describe` says why")
+                raise Refusal(503, f"{selection.names} is still being loaded", retry_after_s=5)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    async def prepare(self, selection: Selection) -> list[dict[str, Any]]:
+        """Have every rank bring the selection into memory; return how far each is."""
+        roots = {m.digest: root for m, root in zip(selection.manifests, selection.roots, strict=True)}
+        return await self.rpc("cartridge_prepare", selection.tag, roots)
+
+    def forget(self, tag: str | None = None) -> None:
+        """Ask the workers again before the next request for `tag`, or for any."""
+        if tag is None:
+            self._ready.clear()
+        else:
+            self._ready.pop(tag, None)
+
+
+class CartridgeRenderer:
+    """vLLM's renderer, with cartridges put before what it renders."""
+
+    def __init__(self, inner: Any, plugin: CartridgePlugin) -> None:
+        self._inner, self._plugin = inner, plugin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def render_chat(self, request: Any, **kwargs: Any) -> Any:
+        """Render a chat request."""
+        return await self._render(self._inner.render_chat, request, kwargs, lambda result: result[1])
+
+    async def render_completion(self, request: Any, **kwargs: Any) -> Any:
+        """Render a completion request."""
+        return await self._render(self._inner.render_completion, request, kwargs, lambda result: result)
+
+    async def render_responses(self, request: Any, **kwargs: Any) -> Any:
+        """Render a Responses request."""
+        return await self._render(self._inner.render_responses, request, kwargs, lambda result: [result.engine_input])
+
+    async def _render(self, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
+        selection = await self._select(request)
+        if selection is None:
+            return await render(request, **kwargs)
+        try:
+            check_request(request, selection)
+            granted = await self._plugin.admit(selection)
+        except Refusal as refusal:
+            raise _http(refusal) from None
+        except CartridgeError:
+            logger.exception("%s could not be prepared", selection.names)
+            raise GracefulHTTPError("cartridges are not available", HTTPStatus.SERVICE_UNAVAILABLE) from None
+        params = request.kv_transfer_params
+        request.kv_transfer_params = None  # the inner renderer has no use for our keys
+        result = await render(request, **kwargs)
+        engine_inputs = inputs(result) if not hasattr(result, "error") else []
+        for engine_input in engine_inputs:
+            self._prepend(engine_input, request, selection, granted)
+        request.kv_transfer_params = _grant(params, selection if granted else None)
+        headers.note(selection.used if granted else selection.replaced)
+        return result
+
+    async def _select(self, request: Any) -> Selection | None:
+        """Return the request's cartridges, None if it has none. Raises `GracefulHTTPError` for a bad request."""
+        params = getattr(request, "kv_transfer_params", None)
+        if isinstance(params, Granted):
+            return params.selection
+        try:
+            references = self._plugin.router.choose(
+                getattr(request, "model_extra", None) or {}, params, getattr(request, "model", None), headers.api_key()
+            )
+            if not references:
+                return None
+            return await asyncio.to_thread(self._plugin.resolver.resolve, references)
+        except Refusal as refusal:
+            raise _http(refusal) from None
+        except CartridgeError:
+            logger.exception("a request's cartridges could not be resolved")
+            raise GracefulHTTPError("cartridges are not available", HTTPStatus.SERVICE_UNAVAILABLE) from None
+
+    def _prepend(self, engine_input: dict[str, Any], request: Any, selection: Selection, granted: bool) -> None:
+        if engine_input.get("type") != "token":
+            raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
+        own = engine_input["prompt_token_ids"]
+        head = selection.token_ids if granted else selection.document_ids
+        if own and own[0] == getattr(self._inner.renderer.tokenizer, "bos_token_id", None):
+            own = own[1:]
+        limit = self._inner.model_config.max_model_len
+        if not own:
+            raise GracefulHTTPError("a prompt must have text beside its cartridges", HTTPStatus.BAD_REQUEST)
+        if len(head) + len(own) >= limit:
+            raise GracefulHTTPError(
+                f"{len(head)} positions of cartridges and {len(own)} prompt tokens leave nothing of the context of "
+                f"{limit}", HTTPStatus.BAD_REQUEST,
+            )  # fmt: skip
+        engine_input["prompt_token_ids"] = [*head, *own]
+        engine_input["cache_salt"] = selection.salt(getattr(request, "cache_salt", None), self._plugin.secret)
+        engine_input.pop("prompt_token_offsets", None)
+
+
+class GuardedEngine:
+    """vLLM's engine client, which turns a cartridge lost on the way into its document or a clear error."""
+
+    def __init__(self, inner: Any, plugin: CartridgePlugin) -> None:
+        self._inner, self._plugin = inner, plugin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        """Generate. Where the engine ends the request because its KV was lost, nothing was sampled from it.
+
+        Raises `GracefulHTTPError` for KV transfer parameters that only this server may make.
+        """
+        granted = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+        if not isinstance(granted, Granted):
+            try:
+                check_params(granted)
+            except Refusal as refusal:
+                raise _http(refusal) from None
+            async for output in self._inner.generate(prompt, params, request_id, **kwargs):
+                yield output
+            return
+        selection, answered = granted.selection, False
+        async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                if any(o.finish_reason == "error" for o in output.outputs):
+                    break
+                answered = True
+                yield output
+            else:
+                return
+        self._plugin.forget(selection.tag)
+        if answered or self._plugin.settings.on_miss != "document" or selection.document_ids is None:
+            headers.retry_after(1)
+            raise RetryableRequestError(f"{selection.names} was lost from memory; ask again")
+        headers.note(selection.replaced)
+        own = prompt["prompt_token_ids"][len(selection.token_ids) :]
+        plain = params.clone()
+        plain.extra_args = {k: v for k, v in params.extra_args.items() if k != "kv_transfer_params"} or None
+        prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
+        async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
+            yield output
+
+
+async def probe(state: State) -> None:
+    """Ask every handler that takes cartridges for one that cannot be, and see that it is refused.
+
+    Raises `UnsupportedEngine` where the request's field did not reach us: it would be ignored, and answered.
+    """
+    model = state.openai_serving_models.base_model_paths[0].name
+    chat = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    nothing: Any = {"cartridges": [""]}
+    asked = {
+        "openai_serving_completion": lambda s: s.create_completion(
+            CompletionRequest(model=model, prompt="x", max_tokens=1, **nothing)
+        ),
+        "openai_serving_chat": lambda s: s.create_chat_completion(ChatCompletionRequest(**chat, **nothing)),
+        "openai_serving_responses": lambda s: s.create_responses(
+            ResponsesRequest(model=model, input="x", max_output_tokens=1, store=False, **nothing)
+        ),
+        "anthropic_serving_messages": lambda s: s.create_messages(
+            AnthropicMessagesRequest(**chat, kv_transfer_params={"cartridge_id": ""})
+        ),
+    }
+    for name, ask in asked.items():
+        if (serving := getattr(state, name, None)) is None:
+            continue
+        try:
+            reply = await ask(serving)
+        except GracefulHTTPError as refusal:
+            if str(refusal).startswith("cartridges.0"):
+                continue
+            reply = refusal
+        raise UnsupportedEngine(f"vLLM's {name} does not show us the field `cartridges` ({reply!r:.200}); use vLLM 0.32")
+
+
+def check_request(request: Any, selection: Selection) -> None:
+    """Raise `Refusal` for request options under which vLLM would compute a cartridge's positions, or lose them."""
+
+    def asks(name: str) -> Any:
+        return getattr(request, name, None)
+
+    if asks("use_beam_search"):
+        raise Refusal(422, "beam search drops what the engine must know of cartridges")
+    if asks("prompt_embeds") is not None:
+        raise Refusal(422, "cartridges go with text prompts only")
+    if any(getattr(tool, "type", "function") != "function" for tool in asks("tools") or ()):
+        raise Refusal(422, "built-in tools render a request several times; cartridges go with function tools only")
+    if not selection.must_inject:
+        return
+    if asks("prompt_logprobs") is not None or (asks("echo") and asks("logprobs") is not None):
+        raise Refusal(422, "prompt logprobs need the prompt computed, and a trained cartridge cannot be")
+    if 0 in (asks("max_tokens"), asks("max_completion_tokens"), asks("max_output_tokens")):
+        raise Refusal(422, "nothing to generate")
+
+
+def _grant(params: dict[str, Any] | None, selection: Selection | None) -> dict[str, Any] | None:
+    """Return the client's own parameters, less the names, and with a selection what lets the engine find its KV."""
+    own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}
+    if selection is None or selection.tag is None:
+        return own or None
+    granted = Granted(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
+    granted.selection = selection
+    return granted
+
+
+def _http(refusal: Refusal) -> GracefulHTTPError:
+    if refusal.retry_after_s is not None:
+        headers.retry_after(refusal.retry_after_s)
+    return GracefulHTTPError(str(refusal), HTTPStatus(refusal.status))

@@ -1,0 +1,79 @@
+"""Cartridges for vLLM's offline `LLM`: engine arguments to start it with, prompts and parameters to ask it with."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from ..errors import CartridgeError
+from ..settings import Settings
+from .launch import plan
+from .request import GRANT, TAG, Resolver, read
+
+
+def engine_arguments(settings: Settings, *, chunk_tokens: int = 256, on_load_failure: str = "fail") -> dict[str, Any]:
+    """Return keyword arguments for `LLM(model, ...)`, having written the LMCache YAML and set its environment.
+
+    Call it before `LLM` starts the engine; arguments of your own go beside these.
+    """
+    launch = plan("", settings, chunk_tokens=chunk_tokens, on_load_failure=on_load_failure)
+    launch.write()
+    os.environ.update(launch.environment)
+    option = dict(zip(launch.command, launch.command[1:], strict=False))
+    return {
+        "kv_transfer_config": json.loads(option["--kv-transfer-config"]),
+        "worker_extension_cls": option["--worker-extension-cls"],
+    }
+
+
+def with_cartridges(
+    llm: LLM,
+    settings: Settings,
+    cartridges: Sequence[str],
+    prompt: str | list[int] | list[dict[str, str]],
+    params: SamplingParams | None = None,
+) -> tuple[dict[str, Any], SamplingParams]:
+    """Return a prompt and sampling parameters for `llm.generate` that put cartridges before text, ids or messages.
+
+    Waits, `ready_timeout_s` at most, until the cartridges are in memory. Raises `Refusal` for unknown ones,
+    `CartridgeError` for those that cannot be served or are not there in time.
+    """
+    selection = Resolver(settings).resolve(read({"cartridges": list(cartridges)}, None))
+    tokenizer = llm.get_tokenizer()
+    if isinstance(prompt, str):
+        own = tokenizer.encode(prompt)
+    elif prompt and isinstance(prompt[0], dict):
+        own = tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False)
+    else:
+        own = list(prompt)
+    if own and own[0] == tokenizer.bos_token_id:
+        own = own[1:]
+    if not own:
+        raise CartridgeError("a prompt must have text beside its cartridges")
+    params = params.clone() if params is not None else SamplingParams()
+    if selection.tag is not None:
+        if params.prompt_logprobs is not None and selection.must_inject:
+            raise CartridgeError("prompt logprobs need the prompt computed, and a trained cartridge cannot be")
+        _wait(llm, settings, selection)
+        grant = {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}}
+        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
+    return {"prompt_token_ids": [*selection.token_ids, *own], "cache_salt": selection.salt(None)}, params
+
+
+def _wait(llm: LLM, settings: Settings, selection: Any) -> None:
+    roots = {m.digest: root for m, root in zip(selection.manifests, selection.roots, strict=True)}
+    deadline = time.monotonic() + settings.ready_timeout_s
+    while True:
+        ranks = llm.collective_rpc("cartridge_prepare", args=(selection.tag, roots))
+        if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
+            raise CartridgeError(f"{selection.names} cannot be served: {refused}")
+        if all(rank["resident"] == rank["chunks"] for rank in ranks):
+            return
+        if time.monotonic() > deadline:
+            raise CartridgeError(f"{selection.names} was not loaded within {settings.ready_timeout_s} s")
+        time.sleep(0.02)

@@ -1,0 +1,245 @@
+"""What a request may ask for, and what it gets: cartridges -> prompt ids, salt, tag; or a refusal with its reason.
+
+Knows no vLLM: `api.py` translates. Everything here is safe to run in a thread, and blocks for small reads only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from blake3 import blake3
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from .. import artifact
+from ..errors import CartridgeError, CartridgeNotFound
+from ..manifest import Manifest
+from ..quarantine import Quarantine
+from ..registry import Registry
+from ..settings import Settings
+
+TAG = "lmcache.tag.cartridge"
+"""The key in `kv_transfer_params` whose value LMCache puts into its own keys: the digests of the chain."""
+GRANT = "cartridge"
+"""The key in `kv_transfer_params` that tells our connector how many positions must be injected, not computed."""
+MAX_CHAIN = 16
+_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""Tags as LMCache's keys can carry them."""
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: an HTTP status and a message fit for the client."""
+
+    def __init__(self, status: int, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class Reference(BaseModel):
+    """One cartridge as a request names it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    id: Annotated[str, Field(min_length=1, max_length=1024)]
+    source: Literal["registry", "local", "s3"] | None = None
+    force_redownload: bool = False
+
+    def where(self) -> str:
+        """Return the source: as given, or as the form of the id tells."""
+        if self.source is not None:
+            return self.source
+        if self.id.startswith("s3://"):
+            return "s3"
+        return "local" if self.id.startswith("/") else "registry"
+
+
+_references = TypeAdapter(
+    Annotated[
+        list[Annotated[Reference, BeforeValidator(lambda v: {"id": v} if isinstance(v, str) else v)]],
+        Field(min_length=1, max_length=MAX_CHAIN),
+    ]
+)
+
+
+class Selection(NamedTuple):
+    """Cartridges resolved for one request."""
+
+    manifests: tuple[Manifest, ...]
+    roots: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    """Ids of all of them, in order; they go before the prompt's own."""
+    document_ids: tuple[int, ...] | None
+    """Ids of the documents themselves, for when the cartridges cannot be had; None if one carries no text."""
+
+    @property
+    def tag(self) -> str | None:
+        """What LMCache's keys and vLLM's salt are bound to: every digest in order. None without any KV."""
+        digests = [m.digest for m in self.manifests if m.kind != "tokens"]
+        return ".".join(digests) or None
+
+    @property
+    def must_inject(self) -> int:
+        """Leading positions that must never be computed: up to the end of the last trained cartridge."""
+        end = needed = 0
+        for manifest in self.manifests:
+            end += manifest.positions
+            needed = end if manifest.kind == "trained" else needed
+        return needed
+
+    @property
+    def names(self) -> str:
+        """`id@version` of each, for people."""
+        return ", ".join(m.name for m in self.manifests)
+
+    @property
+    def used(self) -> str:
+        """The response header: `id@version;positions=p` for each."""
+        return ", ".join(f"{m.name};positions={m.positions}" for m in self.manifests)
+
+    @property
+    def replaced(self) -> str:
+        """The response header where the documents' text took the cartridges' place."""
+        return f"{self.used};served=document"
+
+    def salt(self, client_salt: str | None, secret: bytes = b"") -> str:
+        """Return the request's `cache_salt`: another one for each chain, content and client salt.
+
+        Digests and identity tokens are no secrets. A server that takes salts from clients gives a `secret` of its own,
+        so that nobody can send the salt and read the blocks, or put computed ones under it.
+        """
+        content = ".".join(m.digest for m in self.manifests)
+        return blake3(secret + f"{content}\0{client_salt or ''}".encode()).hexdigest()
+
+
+def check_params(kv_params: Any) -> None:
+    """Raise `Refusal` for `kv_transfer_params` that a client may not send.
+
+    Only what is known to be harmless passes: LMCache 0.5.6 looks into `disagg_spec` and `ret_first_tok` inside vLLM's
+    scheduler and hashes every `lmcache.*` value, and what it does not expect there ends the engine.
+    """
+    if kv_params is None:
+        return
+    if not isinstance(kv_params, Mapping):
+        raise Refusal(400, "kv_transfer_params must be an object")
+    for key, value in kv_params.items():
+        name = f"kv_transfer_params.{_short(str(key))}"
+        if key in (TAG, GRANT):
+            raise Refusal(400, f"{name} is set by the server; name cartridges in `cartridges`")
+        if str(key).startswith("lmcache.tag."):
+            if not isinstance(value, str) or not _TAG.fullmatch(value) or not _TAG.fullmatch(str(key)):
+                raise Refusal(400, f"{name} must be a string, and it and the name 1 to 128 of A-Z a-z 0-9 . _ -")
+        elif key == "lmcache.skip_save":
+            if not isinstance(value, bool):
+                raise Refusal(400, f"{name} must be a boolean")
+        elif key != "cartridge_id":
+            raise Refusal(400, f"{name} is not for this server; clients may send cartridge_id, lmcache.tag.*, lmcache.skip_save")
+
+
+def read(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list[Reference]:
+    """Return the cartridges a request names in `cartridges` or `kv_transfer_params.cartridge_id`; empty if none.
+
+    Raises `Refusal` for anything malformed, and for keys that only this server may set.
+    """
+    check_params(kv_params)
+    params = kv_params or {}
+    named, by_param = fields.get("cartridges"), params.get("cartridge_id")
+    if named is None and by_param is None:
+        return []
+    if named is not None and by_param is not None:
+        raise Refusal(400, "name cartridges in `cartridges` or in kv_transfer_params.cartridge_id, not in both")
+    if named is None:
+        named = [by_param] if isinstance(by_param, str) else by_param
+    try:
+        return _references.validate_python(named)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Refusal(400, f"cartridges{'.' if place else ''}{place}: {first['msg']}") from None
+
+
+class Resolver:
+    """Turns references into a `Selection`, from the registry and the configured roots."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._registry = Registry(settings.registry_path, read_only=True)
+        self._quarantine = Quarantine(settings.quarantine_dir)
+
+    def resolve(self, references: Sequence[Reference]) -> Selection:
+        """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so."""
+        roots = [self._root(reference) for reference in references]
+        manifests, ids, documents = [], [], []
+        for reference, (root, digest) in zip(references, roots, strict=True):
+            try:
+                manifest, own, document = _load(root, digest, _stamp(root))
+            except CartridgeError:
+                raise Refusal(422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`") from None
+            if self._quarantine.reason(manifest.digest) and manifest.kind == "trained" and document is None:
+                raise Refusal(422, f"cartridge {manifest.name} is quarantined; see `lmcache-cartridge describe`")
+            manifests.append(manifest)
+            ids += own
+            documents.append(document)
+        if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
+            raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
+        whole = None if None in documents else tuple(i for document in documents for i in document)
+        return Selection(tuple(manifests), tuple(str(r) for r, _ in roots), tuple(ids), whole)
+
+    def _root(self, reference: Reference) -> tuple[Path, str | None]:
+        where = reference.where()
+        if where == "s3":
+            raise Refusal(422, "this server has no S3 source; register the cartridge or put it under a configured root")
+        if where == "local":
+            return self._local(reference), None
+        try:
+            location = self._registry.find(reference.id)
+        except CartridgeNotFound:
+            raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
+        return location.root, location.digest
+
+    def _local(self, reference: Reference) -> Path:
+        """Return the real path of a directory under a configured root; whatever is wrong, the client hears 404."""
+        path = Path(reference.id)
+        try:
+            real = path.resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            real = None
+        roots = [root.resolve() for root in self._settings.roots]
+        if real is None or not path.is_absolute() or not any(real.is_relative_to(root) for root in roots):
+            raise Refusal(404, f"no cartridge is at {_shown(reference)}")
+        return real
+
+
+def _stamp(root: Path) -> int:
+    """Return a number that changes when the artefact at `root` is replaced."""
+    try:
+        return (root / artifact.MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=128)
+def _load(root: Path, digest: str | None, stamp: int) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
+    """Return a cartridge's manifest, token ids and document ids, remembered while its manifest stays as it is."""
+    manifest = artifact.load_manifest(root)
+    if digest is not None and manifest.digest != digest:
+        raise CartridgeError(f"{root} was replaced after it was registered")
+    ids = tuple(artifact.load_token_ids(manifest, root).tolist())
+    if manifest.kind != "trained":
+        return manifest, ids, ids
+    document = artifact.load_document_ids(manifest, root)
+    return manifest, ids, None if document is None else tuple(document.tolist())
+
+
+def _shown(reference: Reference) -> str:
+    """Return the id for an error message: what the client sent, shortened; never a path of the server's."""
+    return repr(_short(reference.id))
+
+
+def _short(text: str) -> str:
+    """Return text that a response can carry: shortened, and without what is no Unicode (JSON's lone surrogates)."""
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text.encode("utf-8", "backslashreplace").decode()

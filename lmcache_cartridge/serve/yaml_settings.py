@@ -1,0 +1,43 @@
+"""Settings out of LMCache's configuration, for processes that do not load LMCache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import SettingsError
+from ..settings import Settings, from_mapping
+
+
+def from_extra_config(extra_config: Mapping[str, Any] | None, class_name: str = "CartridgeBackend") -> Settings:
+    """Return the settings of the plugin `class_name` in LMCache's `extra_config`.
+
+    Raises `SettingsError` naming the full key of whatever is wrong, and when there is not exactly one such plugin.
+    """
+    extra = extra_config or {}
+    names = [
+        key.removeprefix("storage_plugin.").removesuffix(".class_name")
+        for key, value in extra.items()
+        if key.startswith("storage_plugin.") and key.endswith(".class_name") and value == class_name
+    ]
+    if len(names) != 1:
+        raise SettingsError(f"{len(names)} storage plugins have class_name {class_name}; there must be one: {names}")
+    prefix = f"storage_plugin.{names[0]}."
+    own = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
+    return from_mapping({k: v for k, v in own.items() if k not in ("module_path", "class_name")}, prefix)
+
+
+def from_environment() -> Settings:
+    """Return the settings in the YAML that `LMCACHE_CONFIG_FILE` names. Raises `SettingsError`."""
+    import yaml
+
+    path = os.environ.get("LMCACHE_CONFIG_FILE")
+    if not path:
+        raise SettingsError("LMCACHE_CONFIG_FILE is not set; the cartridge settings stand in that YAML's extra_config")
+    try:
+        config = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+    return from_extra_config(config.get("extra_config"))
