@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from lmcache_cartridge import artifact
 from lmcache_cartridge.layout import to_heads
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.manifest import Manifest, Provenance
 from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.writer import ArtifactWriter
 
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
 
@@ -41,7 +41,7 @@ def register_kv(
     registry: Registry, root: Path, cartridge_id: str, kv: torch.Tensor, like: Manifest, token_ids: np.ndarray
 ) -> Manifest:
     """Write canonical KV as a trained cartridge of the model of `like`, found under its digest only, and register it."""
-    writer = artifact.ArtifactWriter(
+    writer = ArtifactWriter(
         root / cartridge_id, cartridge_id=cartridge_id, version=1, kind="trained", fingerprint=like.fingerprint,
         token_ids=token_ids, chunk_tokens=like.payload.chunk_tokens,
     )  # fmt: skip

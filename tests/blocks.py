@@ -1,0 +1,133 @@
+"""vLLM's half of an engine, in this process: a real configuration, attention layers and their paged CPU blocks.
+
+Import this before anything that imports lmcache: on CPU, vLLM breaks when lmcache was there first (vLLM 0.32).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmcache_cartridge.layout import ChunkShape
+from lmcache_cartridge.recall import MODEL_DIR
+
+_QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Run code of vLLM or LMCache, undoing what it does to the process that other tests would notice.
+
+    It warns, sets environment variables that the servers of other tests would inherit (LD_PRELOAD among them), and
+    our plugin gives our records to LMCache's log, where `caplog` does not find them.
+    """
+    environment, ours = dict(os.environ), logging.getLogger("lmcache_cartridge")
+    try:
+        os.environ.update(_QUIET)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        ours.handlers.clear()
+        ours.propagate = True
+        ours.setLevel(logging.NOTSET)
+
+
+with quietly():
+    from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+BLOCK = 32
+"""Tokens in a block of vLLM's cache."""
+CARTRIDGES = {
+    "kv_connector": "CartridgeConnector",
+    "kv_connector_module_path": "lmcache_cartridge.serve.connector",
+    "kv_role": "kv_consumer",
+    "kv_load_failure_policy": "fail",
+}
+
+
+def vllm_config(model: Path = MODEL_DIR, transfer: dict[str, Any] | None = None, **arguments: Any) -> VllmConfig:
+    """Return what vLLM makes of these engine arguments; `transfer` goes over `CARTRIDGES`."""
+    given = {"block_size": BLOCK, "max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    with quietly():
+        transfer_config = KVTransferConfig(**CARTRIDGES | (transfer or {}))
+        return EngineArgs(str(model), kv_transfer_config=transfer_config, **given | arguments).create_engine_config()
+
+
+class Blocks:
+    """Paged KV caches of real attention layers, full of noise, that can be read back.
+
+    vLLM's CPU blocks are packed for the instruction set and there is no op to read them, so the packing is found by
+    writing numbered elements through vLLM's own write op and seeing where each one lands.
+    """
+
+    def __init__(self, config: VllmConfig, blocks: int, *, layers: int | None = None) -> None:
+        """Make the layers of the configured model, or `layers` of them, with `blocks` blocks each."""
+        model = config.model_config
+        heads, self.size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(layers or model.get_num_layers(config.parallel_config))]
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config), quietly():
+            self.layers = {
+                name: Attention(
+                    model.get_num_attention_heads(config.parallel_config), self.size, self.size**-0.5,
+                    num_kv_heads=heads, cache_config=config.cache_config, prefix=name,
+                )
+                for name in names
+            }  # fmt: skip
+            spec = self.layers[names[0]].get_kv_cache_spec(config)
+            CPUAttentionMetadataBuilder(spec, names, config, torch.device("cpu"))  # tells the layers their packing
+        self.block, dtype = spec.block_size, spec.dtype
+        noise = torch.Generator().manual_seed(0)
+        self.caches = {
+            name: torch.randn(blocks, heads, self.block, 2 * self.size, generator=noise).to(dtype) for name in names
+        }
+        for name, cache in self.caches.items():
+            self.layers[name].kv_cache = cache
+        self.slots = blocks * self.block
+
+    def shape(self, tokens: int) -> ChunkShape:
+        """Return the shape of a chunk for these layers."""
+        cache = next(iter(self.caches.values()))
+        return ChunkShape(cache.shape[1], len(self.caches), tokens, self.size, str(cache.dtype).removeprefix("torch."))
+
+    def kv(self) -> torch.Tensor:
+        """Return the canonical KV `[2, L, slots, H, D]` of every slot."""
+        planes = []
+        for name, cache in self.caches.items():
+            tokens = cache.flatten(1)[:, self._packing].flatten(0, 1)  # [slots, H, 2 * D]
+            planes.append(torch.stack(tokens.chunk(2, dim=-1)))
+        return torch.stack(planes, dim=1)
+
+    @cached_property
+    def _packing(self) -> torch.Tensor:
+        """For each element of `[block, H, 2 * D]`, its place in a block's memory."""
+        _, heads, block, width = next(iter(self.caches.values())).shape
+        number = torch.arange(block * heads * width).view(block, heads, width)
+        landed = torch.zeros(number.numel(), dtype=torch.int64)
+        for digit in range(3):  # bfloat16 holds integers up to 256 exactly, so one base-128 digit a pass
+            landed += self._written(number // 128**digit % 128).to(torch.int64) * 128**digit
+        place = torch.argsort(landed)
+        assert torch.equal(landed[place], number.flatten()), "some element of a block was not written"
+        return place.view(number.shape)
+
+    def _written(self, codes: torch.Tensor) -> torch.Tensor:
+        name, module = next(iter(self.layers.items()))
+        scratch = torch.zeros_like(self.caches[name][:1])
+        keys, values = codes.to(scratch.dtype).chunk(2, dim=-1)
+        module.impl.do_kv_cache_update(module, keys.contiguous(), values.contiguous(), scratch, torch.arange(self.block))
+        return scratch.flatten()

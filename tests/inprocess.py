@@ -1,0 +1,140 @@
+"""LMCache's half of an engine, in this process: its real engine with our plugin, driven as vLLM's adapter drives it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import yaml
+from blocks import quietly
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from lmcache_cartridge.serve.launch import PLUGIN, lmcache_yaml
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.store import CartridgeStore
+
+with quietly():
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+    from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
+    from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+    from lmcache.v1.metadata import LMCacheMetadata
+    from lmcache.v1.pin_monitor import PinMonitor
+
+    from lmcache_cartridge.serve import backend
+    from lmcache_cartridge.serve.backend import CartridgeBackend
+
+CHUNK = 64
+"""Tokens in a chunk: two blocks of `blocks.BLOCK`."""
+
+
+class StockConnector(GPUConnectorInterface):
+    """Any connector but ours. LMCache's own cannot be built without a GPU; ours is told from others by its class."""
+
+    def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None: ...
+    def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None: ...
+    def batched_to_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None: ...
+    def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None: ...
+    def get_shape(self, num_tokens: int) -> Any: ...
+
+
+def lmcache_config(settings: Settings, chunk_tokens: int = CHUNK, **options: Any) -> LMCacheEngineConfig:
+    """Return LMCache's parse of the YAML that `serve` writes; `options` go over it, `extra` over its extra_config."""
+    values = yaml.safe_load(lmcache_yaml(settings, chunk_tokens))
+    # gc: LMCache switches Python's garbage collection off for the whole process unless told not to.
+    values |= {"max_local_cpu_size": 0.01, "py_enable_gc": True}
+    values["extra_config"] |= options.pop("extra", {})
+    path = settings.home / "lmcache.yaml"
+    path.write_text(yaml.safe_dump(values | options))
+    config = LMCacheEngineConfig.from_file(str(path))
+    config.validate()
+    return config
+
+
+def lmcache_metadata(config: LMCacheEngineConfig, vllm_config: VllmConfig, role: str = "worker") -> LMCacheMetadata:
+    """Return what LMCache makes of vLLM's configuration."""
+    return VllmServiceFactory(config, vllm_config, role).get_or_create_metadata()
+
+
+@contextmanager
+def lmcache_engine(
+    config: LMCacheEngineConfig, vllm_config: VllmConfig, connector: GPUConnectorInterface | None, role: str = "worker"
+) -> Iterator[LMCacheEngine]:
+    """Build LMCache's engine and load its plugins, with vLLM's configuration set as it is while KV caches register.
+
+    At the end everything that LMCache keeps in the process is taken down.
+    """
+    metadata = lmcache_metadata(config, vllm_config, role)
+    threads = set(threading.enumerate())
+    gc.freeze()  # LMCache collects garbage first, which takes half a second over everything vLLM has imported
+    with quietly():
+        engine = LMCacheEngineBuilder.get_or_create(
+            ENGINE_NAME, config, metadata, connector, lambda tensor, _: tensor, lambda thing, _: thing
+        )
+    gc.unfreeze()
+    try:
+        with set_current_vllm_config(vllm_config), quietly():
+            engine.post_init()
+        yield engine
+    finally:
+        LMCacheEngineBuilder.destroy(ENGINE_NAME)
+        engine.storage_manager.loop.close()
+        PinMonitor.DestroyInstance()
+        CartridgeBackend.refusal = None
+        assert not backend._stores, "a store was left open"
+        assert set(threading.enumerate()) <= threads
+
+
+def plugin(engine: LMCacheEngine) -> CartridgeBackend:
+    """Return our plugin as LMCache loaded it."""
+    return engine.storage_manager.storage_backends[PLUGIN]
+
+
+def tags(tag: str | None) -> dict[str, str]:
+    """Return the request configuration of a request for the cartridge `tag`."""
+    return {} if tag is None else {"lmcache.tag.cartridge": tag}
+
+
+def look_up(engine: LMCacheEngine, ids: list[int], request: str, configs: dict[str, Any] | None = None) -> int:
+    """Return how many tokens LMCache promises, asked as its lookup client and server ask it: by hashes, pinning."""
+    chunks = list(engine.token_database.process_tokens(tokens=ids, make_key=False))
+    return engine.lookup(
+        hashes=[chunk_hash for _, _, chunk_hash in chunks],
+        offsets=[end - start for start, end, _ in chunks],
+        lookup_id=request,
+        pin=True,
+        request_configs=json.loads(json.dumps(configs)) if configs else None,
+    )
+
+
+def load(
+    engine: LMCacheEngine,
+    ids: list[int],
+    promised: int,
+    slots: torch.Tensor,
+    request: str,
+    configs: dict[str, Any] | None = None,
+    cached: int = 0,
+) -> int:
+    """Load what a lookup promised into `slots` as vLLM's adapter does, and return how many tokens were loaded."""
+    mask = torch.ones(len(ids), dtype=torch.bool)
+    mask[: cached // engine.config.chunk_size * engine.config.chunk_size] = False
+    loaded = engine.retrieve(
+        ids[:promised], mask[:promised], kvcaches=[], slot_mapping=slots[:promised], vllm_cached_tokens=cached,
+        request_configs=configs or {}, req_id=request,
+    )  # fmt: skip
+    engine.lookup_unpin(request)
+    return int(loaded.sum())
+
+
+def nothing_is_owed(store: CartridgeStore) -> bool:
+    """Whether no chunk is leased or lent; asserts the store's invariants."""
+    store.check()
+    stats = store.stats()
+    return stats.leased == stats.lent == 0

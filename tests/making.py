@@ -1,0 +1,171 @@
+"""Makers that the tests share: real artefacts, engines, damage and threads. Plain functions, no state."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from lmcache_cartridge.fingerprint import Fingerprint, Rope
+from lmcache_cartridge.keys import Hasher
+from lmcache_cartridge.layout import DTYPES, to_heads
+from lmcache_cartridge.manifest import Manifest, Provenance
+from lmcache_cartridge.store import Engine
+from lmcache_cartridge.writer import ArtifactWriter
+
+VOCABULARY = 1000
+
+
+class Made(NamedTuple):
+    """An artefact on disk: its manifest and the KV that was written, canonical `[2, L, T, H, D]`."""
+
+    manifest: Manifest
+    kv: torch.Tensor
+
+
+def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: float = 1.0) -> Rope:
+    """Return plain RoPE with theta 10000."""
+    inv_freq = tuple(10000.0 ** (-i / rotary_dim) for i in range(0, rotary_dim, 2))
+    return Rope(kind, rotary_dim, inv_freq, attention_factor, {"rope_theta": 10000.0, "rope_type": kind})
+
+
+def make_fingerprint(
+    *, layers: int = 3, kv_heads: int = 2, head_size: int = 64, dtype: str = "bfloat16", rope: Rope | None = None
+) -> Fingerprint:
+    """Return the fingerprint of a small Llama."""
+    return Fingerprint(
+        architecture="LlamaForCausalLM",
+        layers=layers,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        vocab_size=VOCABULARY,
+        rope=rope or make_rope(rotary_dim=head_size),
+        config_digest="c0" * 32,
+        weights_digest="d1" * 32,
+    )
+
+
+def make_kv(fingerprint: Fingerprint, positions: int, seed: int) -> torch.Tensor:
+    """Return random canonical KV, no two elements alike by intent."""
+    shape = (2, fingerprint.layers, positions, fingerprint.kv_heads, fingerprint.head_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DTYPES[fingerprint.dtype])
+
+
+def make_ids(positions: int, seed: int) -> list[int]:
+    """Return random token ids of the vocabulary."""
+    return np.random.default_rng(seed).integers(0, VOCABULARY, positions).tolist()
+
+
+def make_artifact(
+    root: Path,
+    *,
+    positions: int,
+    layers: int = 3,
+    kv_heads: int = 2,
+    head_size: int = 64,
+    chunk_tokens: int = 16,
+    dtype: str = "bfloat16",
+    kind: Literal["prefill", "trained"] = "prefill",
+    seed: int = 0,
+    cartridge_id: str = "doc",
+    version: int = 1,
+    token_ids: list[int] | None = None,
+    fingerprint: Fingerprint | None = None,
+    kv: torch.Tensor | None = None,
+) -> Made:
+    """Write an artefact of random KV through `ArtifactWriter`; another `seed` gives other KV and token ids."""
+    shape = fingerprint or make_fingerprint(layers=layers, kv_heads=kv_heads, head_size=head_size, dtype=dtype)
+    ids = make_ids(positions, seed) if token_ids is None else token_ids
+    kv = make_kv(shape, positions, seed) if kv is None else kv
+    with ArtifactWriter(
+        root,
+        cartridge_id=cartridge_id,
+        version=version,
+        kind=kind,
+        fingerprint=shape,
+        token_ids=np.asarray(ids, dtype="<u4"),
+        chunk_tokens=chunk_tokens,
+    ) as writer:
+        for start in range(0, positions, chunk_tokens):
+            writer.write(heads_bytes(kv[:, :, start : start + chunk_tokens]))
+        return Made(writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z")), kv)
+
+
+def heads_bytes(canonical: torch.Tensor) -> bytes:
+    """Return canonical KV as the bytes an artefact stores, `[H, 2, L, T, D]`."""
+    return to_heads(canonical).view(torch.uint8).numpy().tobytes()
+
+
+def make_engine(
+    fingerprint: Fingerprint,
+    *,
+    chunk_tokens: int = 16,
+    rank: int = 0,
+    world: int = 1,
+    layout: str = "heads",
+    allow_trained: bool = True,
+) -> Engine:
+    """Return an engine that hashes with `sha256_hasher`."""
+    return Engine(
+        fingerprint, chunk_tokens, rank, world, layout, sha256_hasher(chunk_tokens), pin_memory=False,
+        allow_trained=allow_trained,
+    )  # fmt: skip
+
+
+def sha256_hasher(chunk_tokens: int) -> Hasher:
+    """Return a hash chain over whole chunks, built as LMCache builds its own: each hash takes in the one before."""
+
+    def chain(ids: list[int]) -> Iterator[int]:
+        digest = b""
+        for end in range(chunk_tokens, len(ids) + 1, chunk_tokens):
+            chunk = np.asarray(ids[end - chunk_tokens : end], dtype="<u4").tobytes()
+            digest = hashlib.sha256(digest + chunk).digest()
+            yield int.from_bytes(digest[:8], "big")
+
+    return chain
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Invert the lowest bit of one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def files_under(root: Path) -> dict[str, tuple[bytes, int]]:
+    """Return content and modification time of every file below `root`, by relative path."""
+    return {
+        str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 30) -> None:
+    """Run `work(0)` to `work(count - 1)` at once, started together; raise the first error, or that one hangs."""
+    start = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            start.wait(timeout_s)
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"a thread still runs after {timeout_s} s"

@@ -1,0 +1,242 @@
+"""An artefact holds exactly the KV that was written, and shows every damage."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import VOCABULARY, Made, flip_bit, heads_bytes, make_artifact, make_ids
+from safetensors import safe_open
+
+from lmcache_cartridge.artifact import (
+    PAYLOAD,
+    chunk_range,
+    load_manifest,
+    load_token_ids,
+    verify,
+    verify_chunk,
+)  # fmt: skip
+from lmcache_cartridge.errors import ArtifactError, CorruptChunk, ManifestError, TruncatedPayload
+from lmcache_cartridge.layout import rank_heads
+from lmcache_cartridge.writer import INLINE_TOKENS, TOKENS
+
+
+def _stored(root: Path, start: int, end: int) -> bytes:
+    return (root / PAYLOAD).read_bytes()[start:end]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("positions", "chunk_tokens"), [(40, 16), (48, 16), (7, 256), (1, 1)])
+def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(
+    tmp_path: Path, positions: int, chunk_tokens: int, dtype: str
+) -> None:
+    manifest, kv = make_artifact(
+        tmp_path / "doc", positions=positions, chunk_tokens=chunk_tokens, dtype=dtype, kv_heads=3, head_size=10
+    )
+    with safe_open(tmp_path / "doc" / PAYLOAD, framework="pt") as payload:
+        names = sorted(payload.keys())
+        chunks = [payload.get_tensor(name) for name in names]
+    assert names == [f"chunk.{i:05d}" for i in range(manifest.chunks)]
+    read_back = torch.cat([chunk.permute(1, 2, 3, 0, 4) for chunk in chunks], dim=2)
+    assert read_back.dtype == kv.dtype
+    assert torch.equal(read_back, kv)
+
+
+def test_the_range_of_any_heads_of_any_chunk_holds_the_bytes_of_those_heads(tmp_path: Path) -> None:
+    manifest, kv = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, kv_heads=4)
+    for chunk in range(manifest.chunks):
+        for first in range(4):
+            for last in range(first + 1, 5):
+                where = chunk_range(manifest, chunk, range(first, last))
+                expected = heads_bytes(kv[:, :, chunk * 16 : (chunk + 1) * 16, first:last])
+                assert _stored(tmp_path / "doc", *where) == expected, (chunk, first, last)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_heads_of_each_rank_of_a_chunk_are_one_contiguous_range(tmp_path: Path, world: int) -> None:
+    manifest, kv = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, kv_heads=4)
+    at = manifest.payload.data_offset_bytes
+    for chunk in range(manifest.chunks):
+        for rank in range(world):
+            heads = rank_heads(4, rank, world)
+            where = chunk_range(manifest, chunk, heads)
+            assert where.start == at, "ranges follow each other without a gap"
+            assert where.end - where.start == len(heads) * manifest.head_bytes(chunk)
+            own = kv[:, :, chunk * 16 : (chunk + 1) * 16, heads.start : heads.stop]
+            assert _stored(tmp_path / "doc", *where) == heads_bytes(own)
+            at = where.end
+    assert at == manifest.payload.size_bytes == (tmp_path / "doc" / PAYLOAD).stat().st_size
+
+
+def test_the_data_starts_where_direct_io_can_read_it(made: Made) -> None:
+    assert made.manifest.payload.data_offset_bytes % 4096 == 0
+
+
+@pytest.mark.parametrize("positions", [INLINE_TOKENS, INLINE_TOKENS + 1])
+def test_token_ids_are_read_back_from_the_manifest_or_a_file(tmp_path: Path, positions: int) -> None:
+    manifest, _ = make_artifact(tmp_path / "doc", positions=positions, seed=3)
+    assert (tmp_path / "doc" / TOKENS).exists() == (positions > INLINE_TOKENS)
+    ids = load_token_ids(manifest, tmp_path / "doc")
+    assert ids.dtype == np.uint32
+    assert ids.tolist() == make_ids(positions, 3)
+
+
+def test_the_token_file_is_a_plain_npy_file(tmp_path: Path) -> None:
+    make_artifact(tmp_path / "doc", positions=100, seed=3)
+    assert np.load(tmp_path / "doc" / TOKENS, allow_pickle=False).tolist() == make_ids(100, 3)
+
+
+def test_swapped_token_ids_are_found(tmp_path: Path) -> None:
+    manifest, _ = make_artifact(tmp_path / "doc", positions=100, seed=3)
+    np.save(tmp_path / "doc" / TOKENS, np.asarray(make_ids(100, 4), dtype="<u4"))
+    with pytest.raises(ArtifactError, match="cartridge doc@1: token ids do not have the digest"):
+        load_token_ids(manifest, tmp_path / "doc")
+    with pytest.raises(ArtifactError, match="token ids do not have the digest"):
+        list(verify(tmp_path / "doc"))
+
+
+class _Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+def _damage_tokens(path: Path, damage: str) -> None:
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "directory":
+        path.unlink()
+        path.mkdir()
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "short":
+        path.write_bytes(data[:-1])
+    elif damage == "long":
+        path.write_bytes(data + b"\0")
+    elif damage == "huge":
+        path.write_bytes(data + bytes(1 << 20))
+    elif damage == "zip archive":
+        with path.open("wb") as file:
+            np.savez(file, ids=np.asarray(make_ids(100, 3), dtype="<u4"))
+    elif damage == "broken archive":
+        path.write_bytes(b"PK\x03\x04" + data)
+    elif damage == "endless shape":
+        with path.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "<u4", "fortran_order": False, "shape": (1 << 45,)})
+    elif damage == "wide":
+        np.save(path, np.asarray(make_ids(100, 3), dtype="<u8"))
+    elif damage == "pickle":
+        path.write_bytes(pickle.dumps(_Bomb(path.parent / "exploded")))
+    elif damage == "objects":
+        np.save(path, np.asarray([_Bomb(path.parent / "exploded")] * 100), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["missing", "directory", "empty", "short", "long", "huge", "zip archive", "broken archive", "endless shape", "wide",
+     "pickle", "objects"],
+)  # fmt: skip
+def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, damage: str
+) -> None:
+    manifest, _ = make_artifact(tmp_path / "doc", positions=100, seed=3)
+    _damage_tokens(tmp_path / "doc" / TOKENS, damage)
+    with pytest.raises(ArtifactError, match="cartridge doc@1"):
+        load_token_ids(manifest, tmp_path / "doc")
+    assert not (tmp_path / "doc" / "exploded").exists()
+
+
+def test_the_bomb_of_the_test_above_explodes_when_something_unpickles_it(tmp_path: Path) -> None:
+    make_artifact(tmp_path / "doc", positions=100, seed=3)
+    _damage_tokens(tmp_path / "doc" / TOKENS, "objects")
+    np.load(tmp_path / "doc" / TOKENS, allow_pickle=True)
+    assert (tmp_path / "doc" / "exploded").exists()
+
+
+@pytest.mark.parametrize("positions", [40, 100])
+def test_a_token_id_outside_the_vocabulary_is_refused(tmp_path: Path, positions: int) -> None:
+    ids = make_ids(positions, 0)
+    ids[7] = VOCABULARY
+    with pytest.raises((ArtifactError, ManifestError), match="outside the model's vocabulary"):
+        load_token_ids(make_artifact(tmp_path / "doc", positions=positions, token_ids=ids).manifest, tmp_path / "doc")
+
+
+@pytest.mark.parametrize("change", [-1, 1, -40_000])
+def test_a_payload_of_another_size_is_refused_with_both_sizes(made: Made, tmp_path: Path, change: int) -> None:
+    payload = tmp_path / "doc" / PAYLOAD
+    size = payload.stat().st_size
+    os.truncate(payload, size + change)
+    with pytest.raises(TruncatedPayload, match=f"has {size + change} bytes, its manifest says {size}"):
+        load_manifest(tmp_path / "doc")
+    with pytest.raises(TruncatedPayload):
+        list(verify(tmp_path / "doc"))
+
+
+def test_a_missing_payload_is_refused(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "doc" / PAYLOAD).unlink()
+    with pytest.raises(TruncatedPayload, match="has 0 bytes"):
+        load_manifest(tmp_path / "doc")
+
+
+def test_a_missing_manifest_is_refused_with_a_question(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="is this the directory of a cartridge"):
+        load_manifest(tmp_path)
+
+
+def test_verify_tells_how_far_it_is(made: Made, tmp_path: Path) -> None:
+    assert list(verify(tmp_path / "doc")) == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_verify_names_the_chunk_and_head_of_a_flipped_bit(
+    made: Made, tmp_path: Path, chunk: int, head: int, where: str
+) -> None:
+    start, end = chunk_range(made.manifest, chunk, range(head, head + 1))
+    flip_bit(tmp_path / "doc" / PAYLOAD, start if where == "first" else end - 1)
+    done = []
+    with pytest.raises(CorruptChunk, match=f"cartridge doc@1: chunk {chunk}, KV head {head} of "):
+        done.extend(verify(tmp_path / "doc"))
+    assert done == [(i + 1, 3) for i in range(chunk)]
+
+
+@pytest.mark.parametrize("offset", [0, 8, 100, 4000])
+def test_verify_finds_a_changed_header(made: Made, tmp_path: Path, offset: int) -> None:
+    flip_bit(tmp_path / "doc" / PAYLOAD, offset)
+    with pytest.raises(ArtifactError, match="header"):
+        list(verify(tmp_path / "doc"))
+
+
+def test_swapped_chunks_do_not_verify(made: Made, tmp_path: Path) -> None:
+    manifest = made.manifest
+    chunks = [_stored(tmp_path / "doc", *chunk_range(manifest, i, range(2))) for i in range(2)]
+    verify_chunk(manifest, 0, range(2), memoryview(chunks[0]), "payload")
+    with pytest.raises(CorruptChunk, match="chunk 0, KV head 0"):
+        verify_chunk(manifest, 0, range(2), memoryview(chunks[1]), "payload")
+
+
+def test_only_the_heads_asked_for_are_verified(made: Made, tmp_path: Path) -> None:
+    manifest = made.manifest
+    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(manifest, 0, range(1, 2)).start)
+    for head in range(2):
+        data = memoryview(_stored(tmp_path / "doc", *chunk_range(manifest, 0, range(head, head + 1))))
+        if head == 0:
+            verify_chunk(manifest, 0, range(1), data, "payload")
+        else:
+            with pytest.raises(CorruptChunk, match="chunk 0, KV head 1"):
+                verify_chunk(manifest, 0, range(1, 2), data, "payload")

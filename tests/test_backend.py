@@ -1,0 +1,756 @@
+"""The plugin inside LMCache's own engine: a request gets exactly its cartridge's KV or a miss, and nothing is left owed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from blocks import Blocks, vllm_config
+from inprocess import (
+    CHUNK, StockConnector, load, lmcache_config, lmcache_engine, lmcache_metadata, look_up, nothing_is_owed, plugin, tags,
+)  # fmt: skip
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.cache_engine import LMCacheEngine
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.token_database import ChunkedTokenDatabase
+from making import Made, flip_bit, heads_bytes, make_artifact, run_threads
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from lmcache_cartridge.artifact import PAYLOAD, chunk_range
+from lmcache_cartridge.fingerprint import Fingerprint
+from lmcache_cartridge.layout import kv_2ltd_view
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.backend import CartridgeBackend
+from lmcache_cartridge.serve.inject import EngineWriteConnector
+from lmcache_cartridge.serve.launch import PLUGIN
+from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.store import CartridgeStore
+
+VOCABULARY = 640
+QUESTION = 20
+"""Tokens after the cartridge in a prompt."""
+CARTRIDGES = {
+    "short": {"positions": 5 * CHUNK + 17},
+    "long": {"positions": 6 * CHUNK, "chunk_tokens": 256},
+    "trained": {"positions": 4 * CHUNK, "kind": "trained"},
+}
+"""Cartridges with and without a tail, stored in chunks of the engine's size and of another."""
+CHUNKS = 15
+"""Whole chunks of them all."""
+
+
+class Cartridge(NamedTuple):
+    """What a test knows of one cartridge."""
+
+    root: Path
+    made: Made
+    prompt: list[int]
+    """Its token ids and a question."""
+    whole: int
+    """Tokens in its whole chunks."""
+    configs: dict[str, str]
+    """The request configuration under which it is found."""
+
+    @property
+    def kv(self) -> torch.Tensor:
+        return self.made.kv[:, :, : self.whole]
+
+
+class Serving(NamedTuple):
+    """LMCache's engine with the plugin, paged blocks to load into, and the cartridges it serves."""
+
+    engine: LMCacheEngine
+    blocks: Blocks
+    cartridges: dict[str, Cartridge]
+
+    @property
+    def plugin(self) -> CartridgeBackend:
+        return plugin(self.engine)
+
+    @property
+    def store(self) -> CartridgeStore:
+        return self.plugin.store
+
+    def keys(self, name: str, configs: dict[str, Any] | None = None) -> list[CacheEngineKey]:
+        """Return LMCache's keys of a cartridge's whole chunks, under its own request configuration or another."""
+        cartridge = self.cartridges[name]
+        configs = cartridge.configs if configs is None else configs
+        ids = cartridge.prompt[: cartridge.whole]
+        return [key for _, _, key in self.engine.token_database.process_tokens(tokens=ids, request_configs=configs)]
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    return vllm_config()
+
+
+@pytest.fixture(scope="module")
+def blocks(config: VllmConfig) -> Blocks:
+    return Blocks(config, 16)
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> Fingerprint:
+    """The model as an author's tools see it."""
+    return CausalModel(str(MODEL_DIR)).fingerprint
+
+
+@pytest.fixture
+def home(tmp_path: Path, fingerprint: Fingerprint) -> dict[str, Cartridge]:
+    """Cartridges of noise, registered under `tmp_path`."""
+    registry, cartridges = Registry(tmp_path / "registry.sqlite"), {}
+    for seed, (name, given) in enumerate(CARTRIDGES.items()):
+        root = tmp_path / "cartridges" / name
+        ids = np.random.default_rng(seed).integers(0, VOCABULARY, given["positions"] + QUESTION).tolist()
+        made = make_artifact(root, cartridge_id=name, seed=seed, token_ids=ids[: given["positions"]],
+                             fingerprint=fingerprint, **({"chunk_tokens": CHUNK} | given))  # fmt: skip
+        registry.register(root)
+        configs = tags(made.manifest.digest if made.manifest.kind == "trained" else None)
+        cartridges[name] = Cartridge(root, made, ids, given["positions"] // CHUNK * CHUNK, configs)
+    return cartridges
+
+
+@contextmanager
+def _serving(
+    cartridges: dict[str, Cartridge],
+    config: VllmConfig,
+    blocks: Blocks,
+    *,
+    chunks: int = 2 * CHUNKS,
+    chunk_tokens: int = CHUNK,
+    connector: Any = None,
+    **settings: Any,
+) -> Iterator[Serving]:
+    """Serve with memory for `chunks` chunks of `CHUNK` tokens; at the end nothing may be lent out."""
+    if connector is None:
+        connector = EngineWriteConnector()
+        connector.bind(blocks.caches, blocks.layers, blocks.shape(chunk_tokens))
+    home = cartridges["short"].root.parent.parent
+    given = {"home": home, "cpu_bytes": chunks * blocks.shape(CHUNK).size_bytes, "lookup_timeout_s": 20, **settings}
+    with lmcache_engine(lmcache_config(from_mapping(given), chunk_tokens), config, connector) as engine:
+        serving = Serving(engine, blocks, cartridges)
+        store = serving.store
+        yield serving
+        store.check()
+        assert store.stats().lent == 0, "LMCache was left with a memory object"
+
+
+@pytest.fixture
+def serving(home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks) -> Iterator[Serving]:
+    with _serving(home, config, blocks) as serving:
+        yield serving
+
+
+def _scattered(serving: Serving, tokens: int) -> torch.Tensor:
+    """Return a slot for each token, no two neighbours, over parts of all blocks."""
+    return torch.randperm(serving.blocks.slots, generator=torch.Generator().manual_seed(tokens))[:tokens]
+
+
+def _serve(serving: Serving, name: str, request: str = "request", cached: int = 0) -> int:
+    """Look a cartridge's prompt up and load it; assert that it is its KV, or as much of it as was promised."""
+    cartridge, before = serving.cartridges[name], serving.blocks.kv()
+    slots = _scattered(serving, len(cartridge.prompt))
+    promised = look_up(serving.engine, cartridge.prompt, request, cartridge.configs)
+    loaded = load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs, cached)
+    after = serving.blocks.kv()
+    injected = slots[cached:promised]
+    assert loaded == promised - cached // CHUNK * CHUNK
+    assert torch.equal(after[:, :, injected], cartridge.kv[:, :, cached:promised])
+    others = torch.ones(serving.blocks.slots, dtype=torch.bool)
+    others[injected] = False
+    assert torch.equal(after[:, :, others], before[:, :, others]), "a slot that is not the cartridge's was written"
+    return promised
+
+
+def _get(serving: Serving, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+    """Return what LMCache's storage manager gets for keys from the plugin."""
+    return serving.engine.storage_manager.batched_get(keys, PLUGIN)
+
+
+def _release(objects: list[MemoryObj | None]) -> None:
+    for memory_object in objects:
+        if memory_object is not None:
+            memory_object.ref_count_down()
+
+
+def _raise(error: Exception) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+# The whole path
+
+
+@pytest.mark.parametrize("name", CARTRIDGES)
+def test_a_request_gets_exactly_its_cartridges_kv_and_owes_nothing(serving: Serving, name: str) -> None:
+    assert _serve(serving, name) == serving.cartridges[name].whole
+    assert nothing_is_owed(serving.store)
+    stats = serving.store.stats()
+    assert stats.loaded == stats.resident == serving.cartridges[name].whole // CHUNK
+
+
+def test_a_second_request_gets_the_same_from_memory(serving: Serving) -> None:
+    for request in ("first", "second"):
+        _serve(serving, "short", request)
+    stats = serving.store.stats()
+    assert (stats.loaded, stats.hits) == (5, 5)
+    assert nothing_is_owed(serving.store)
+
+
+@pytest.mark.parametrize("cached", [1, 31, 63, 64, 65, 100, 128, 319])
+def test_what_vllm_has_cached_itself_stays_untouched_inside_a_chunk_too(serving: Serving, cached: int) -> None:
+    assert _serve(serving, "short", cached=cached) == 5 * CHUNK
+    assert nothing_is_owed(serving.store)
+
+
+@pytest.mark.parametrize("same", [0, 63, 64, 200, 320])
+def test_a_prompt_that_leaves_the_document_gets_the_chunks_it_shares(serving: Serving, same: int) -> None:
+    ids = serving.cartridges["short"].prompt
+    other = [*ids[:same], ids[same] ^ 1, *ids[same + 1 :]]
+    assert look_up(serving.engine, other, "request") == same // CHUNK * CHUNK
+    serving.engine.lookup_unpin("request")
+    assert nothing_is_owed(serving.store)
+
+
+@pytest.mark.parametrize("chunk_tokens", [32, 128, 256])
+def test_an_engine_with_chunks_of_another_size_gets_the_same_kv(
+    home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks, chunk_tokens: int
+) -> None:
+    with _serving(home, config, blocks, chunk_tokens=chunk_tokens) as serving:
+        for name, cartridge in home.items():
+            whole = cartridge.made.manifest.positions // chunk_tokens * chunk_tokens
+            promised = look_up(serving.engine, cartridge.prompt, name, cartridge.configs)
+            assert promised == whole
+            slots = _scattered(serving, whole)
+            assert load(serving.engine, cartridge.prompt, promised, slots, name, cartridge.configs) == whole
+            assert torch.equal(blocks.kv()[:, :, slots], cartridge.made.kv[:, :, :whole])
+        assert nothing_is_owed(serving.store)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+def test_a_tensor_parallel_rank_gets_its_own_heads(home: dict[str, Cartridge], world: int, rank: int) -> None:
+    """The model has two KV heads, so of four ranks each two hold the same one."""
+    config = vllm_config(tensor_parallel_size=world)
+    config.parallel_config.rank = rank
+    head = rank * 2 // world
+    with _serving(home, config, Blocks(config, 16)) as serving:
+        for name, cartridge in home.items():
+            promised = look_up(serving.engine, cartridge.prompt, name, cartridge.configs)
+            slots = _scattered(serving, promised)
+            assert load(serving.engine, cartridge.prompt, promised, slots, name, cartridge.configs) == promised > 0
+            kv = serving.blocks.kv()[:, :, slots]
+            assert torch.equal(kv, cartridge.kv[:, :, :, head : head + 1])
+            assert not torch.equal(kv, cartridge.kv[:, :, :, 1 - head : 2 - head])
+
+
+def test_the_schedulers_hashes_are_those_the_store_knows(serving: Serving, config: VllmConfig) -> None:
+    """Its process hashes prompts on its own, with a token database of its own."""
+    metadata = lmcache_metadata(serving.engine.config, config, "scheduler")
+    scheduler = ChunkedTokenDatabase(serving.engine.config, metadata)
+    prompt = serving.cartridges["long"].prompt
+    hashes = [chunk_hash for _, _, chunk_hash in scheduler.process_tokens(tokens=prompt, make_key=False)]
+    assert hashes == [key.chunk_hash for key in serving.keys("long")]
+    assert serving.store.lookup(hashes) == 6
+    assert all(serving.store.release(chunk_hash) for chunk_hash in hashes)
+
+
+# Memory objects
+
+
+def test_what_is_handed_out_is_the_resident_memory_itself(serving: Serving) -> None:
+    keys = serving.keys("short")
+    first, second = _get(serving, keys), _get(serving, keys)
+    memory = serving.store._residency._slab._memory
+    for chunk, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert one is not other, "LMCache counts references in the object"
+        assert one.tensor.data_ptr() == other.tensor.data_ptr() == one.meta.address
+        assert memory.data_ptr() <= one.tensor.data_ptr() <= memory.data_ptr() + memory.numel() - one.get_size()
+        assert one.tensor.view(torch.uint8).numpy().tobytes() == heads_bytes(
+            serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]
+        )
+    _release(first + second)
+    assert nothing_is_owed(serving.store)
+
+
+def test_what_is_handed_out_is_what_lmcache_expects_of_a_memory_object(serving: Serving) -> None:
+    (memory_object,) = _get(serving, serving.keys("short")[:1])
+    assert memory_object.get_ref_count() == 1
+    assert memory_object.get_memory_format() == MemoryFormat.KV_2LTD
+    assert memory_object.get_num_tokens() == CHUNK
+    assert memory_object.get_shape() == serving.engine.gpu_connector.get_shape(CHUNK) == memory_object.tensor.shape
+    assert memory_object.get_shapes() == [memory_object.get_shape()]
+    assert memory_object.get_dtypes() == [memory_object.get_dtype()] == [torch.bfloat16]
+    assert memory_object.get_size() == memory_object.get_physical_size() == serving.store.shape.size_bytes
+    assert memory_object.raw_data.dtype == torch.uint8
+    assert memory_object.raw_data.shape == (memory_object.get_size(),)
+    assert not memory_object.is_pinned
+    _release([memory_object])
+    assert not memory_object.is_valid()
+    assert memory_object.tensor is None
+
+
+def test_releasing_more_often_than_lmcache_should_counts_once(serving: Serving) -> None:
+    first, second = _get(serving, serving.keys("short")[:1] * 2)
+    assert serving.store.stats().lent == 1
+    for _ in range(3):
+        first.ref_count_down()
+    assert serving.store.stats().lent == 1, "the other object's loan was ended too"
+    assert second.is_valid()
+    second.ref_count_down()
+    second.ref_count_down()
+    assert nothing_is_owed(serving.store)
+
+
+def test_an_object_that_lmcache_refers_to_twice_is_lent_until_both_are_gone(serving: Serving) -> None:
+    (memory_object,) = _get(serving, serving.keys("short")[:1])
+    memory_object.ref_count_up()
+    memory_object.ref_count_down()
+    assert serving.store.stats().lent == 1
+    memory_object.pin()
+    memory_object.ref_count_down()
+    assert serving.store.stats().lent == 1
+    memory_object.unpin()
+    assert nothing_is_owed(serving.store)
+
+
+def test_an_object_that_nobody_releases_is_lent_until_it_is_collected(serving: Serving) -> None:
+    objects = _get(serving, serving.keys("short"))
+    assert serving.store.stats().lent == 5
+    del objects
+    gc.collect()
+    assert nothing_is_owed(serving.store)
+    assert _serve(serving, "short") == 5 * CHUNK
+
+
+def test_memory_that_is_lent_is_not_reused(home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks) -> None:
+    with _serving(home, config, blocks, chunks=5) as serving:
+        objects = _get(serving, serving.keys("short"))
+        assert look_up(serving.engine, home["long"].prompt, "long") == 0, "there is no memory but what is lent"
+        for chunk, memory_object in enumerate(objects):
+            assert memory_object.byte_array == heads_bytes(home["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+        _release(objects)
+        assert look_up(serving.engine, home["long"].prompt, "long") == 5 * CHUNK
+        serving.engine.lookup_unpin("long")
+
+
+# The contract
+
+
+def test_only_leading_keys_are_counted(serving: Serving) -> None:
+    keys, strange = serving.keys("short"), serving.keys("long")[0]
+    strange.chunk_hash ^= 1
+    for asked, count in (([], 0), (keys, 5), (keys[:3], 3), ([strange, *keys], 0), ([*keys[:2], strange, keys[3]], 2)):
+        assert serving.plugin.batched_contains(asked) == 0, "nothing is resident yet"
+        assert serving.plugin.batched_contains(asked, pin=True) == count
+        assert serving.plugin.batched_contains(asked) == count
+        assert [serving.plugin.unpin(key) for key in asked] == [key in keys and i < count for i, key in enumerate(asked)]
+        assert nothing_is_owed(serving.store)
+        serving.store._residency.evict(serving.cartridges["short"].made.manifest.digest)
+
+
+def test_asking_without_pinning_loads_nothing(serving: Serving) -> None:
+    assert serving.plugin.batched_contains(serving.keys("short")) == 0
+    assert serving.plugin.contains(serving.keys("short")[0]) is False
+    assert serving.store.stats().loaded == 0
+
+
+def test_a_pin_is_counted_and_ends_once_for_each_unpin(serving: Serving) -> None:
+    key = serving.keys("short")[0]
+    assert serving.plugin.unpin(key) is False
+    assert serving.plugin.pin(key) is True
+    assert serving.plugin.contains(key, pin=True) is True
+    assert serving.plugin.contains(key) is True
+    assert [serving.plugin.unpin(key) for _ in range(4)] == [True, True, False, False]
+    assert nothing_is_owed(serving.store)
+
+
+@pytest.mark.parametrize(
+    ("name", "configs"),
+    [
+        ("short", {"lmcache.tag.cartridge": "somebody"}),
+        ("short", {"lmcache.tag.tenant": "a"}),
+        ("short", {"lmcache.tag.cartridge": ""}),
+        ("short", {"lmcache.tag.cartridge": None}),
+        ("short", {"lmcache.tag.cartridge": ["a", "list"]}),
+        ("trained", {}),
+        ("trained", {"lmcache.tag.cartridge": "somebody"}),
+        ("trained", {"lmcache.tag.cartridge": ""}),
+        ("trained", {"lmcache.tag.cartridge": 7}),
+        ("trained", {"lmcache.tag.tenant": "its digest"}),
+        ("trained", {"lmcache.tag.cartridge": "its digest", "lmcache.tag.tenant": "a"}),
+        ("trained", {"lmcache.tag.tenant": "a", "lmcache.tag.cartridge": "its digest"}),
+        ("trained", {"lmcache.cartridge": "its digest"}),
+    ],
+)
+def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str, configs: dict[str, Any]) -> None:
+    cartridge = serving.cartridges[name]
+    digest = cartridge.made.manifest.digest
+    keys = serving.keys(name, {key: digest if value == "its digest" else value for key, value in configs.items()})
+    assert serving.plugin.batched_contains(keys, pin=True) == 0
+    assert serving.plugin.batched_contains(keys) == 0
+    assert serving.plugin.batched_get_blocking(keys) == [None] * len(keys)
+    assert [serving.plugin.pin(key) for key in keys] == [False] * len(keys)
+    assert [serving.plugin.unpin(key) for key in keys] == [False] * len(keys)
+    assert serving.store.stats().loaded == 0
+    assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
+
+
+def test_tags_that_are_none_of_lmcaches_change_nothing(serving: Serving) -> None:
+    keys = serving.keys("short", {"lmcache.skip_save": True})
+    assert serving.plugin.batched_contains(keys, pin=True) == 5
+    assert all(serving.plugin.unpin(key) for key in keys)
+
+
+def test_a_list_of_the_same_length_comes_back_with_none_from_the_first_miss_on(serving: Serving) -> None:
+    keys, (strange, *_) = serving.keys("short"), serving.keys("long", tags("somebody"))
+    for asked, count in (([], 0), (keys, 5), ([strange, *keys], 0), ([*keys[:2], strange, *keys[3:]], 2)):
+        objects = serving.plugin.batched_get_blocking(asked)
+        assert [found is not None for found in objects] == [i < count for i in range(len(asked))]
+        assert serving.store.stats().lent == count
+        _release(objects)
+    assert nothing_is_owed(serving.store)
+
+
+def test_a_get_of_one_key_is_a_get_of_a_list_of_one(serving: Serving) -> None:
+    keys, strange = serving.keys("short"), serving.keys("short", tags("somebody"))[0]
+    found = serving.plugin.get_blocking(keys[2])
+    assert found.byte_array == heads_bytes(serving.cartridges["short"].kv[:, :, 2 * CHUNK : 3 * CHUNK])
+    _release([found])
+    assert serving.plugin.get_blocking(strange) is None
+    assert nothing_is_owed(serving.store)
+
+
+def test_what_lmcache_wants_stored_is_not_taken(serving: Serving) -> None:
+    manager, key = serving.engine.storage_manager, serving.keys("short", tags("new"))[0]
+    shape = serving.engine.gpu_connector.get_shape(CHUNK)
+    offered = manager.allocate(shape, torch.bfloat16)
+    offered.ref_count_up()
+    manager.batched_put([key], [offered])
+    assert offered.get_ref_count() == 1, "LMCache's reference is gone and the plugin took none"
+    assert serving.plugin.exists_in_put_tasks(key) is False
+    assert serving.plugin.contains(key, pin=True) is False
+    assert _get(serving, [key]) == [None]
+    offered.ref_count_down()
+
+
+def test_lmcache_keeps_no_reference_to_what_it_got(serving: Serving) -> None:
+    """Its CPU backend is offered every object that a plugin hands out, and must be off."""
+    objects = _get(serving, serving.keys("short"))
+    assert [memory_object.get_ref_count() for memory_object in objects] == [1] * 5
+    assert not serving.engine.storage_manager.local_cpu_backend.hot_cache
+    _release(objects)
+
+
+def test_nothing_can_be_removed_or_allocated_through_the_plugin(serving: Serving) -> None:
+    _serve(serving, "short")
+    keys, manager = serving.keys("short"), serving.engine.storage_manager
+    assert serving.plugin.remove(keys[0]) is False
+    assert manager.remove(keys[0]) == 0
+    assert manager.batched_remove(keys) == 0
+    assert serving.engine.clear(tokens=serving.cartridges["short"].prompt) == 0
+    assert serving.plugin.batched_contains(keys) == 5
+    assert serving.plugin.get_allocator_backend() is manager.local_cpu_backend is not None
+    assert serving.plugin.touch_cache() is None
+    assert serving.plugin.cancel_request("request") is None
+    assert str(serving.plugin) == "CartridgeBackend"
+
+
+CALLS: dict[str, tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]] = {
+    "batched_contains": (lambda plugin, keys: plugin.batched_contains(keys), 0),
+    "batched_contains, pinning": (lambda plugin, keys: plugin.batched_contains(keys, pin=True), 0),
+    "contains": (lambda plugin, keys: plugin.contains(keys[0]), False),
+    "contains, pinning": (lambda plugin, keys: plugin.contains(keys[0], pin=True), False),
+    "pin": (lambda plugin, keys: plugin.pin(keys[0]), False),
+    "unpin": (lambda plugin, keys: plugin.unpin(keys[0]), False),
+    "get_blocking": (lambda plugin, keys: plugin.get_blocking(keys[0]), None),
+    "batched_get_blocking": (lambda plugin, keys: plugin.batched_get_blocking(keys), [None] * 5),
+    "exists_in_put_tasks": (lambda plugin, keys: plugin.exists_in_put_tasks(keys[0]), False),
+    "batched_submit_put_task": (lambda plugin, keys: plugin.batched_submit_put_task(keys, [None] * 5), None),
+    "remove": (lambda plugin, keys: plugin.remove(keys[0]), False),
+    "touch_cache": (lambda plugin, keys: plugin.touch_cache(), None),
+    "close": (lambda plugin, keys: plugin.close(), None),
+}
+"""Everything that LMCache calls, and what it is told when there is nothing to tell."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_store_that_fails_is_a_miss_and_never_an_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    ask, neutral = CALLS[call]
+    keys = serving.keys("short")
+    assert serving.plugin.batched_contains(keys, pin=True) == 5, "the control: the store could answer"
+    assert all(serving.plugin.unpin(key) for key in keys)
+    for error in (RuntimeError, KeyError, MemoryError, OSError, AssertionError):
+        for name in ("lookup", "resident", "lend", "release"):
+            monkeypatch.setattr(CartridgeStore, name, _raise(error("the store is broken")))
+        assert ask(serving.plugin, keys) == neutral
+
+
+def test_a_store_that_fails_is_logged(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CartridgeStore, "resident", _raise(RuntimeError("the store is broken")))
+    with caplog.at_level(logging.ERROR):
+        serving.plugin.batched_contains(serving.keys("short"))
+    assert "the store is broken" in caplog.text
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_store_that_is_closed_is_a_miss_and_never_an_error(serving: Serving, call: str) -> None:
+    ask, neutral = CALLS[call]
+    serving.plugin.close()
+    assert ask(serving.plugin, serving.keys("short")) == neutral
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_schedulers_process_has_no_store_and_answers_no(
+    home: dict[str, Cartridge], config: VllmConfig, call: str
+) -> None:
+    settings = from_mapping({"home": home["short"].root.parent.parent})
+    ask, neutral = CALLS[call]
+    with lmcache_engine(lmcache_config(settings), config, None, role="scheduler") as engine:
+        assert plugin(engine).store is None
+        keys = Serving(engine, None, home).keys("short")
+        assert ask(plugin(engine), keys) == neutral
+
+
+# Trained cartridges
+
+
+@pytest.mark.parametrize("tokens", [1, CHUNK, 3 * CHUNK, 4 * CHUNK - 1])
+def test_a_trained_cartridge_gives_nothing_to_a_prompt_with_a_part_of_it(serving: Serving, tokens: int) -> None:
+    cartridge = serving.cartridges["trained"]
+    assert look_up(serving.engine, cartridge.prompt[:tokens], "part", cartridge.configs) == 0
+    assert nothing_is_owed(serving.store)
+    assert _serve(serving, "trained") == cartridge.whole
+
+
+@pytest.mark.parametrize(("chunks", "promised"), [(1, 0), (3, 0), (4, 4 * CHUNK)])
+def test_a_trained_cartridge_gives_all_or_nothing_where_memory_is_short(
+    home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks, chunks: int, promised: int
+) -> None:
+    with _serving(home, config, blocks, chunks=chunks) as serving:
+        assert _serve(serving, "trained") == promised
+        assert nothing_is_owed(serving.store)
+        assert _serve(serving, "short") == min(chunks, 5) * CHUNK, "a document gives what it can"
+
+
+def test_a_trained_cartridge_gives_all_or_nothing_where_a_chunk_is_corrupt(serving: Serving) -> None:
+    cartridge = serving.cartridges["trained"]
+    start, _ = chunk_range(cartridge.made.manifest, 3, range(2))
+    flip_bit(cartridge.root / PAYLOAD, start)
+    for request in ("first", "second"):
+        assert look_up(serving.engine, cartridge.prompt, request, cartridge.configs) == 0
+        serving.engine.lookup_unpin(request)
+    assert nothing_is_owed(serving.store)
+    assert "checksum" in serving.store.refused()["trained@1"]
+
+
+# Between a lookup and its request
+
+
+def test_a_chunk_quarantined_after_a_lookup_promised_it_is_delivered_still(serving: Serving) -> None:
+    cartridge = serving.cartridges["short"]
+    early, slots = cartridge.prompt[: 3 * CHUNK + 5], _scattered(serving, 3 * CHUNK + 5)
+    assert look_up(serving.engine, early, "early") == 3 * CHUNK
+    start, _ = chunk_range(cartridge.made.manifest, 4, range(2))
+    flip_bit(cartridge.root / PAYLOAD, start)
+    assert look_up(serving.engine, cartridge.prompt, "late") == 4 * CHUNK
+    assert "checksum" in serving.store.refused()["short@1"]
+    assert look_up(serving.engine, cartridge.prompt, "after") == 0
+    assert load(serving.engine, early, 3 * CHUNK, slots, "early") == 3 * CHUNK
+    assert torch.equal(serving.blocks.kv()[:, :, slots[: 3 * CHUNK]], cartridge.kv[:, :, : 3 * CHUNK])
+    serving.engine.lookup_unpin("late")
+    assert nothing_is_owed(serving.store)
+
+
+class Clock:
+    """The time a store goes by, so that leases run out when a test says so."""
+
+    def __init__(self, store: CartridgeStore) -> None:
+        self.now = 0.0
+        store._residency._clock = lambda: self.now
+
+
+def test_memory_leased_for_a_request_that_never_comes_is_free_again_when_the_lease_runs_out(
+    home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks
+) -> None:
+    with _serving(home, config, blocks, chunks=6, lease_s=30) as serving:
+        clock = Clock(serving.store)
+        assert look_up(serving.engine, home["short"].prompt, "aborted") == 5 * CHUNK
+        assert serving.store.stats().leased == 5
+        clock.now = 29
+        assert look_up(serving.engine, home["long"].prompt, "too early") == CHUNK
+        serving.engine.lookup_unpin("too early")
+        assert serving.store.stats().leased == 5
+        clock.now = 31
+        assert serving.store.stats().leased == 0
+        assert _serve(serving, "long") == 6 * CHUNK
+        assert nothing_is_owed(serving.store)
+
+
+def test_a_request_looked_up_twice_is_leased_twice_and_unpinned_once(serving: Serving) -> None:
+    """LMCache forgets the first lookup's pins; only time ends them."""
+    clock = Clock(serving.store)
+    for _ in range(2):
+        assert look_up(serving.engine, serving.cartridges["short"].prompt, "again") == 5 * CHUNK
+    serving.engine.lookup_unpin("again")
+    assert serving.store.stats().leased == 5
+    clock.now = 301
+    assert nothing_is_owed(serving.store)
+
+
+def test_a_request_that_comes_after_its_lease_gets_its_chunks_loaded_again(
+    home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks
+) -> None:
+    with _serving(home, config, blocks, chunks=6) as serving:
+        clock, cartridge = Clock(serving.store), home["short"]
+        assert look_up(serving.engine, cartridge.prompt, "slow") == 5 * CHUNK
+        clock.now = 301
+        assert _serve(serving, "long") == 6 * CHUNK
+        assert serving.plugin.batched_contains(serving.keys("short")) == 0, "the other has taken its memory"
+        slots = _scattered(serving, len(cartridge.prompt))
+        assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "slow") == 5 * CHUNK
+        assert torch.equal(blocks.kv()[:, :, slots[: 5 * CHUNK]], cartridge.kv)
+        assert nothing_is_owed(serving.store)
+
+
+def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(
+    home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks
+) -> None:
+    with _serving(home, config, blocks, chunks=8) as serving:
+        clock, cartridge = Clock(serving.store), home["short"]
+        assert look_up(serving.engine, cartridge.prompt, "slow") == 5 * CHUNK
+        clock.now = 301
+        assert _serve(serving, "long") == 6 * CHUNK
+        assert serving.plugin.batched_contains(serving.keys("short")) == 2, "the other has taken most of its memory"
+        (cartridge.root / PAYLOAD).unlink()
+        slots, before = _scattered(serving, len(cartridge.prompt)), blocks.kv()
+        assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "slow") == 2 * CHUNK
+        after = blocks.kv()
+        assert torch.equal(after[:, :, slots[: 2 * CHUNK]], cartridge.kv[:, :, : 2 * CHUNK])
+        assert torch.equal(after[:, :, slots[2 * CHUNK :]], before[:, :, slots[2 * CHUNK :]])
+        assert nothing_is_owed(serving.store)
+
+
+# Many at once, and more than one plugin
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, 8])
+def test_lookups_and_retrievals_of_many_threads_do_not_mix(home: dict[str, Cartridge], chunks: int) -> None:
+    """With memory for all chunks, and with so little that they push each other out."""
+    config = vllm_config()
+    blocks = Blocks(config, 8 * 13)
+    served: list[tuple[str, int]] = []
+
+    def work(number: int) -> None:
+        first = number * 13 * blocks.block
+        for turn in range(12):
+            name = list(home)[(number + turn) % len(home)]
+            cartridge, request = home[name], f"{number}-{turn}"
+            promised = look_up(serving.engine, cartridge.prompt, request, cartridge.configs)
+            slots = first + torch.randperm(13 * blocks.block)[: len(cartridge.prompt)]
+            loaded = load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs)
+            assert loaded == promised
+            assert name != "trained" or promised in (0, cartridge.whole)
+            served.append((name, promised))
+            if turn == 11:
+                last[number] = (name, slots[:promised])
+
+    last: dict[int, tuple[str, torch.Tensor]] = {}
+    with _serving(home, config, blocks, chunks=chunks) as serving:
+        run_threads(8, work)
+        assert nothing_is_owed(serving.store)
+        stats = serving.store.stats()
+        assert (stats.evicted > 0) is (chunks < CHUNKS)
+        kv = blocks.kv()
+    for name, slots in last.values():
+        assert torch.equal(kv[:, :, slots], home[name].kv[:, :, : len(slots)])
+    whole = [promised == home[name].whole for name, promised in served]
+    assert all(whole) if chunks == CHUNKS else sum(whole) > 8
+
+
+def test_a_plugin_that_lmcache_builds_again_shares_the_store(serving: Serving, config: VllmConfig) -> None:
+    first = serving.plugin
+    _serve(serving, "short")
+    with set_current_vllm_config(config):
+        assert serving.engine.storage_manager.create_backends() == {PLUGIN: "CartridgeBackend"}
+    assert serving.plugin is not first
+    assert serving.plugin.store is first.store, "the memory budget would be spent twice"
+    _serve(serving, "short")
+    assert serving.store.stats().loaded == 5
+    first.close()
+
+
+def test_a_plugin_that_lmcache_closes_and_builds_again_serves_again(serving: Serving, config: VllmConfig) -> None:
+    first, store = serving.plugin, serving.store
+    objects = _get(serving, serving.keys("short"))
+    with set_current_vllm_config(config):
+        serving.engine.storage_manager.recreate_backend(PLUGIN)
+    assert serving.plugin is not first
+    assert serving.store is not store
+    for chunk, memory_object in enumerate(objects):
+        expected = heads_bytes(serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+        assert memory_object.byte_array == expected, "what was handed out stays"
+    _release(objects)
+    assert nothing_is_owed(store)
+    assert _serve(serving, "short") == 5 * CHUNK
+
+
+def test_a_plugin_that_cannot_be_built_again_leaves_the_first_one_serving(serving: Serving) -> None:
+    """As it is from LMCache's API thread, where no vLLM configuration is set."""
+    first = serving.plugin
+    assert serving.engine.storage_manager.create_backends() == {}
+    assert serving.plugin is first
+    assert "no vLLM configuration" in str(CartridgeBackend.refusal)
+    assert _serve(serving, "short") == 5 * CHUNK
+
+
+def test_closing_twice_is_no_change_and_ends_every_thread(serving: Serving) -> None:
+    _serve(serving, "short")
+    for _ in range(3):
+        serving.plugin.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cartridge-load")]
+    assert nothing_is_owed(serving.store)
+
+
+def test_objects_handed_out_outlive_the_plugin(serving: Serving) -> None:
+    objects = _get(serving, serving.keys("short"))
+    serving.plugin.close()
+    assert objects[4].byte_array == heads_bytes(serving.cartridges["short"].kv[:, :, 4 * CHUNK :])
+    _release(objects)
+    assert nothing_is_owed(serving.store)
+
+
+# Engines with split caches
+
+
+def test_an_engine_with_split_caches_gets_lmcaches_own_layout(home: dict[str, Cartridge]) -> None:
+    config = vllm_config()
+    blocks = Blocks(config, 2)
+    for layer in blocks.layers.values():
+        layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size, dtype=torch.bfloat16)
+    with _serving(home, config, blocks, connector=StockConnector()) as serving:
+        for name in CARTRIDGES:
+            objects = _get(serving, serving.keys(name))
+            assert len(objects) == home[name].whole // CHUNK
+            for memory_object, expected in zip(objects, home[name].kv.split(CHUNK, dim=2), strict=True):
+                assert memory_object.get_shape() == (2, 3, CHUNK, 2 * 64)
+                assert torch.equal(memory_object.tensor, expected.flatten(3))
+                assert torch.equal(kv_2ltd_view(memory_object.raw_data, serving.store.shape), expected)
+                assert memory_object.byte_array != heads_bytes(expected), "the control: the layouts differ"
+            _release(objects)
+        assert nothing_is_owed(serving.store)

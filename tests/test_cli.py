@@ -1,0 +1,285 @@
+"""The command line: every command explains itself, fails in one line, and tells programs what it tells people."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from making import files_under, flip_bit, make_artifact
+
+from lmcache_cartridge import __version__
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.cli import main
+from lmcache_cartridge.fingerprint import Fingerprint
+from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.settings import HOME_VARIABLE
+
+
+class _Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class _Cli:
+    """Runs commands in this process, on a home of their own."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.home, self._capsys = home, capsys
+
+    def __call__(self, *argv: str | Path) -> _Ran:
+        self._capsys.readouterr()
+        try:
+            status = main([str(word) for word in argv])
+        except SystemExit as stop:
+            status = stop.code
+        return _Ran(status, *self._capsys.readouterr())
+
+    def json(self, *argv: str | Path) -> Any:
+        """Run a command that must succeed and return what it tells programs."""
+        ran = self(*argv, "--format", "json")
+        assert (ran.status, ran.err) == (0, "")
+        return ran.json
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> _Cli:
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
+    return _Cli(tmp_path / "home", capsys)
+
+
+def _make(tmp_path: Path, name: str = "doc", **arguments: Any) -> Path:
+    root = tmp_path / "artefacts" / f"{name}-{arguments.get('version', 1)}-{arguments.get('seed', 0)}"
+    make_artifact(root, **({"positions": 40, "cartridge_id": name} | arguments))
+    return root
+
+
+def _assert_one_line(ran: _Ran, *words: str) -> None:
+    assert ran.status == 1
+    assert ran.out == ""
+    assert re.fullmatch(r"lmcache-cartridge: [^\n]+\n", ran.err), ran.err
+    for word in words:
+        assert word in ran.err
+
+
+def _commands(cli: _Cli) -> list[str]:
+    return re.findall(r"^    ([a-z]+) ", cli("--help").out, flags=re.MULTILINE)
+
+
+def test_help_names_every_command(cli: _Cli) -> None:
+    expected = {"build", "register", "label", "list", "describe", "verify", "serve", "demo", "doctor"}
+    assert expected <= set(_commands(cli))
+
+
+def test_every_command_explains_itself_in_a_sentence_and_an_example(cli: _Cli) -> None:
+    for command in _commands(cli):
+        ran = cli(command, "--help")
+        assert ran.status == 0
+        paragraphs = [" ".join(p.split()) for p in ran.out.split("\n\n")]
+        assert re.fullmatch(r"[A-Z].{15,}\.", paragraphs[1]), (command, paragraphs[1])
+        assert f"example: lmcache-cartridge {command}" in paragraphs[-1]
+
+
+def test_the_version_is_that_of_the_package(cli: _Cli) -> None:
+    assert cli("--version")[:2] == (0, f"{__version__}\n")
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["list", "--wings"], ["label", "one"], ["list", "--format", "yaml"]])
+def test_wrong_usage_ends_with_status_2(cli: _Cli, argv: list[str]) -> None:
+    ran = cli(*argv)
+    assert ran.status == 2
+    assert ran.err.startswith("usage: lmcache-cartridge")
+
+
+def test_an_empty_home_lists_nothing(cli: _Cli) -> None:
+    assert cli.json("list") == []
+    assert "lmcache-cartridge build" in cli("list").out
+
+
+def test_home_can_be_named_on_the_command_line(cli: _Cli, tmp_path: Path) -> None:
+    root = _make(tmp_path)
+    cli.json("register", root, "--home", tmp_path / "other")
+    assert cli.json("list") == []
+    assert [row["id"] for row in cli.json("list", "--home", tmp_path / "other")] == ["doc"]
+
+
+def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_path: Path) -> None:
+    root = _make(tmp_path)
+    registered = cli.json("register", root, "--label", "current")
+    digest = json.loads((root / MANIFEST).read_bytes())["digest"]
+    assert registered == {"name": "doc@1", "digest": digest, "label": "current"}
+    assert cli.json("label", "stable", "doc") == {"label": "stable", "name": "doc@1"}
+    (row,) = cli.json("list")
+    assert row == {
+        "id": "doc", "version": 1, "kind": "prefill", "positions": 40, "bytes": (root / PAYLOAD).stat().st_size,
+        "labels": ["current", "stable"], "quarantined": False, "digest": digest,
+    }  # fmt: skip
+    for name in ("doc", "doc@1", "current"):
+        described = cli.json("describe", name)
+        assert (described["digest"], described["location"]) == (digest, str(root))
+        assert described["fingerprint"]["layers"] == 3
+        assert described["quarantined"] is None
+
+
+def test_people_are_told_the_same(cli: _Cli, tmp_path: Path) -> None:
+    root = _make(tmp_path)
+    assert cli("register", root)[:2] == (0, "registered doc@1\n")
+    assert cli("label", "current", "doc")[:2] == (0, "current -> doc@1\n")
+    heading, rule, row = cli("list").out.splitlines()
+    assert heading.split() == ["id", "version", "kind", "positions", "bytes", "labels", "quarantined", "digest"]
+    assert set(rule) == {"-", " "}
+    assert row.split()[:5] == ["doc", "1", "prefill", "40", "64.0"]
+    assert str(root) in cli("describe", "current").out
+
+
+def test_registering_twice_is_no_error_and_other_content_is(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path, seed=1))
+    cli.json("register", tmp_path / "artefacts" / "doc-1-1")
+    _assert_one_line(cli("register", _make(tmp_path, seed=2)), "doc@1 is registered with other content")
+    assert len(cli.json("list")) == 1
+
+
+def test_a_sound_cartridge_verifies(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path))
+    assert cli.json("verify", "doc") == [{"name": "doc@1", "sound": True, "problem": None}]
+    assert cli("verify", "doc")[:2] == (0, "doc@1: sound\n")
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_verify_finds_a_flipped_bit_and_tells_programs(cli: _Cli, tmp_path: Path, chunk: int) -> None:
+    made = make_artifact(tmp_path / "bad", positions=40, cartridge_id="bad")
+    cli.json("register", tmp_path / "bad")
+    cli.json("register", _make(tmp_path, "good"))
+    flip_bit(tmp_path / "bad" / PAYLOAD, chunk_range(made.manifest, chunk, range(1, 2)).start)
+    ran = cli("verify", "good", "bad", "--format", "json")
+    assert (ran.status, ran.err) == (1, "")
+    good, bad = ran.json
+    assert good == {"name": "good@1", "sound": True, "problem": None}
+    assert (bad["name"], bad["sound"]) == ("bad@1", False)
+    assert f"chunk {chunk}, KV head 1" in bad["problem"]
+    assert cli("verify", "bad").status == 1
+
+
+def test_verify_finds_a_truncated_a_replaced_and_a_missing_artefact(cli: _Cli, tmp_path: Path) -> None:
+    for name in ("short", "replaced", "gone"):
+        cli.json("register", _make(tmp_path, name))
+    os.truncate(tmp_path / "artefacts" / "short-1-0" / PAYLOAD, 9000)
+    (tmp_path / "artefacts" / "replaced-1-0").rename(tmp_path / "away")
+    _make(tmp_path, "replaced", seed=9).rename(tmp_path / "artefacts" / "replaced-1-0")
+    (tmp_path / "artefacts" / "gone-1-0" / MANIFEST).unlink()
+    ran = cli("verify", "short", "replaced", "gone", "--format", "json")
+    assert ran.status == 1
+    problems = [row["problem"] for row in ran.json]
+    assert "has 9000 bytes" in problems[0]
+    assert "was replaced" in problems[1]
+    assert "is this the directory of a cartridge?" in problems[2]
+
+
+def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(cli: _Cli, tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "doc", positions=40)
+    cli.json("register", tmp_path / "doc")
+    Quarantine(cli.home / "quarantine").put(made.manifest.digest, "chunk 2 was corrupt")
+    flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
+    assert cli.json("list")[0]["quarantined"] is True
+    assert cli.json("describe", "doc")["quarantined"] == "chunk 2 was corrupt"
+    assert cli("verify", "doc").status == 1
+    assert cli.json("list")[0]["quarantined"] is True, "it is not sound, so it stays"
+    flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
+    assert cli("verify", "doc").status == 0
+    assert cli.json("list")[0]["quarantined"] is False
+    assert cli.json("describe", "doc")["quarantined"] is None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("describe", "nobody"),
+        ("verify", "nobody"),
+        ("label", "current", "nobody"),
+        ("describe", "x@99999999999999999999"),
+    ],
+    ids=" ".join,
+)
+def test_an_unknown_name_is_one_line(cli: _Cli, argv: tuple[str, ...]) -> None:
+    _assert_one_line(cli(*argv), repr(argv[-1]), "lmcache-cartridge list")
+
+
+def test_a_directory_that_holds_no_cartridge_is_one_line(cli: _Cli, tmp_path: Path) -> None:
+    _assert_one_line(cli("register", tmp_path), "is this the directory of a cartridge?")
+    _assert_one_line(cli("register", tmp_path / "nowhere"), "nowhere")
+
+
+@pytest.mark.parametrize("label", ["../x", ".hidden", "a b", "é"])
+def test_a_label_that_breaks_the_rule_is_one_line(cli: _Cli, tmp_path: Path, label: str) -> None:
+    cli.json("register", _make(tmp_path))
+    _assert_one_line(cli("label", label, "doc"), "cannot be a cartridge id")
+
+
+def test_a_label_that_is_an_id_is_one_line(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path))
+    _assert_one_line(cli("label", "doc", "doc@1"), "cannot be a label too")
+
+
+def test_a_home_that_cannot_be_used_is_one_line(cli: _Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    _assert_one_line(cli("list", "--home", tmp_path / "file"), "registry")
+    _assert_one_line(cli("list", "--home", tmp_path / "file" / "below"), "registry")
+
+
+def test_a_registry_that_is_none_is_one_line(cli: _Cli) -> None:
+    cli.home.mkdir()
+    (cli.home / "registry.sqlite").write_bytes(b"no database" * 1000)
+    _assert_one_line(cli("list"), "registry.sqlite", "not a database")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"--document": "missing.txt"}, "missing.txt: no such file"),
+        ({"--id": "../escape"}, "cannot be a cartridge id"),
+        ({"--chunk-size": "0"}, "--chunk-size 0"),
+        ({"--dtype": "int8"}, "--dtype int8"),
+        ({"--home": "document.txt"}, "registry"),
+    ],
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
+)
+def test_a_build_that_cannot_work_is_one_line_and_leaves_nothing(
+    cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("document.txt").write_text("A document.")
+    before = files_under(tmp_path)
+    options = {"--model": "nowhere", "--document": "document.txt", "--id": "doc"} | change
+    _assert_one_line(cli("build", *[word for pair in options.items() for word in pair]), word)
+    assert files_under(tmp_path) == before
+
+
+def test_a_manifest_without_rope_is_described(cli: _Cli, tmp_path: Path) -> None:
+    bare = Fingerprint("GPT2LMHeadModel", 2, 2, 8, "float32", 1000, None, "c0" * 32)
+    make_artifact(tmp_path / "doc", positions=16, fingerprint=bare)
+    cli.json("register", tmp_path / "doc")
+    assert cli.json("describe", "doc")["fingerprint"]["rope"] is None
+
+
+def test_describing_a_replaced_artefact_says_so(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path))
+    (tmp_path / "artefacts" / "doc-1-0").rename(tmp_path / "away")
+    _make(tmp_path, seed=9).rename(tmp_path / "artefacts" / "doc-1-0")
+    ran = cli("describe", "doc", "--format", "json")
+    assert "was replaced" in ran.out + ran.err
+
+
+def test_the_installed_command_is_this_one() -> None:
+    command = Path(sys.executable).with_name("lmcache-cartridge")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"{__version__}\n"

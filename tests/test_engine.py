@@ -1,0 +1,382 @@
+"""Every engine that would corrupt or lose cartridges is refused with the option and the fix; others are described."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import Blocks, quietly, vllm_config
+from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
+from safetensors.torch import load_file, save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
+from lmcache_cartridge.fingerprint import Fingerprint
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.serve import engine as engines
+from lmcache_cartridge.serve.backend import CartridgeBackend
+from lmcache_cartridge.serve.inject import EngineWriteConnector
+from lmcache_cartridge.settings import Settings, from_mapping
+from lmcache_cartridge.store import Engine
+
+ROPE = {
+    "default": {"rope_theta": 5e5},
+    "linear": {"rope_theta": 1e5, "factor": 4.0},
+    "llama3": {"rope_theta": 1e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 2048},
+    "yarn": {"rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 2048},
+}  # fmt: skip
+"""Parameters of each RoPE type that a cartridge may be made for, other than the shipped model's."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return from_mapping({"home": tmp_path, "cpu_bytes": 4 << 20})
+
+
+@contextmanager
+def _refused(settings: Settings, config: VllmConfig | None = None, connector: Any = None, **options: Any) -> Iterator[str]:
+    """Let LMCache load the plugin, which must refuse, and yield the reason it keeps."""
+    connector = connector or EngineWriteConnector()
+    with lmcache_engine(lmcache_config(settings, **options), config or vllm_config(), connector) as engine:
+        assert not [b for b in engine.storage_manager.storage_backends.values() if isinstance(b, CartridgeBackend)]
+        assert isinstance(CartridgeBackend.refusal, CartridgeError)
+        yield str(CartridgeBackend.refusal)
+
+
+def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
+    return engines._fingerprint(config, lmcache_metadata(lmcache_config(settings), config))
+
+
+# vLLM
+
+
+def test_the_configuration_that_serve_starts_is_accepted() -> None:
+    engines.check_vllm(vllm_config())
+    engines.check_vllm(vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}))
+    engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
+    engines.check_vllm(vllm_config(tensor_parallel_size=2))
+
+
+def _of_several_prefill_ranks() -> VllmConfig:
+    """Return a configuration that vLLM itself refuses to build for CPU."""
+    config = vllm_config()
+    config.parallel_config.prefill_context_parallel_size = 2
+    return config
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: vllm_config(transfer={"kv_role": "kv_both"}), ["kv_role is kv_both", '"kv_role": "kv_consumer"']),
+        (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_consumer"]),
+        (lambda: vllm_config(enable_lora=True), ["LoRA is enabled"]),
+        (lambda: vllm_config(pipeline_parallel_size=2), ["pipeline parallelism", "--tensor-parallel-size"]),
+        (_of_several_prefill_ranks, ["context parallelism"]),
+        (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
+        (
+            lambda: vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
+            ["speculative decoding", "switch it off"],
+        ),
+        (lambda: vllm_config(kv_cache_dtype="fp8"), ["quantised (fp8)", "remove --kv-cache-dtype"]),
+        (
+            lambda: vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 512}}),
+            ["lmcache.max_tokens_per_load", "remove it"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make: Callable[[], VllmConfig], words: list[str]) -> None:
+    with pytest.raises(UnsupportedEngine) as refusal:
+        engines.check_vllm(make())
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_a_model_of_several_cache_groups_is_refused() -> None:
+    config = vllm_config()
+    blocks = Blocks(config, 2)
+    name, layer = next(iter(blocks.layers.items()))
+    group = KVCacheGroupSpec([name], layer.get_kv_cache_spec(config))
+    engines.check_vllm(config, KVCacheConfig(2, [], [group]))
+    with pytest.raises(UnsupportedEngine, match="several KV cache groups"):
+        engines.check_vllm(config, KVCacheConfig(2, [], [group, group]))
+
+
+# LMCache
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "sha256"])
+def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Settings, algorithm: str) -> None:
+    config = lmcache_config(settings, pre_caching_hash_algorithm=algorithm)
+    engines.check_lmcache(config, lmcache_metadata(config, vllm_config()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_async_loading": True}, ["enable_async_loading is on", "`enable_async_loading: false`"]),
+        ({"use_layerwise": True}, ["use_layerwise is on", "`use_layerwise: false`"]),
+        ({"enable_blending": True}, ["enable_blending is on", "`enable_blending: false`"]),
+        ({"local_cpu": True}, ["local_cpu is on", "`local_cpu: false`"]),
+        ({"min_retrieve_tokens": 1}, ["min_retrieve_tokens", "set it to 0"]),
+        ({"pre_caching_hash_algorithm": "builtin"}, ["algorithm is builtin", "`pre_caching_hash_algorithm: sha256_cbor`"]),
+        ({"pre_caching_hash_algorithm": "xxhash_cbor"}, ["algorithm is xxhash_cbor", "sha256_cbor`"]),
+    ],
+)  # fmt: skip
+def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
+    settings: Settings, options: dict[str, Any], words: list[str]
+) -> None:
+    config = lmcache_config(settings, **options)
+    with pytest.raises(UnsupportedEngine) as refusal:
+        engines.check_lmcache(config, lmcache_metadata(config, vllm_config()))
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_a_model_with_latent_attention_is_refused(settings: Settings) -> None:
+    config = lmcache_config(settings)
+    metadata = dataclasses.replace(lmcache_metadata(config, vllm_config()), use_mla=True)
+    with pytest.raises(UnsupportedEngine, match="latent"):
+        engines.check_lmcache(config, metadata)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"local_cpu": True}, "local_cpu is on"),
+        ({"min_retrieve_tokens": 8}, "min_retrieve_tokens"),
+        ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "storage_plugin.cartridge.gpu_budget: no such setting"),
+        ({"extra": {"storage_plugin.cartridge.cpu_bytes": "1 pound"}}, "storage_plugin.cartridge.cpu_bytes"),
+        ({"extra": {"storage_plugin.cartridge.cpu_bytes": 5}}, "raise cpu_bytes"),
+        ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "there must be one"),
+    ],
+)
+def test_why_lmcache_dropped_the_plugin_is_kept(settings: Settings, options: dict[str, Any], reason: str) -> None:
+    with _refused(settings, **options) as kept:
+        assert reason in kept
+
+
+def test_a_vllm_that_is_not_safe_is_refused_under_the_stock_connector_too(settings: Settings) -> None:
+    """Where nothing but the plugin itself checks."""
+    with _refused(settings, vllm_config(transfer={"kv_role": "kv_both"})) as kept:
+        assert "kv_role is kv_both" in kept
+
+
+def test_a_plugin_that_loads_clears_the_reason_of_one_that_did_not(settings: Settings) -> None:
+    with _refused(settings, local_cpu=True):
+        pass
+    CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
+    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
+        assert plugin(engine).store is not None
+        assert CartridgeBackend.refusal is None
+
+
+# Layouts
+
+
+def test_our_connector_takes_chunks_in_the_layout_they_are_stored_in(settings: Settings) -> None:
+    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
+        assert plugin(engine).store.engine.layout == "heads"
+
+
+def test_lmcaches_own_connector_is_refused_on_fused_caches(settings: Settings) -> None:
+    config = vllm_config()
+    Blocks(config, 2)
+    with _refused(settings, config, StockConnector()) as kept:
+        assert "LMCache#4463" in kept
+        assert '"kv_connector": "CartridgeConnector"' in kept
+
+
+def test_lmcaches_own_connector_is_refused_before_there_are_caches(settings: Settings) -> None:
+    with _refused(settings, vllm_config(), StockConnector()) as kept:
+        assert "LMCache#4463" in kept
+
+
+def test_lmcaches_own_connector_is_refused_where_one_cache_is_fused(settings: Settings) -> None:
+    config = vllm_config()
+    blocks = Blocks(config, 2)
+    split = [torch.zeros(2, 2, blocks.block, 2, blocks.size) for _ in blocks.layers]
+    for layer, cache in list(zip(blocks.layers.values(), split, strict=True))[:-1]:
+        layer.kv_cache = cache
+    with _refused(settings, config, StockConnector()) as kept:
+        assert "LMCache#4463" in kept
+
+
+def test_lmcaches_own_connector_is_accepted_on_split_caches(settings: Settings) -> None:
+    config = vllm_config()
+    blocks = Blocks(config, 2)
+    for layer in blocks.layers.values():
+        layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size, dtype=torch.bfloat16)
+    with lmcache_engine(lmcache_config(settings), config, StockConnector()) as engine:
+        assert plugin(engine).store.engine.layout == "kv_2ltd"
+
+
+# The engine
+
+
+def _described(settings: Settings, config: VllmConfig) -> Engine:
+    with lmcache_engine(lmcache_config(settings), config, EngineWriteConnector()) as engine:
+        return plugin(engine).store.engine
+
+
+def test_an_engine_is_described_as_vllm_and_lmcache_run_it(settings: Settings) -> None:
+    engine = _described(settings, vllm_config())
+    assert (engine.rank, engine.world, engine.chunk_tokens, engine.pin_memory) == (0, 1, CHUNK, False)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_each_rank_of_tensor_parallelism_is_described_as_such(settings: Settings, rank: int) -> None:
+    config = vllm_config(tensor_parallel_size=4)
+    config.parallel_config.rank = rank
+    engine = _described(settings, config)
+    assert (engine.rank, engine.world) == (rank, 4)
+    assert engine.fingerprint.kv_heads == 2, "the model has two heads however many ranks share them"
+
+
+@pytest.mark.parametrize(("policy", "allowed"), [("fail", True), ("recompute", False)])
+def test_trained_cartridges_are_for_engines_that_fail_what_they_cannot_load(
+    settings: Settings, policy: str, allowed: bool
+) -> None:
+    assert _described(settings, vllm_config(transfer={"kv_load_failure_policy": policy})).allow_trained is allowed
+
+
+def test_outside_vllms_workers_nothing_is_described(settings: Settings) -> None:
+    config = lmcache_config(settings)
+    with lmcache_engine(config, vllm_config(), EngineWriteConnector()) as engine:
+        with pytest.raises(UnsupportedEngine, match="no vLLM configuration"):
+            engines.describe(config, engine.metadata, engine)
+        with set_current_vllm_config(vllm_config()):
+            assert engines.describe(config, engine.metadata, engine).world == 1
+
+
+def test_an_engine_hashes_prompts_as_lmcache_does(settings: Settings) -> None:
+    ids = torch.randint(640, (5 * CHUNK + 3,), generator=torch.Generator().manual_seed(0)).tolist()
+    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
+        keys = [key for _, _, key in engine.token_database.process_tokens(tokens=ids)]
+        tagged = engine.token_database.process_tokens(tokens=ids, request_configs={"lmcache.tag.cartridge": "d"})
+        hashes = list(plugin(engine).store.engine.hasher(ids))
+        other = list(plugin(engine).store.engine.hasher([ids[0] ^ 1, *ids[1:]]))
+        assert hashes == [key.chunk_hash for key in keys] == [key.chunk_hash for _, _, key in tagged]
+    assert len(set(hashes)) == 5
+    assert not set(hashes) & set(other), "each hash takes in every token before it"
+
+
+def test_hashes_are_the_same_in_every_process(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a known prompt, from another run: what the scheduler's process must come to as well."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
+        assert list(plugin(engine).store.engine.hasher(list(range(2 * CHUNK)))) == [3458749269985200090, 9785119678747880191]
+
+
+# Fingerprints
+
+
+def _model(root: Path, **changes: Any) -> Path:
+    """Return a copy of the shipped model with other values in its config."""
+    directory = root / "model"
+    shutil.copytree(MODEL_DIR, directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def _other_weights(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    name = next(name for name in weights if name.endswith("v_proj.weight"))
+    weights[name] = weights[name] + 0.01
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def test_the_shipped_model_is_the_same_to_vllm_and_to_an_author(settings: Settings) -> None:
+    author, engine = CausalModel(str(MODEL_DIR)).fingerprint, _fingerprint(settings, vllm_config())
+    assert author.differences(engine) == engine.differences(author) == []
+    assert author.weights_digest == engine.weights_digest != None  # noqa: E711
+    assert author.config_digest == engine.config_digest
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author(
+    settings: Settings, tmp_path: Path, kind: str
+) -> None:
+    directory = _model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]})
+    author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, vllm_config(directory))
+    assert author.differences(engine) == engine.differences(author) == []
+    differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
+    assert [line for line in differences if line.startswith("rope frequencies")]
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_with(
+    settings: Settings, tmp_path: Path, kind: str
+) -> None:
+    config = vllm_config(_model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]}))
+    with set_current_vllm_config(config), quietly():
+        rotary = get_rope(64, 8192, True, config.model_config.hf_text_config.rope_parameters, torch.float32)
+    rope = _fingerprint(settings, config).rope
+    positions = torch.tensor([0, 1, 7, 300, 2047])
+    angles = torch.outer(positions.float(), torch.tensor(rope.inv_freq))
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
+    assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
+
+
+def test_a_rope_that_depends_on_the_length_of_the_prompt_is_refused(settings: Settings, tmp_path: Path) -> None:
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e5, "factor": 4.0}
+    config = vllm_config(_model(tmp_path, rope_parameters=parameters))
+    with _refused(settings, config) as kept:
+        assert "'dynamic'" in kept
+
+
+def test_an_override_of_rope_theta_is_another_model(settings: Settings) -> None:
+    override = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    engine = _fingerprint(settings, vllm_config(hf_overrides=override))
+    differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
+    assert len(differences) == 1
+    assert differences[0].startswith("rope frequencies")
+    assert "100000.0" in differences[0]
+    assert "500000.0" in differences[0]
+
+
+def test_other_weights_are_another_model(settings: Settings, tmp_path: Path) -> None:
+    directory = _model(tmp_path)
+    author = CausalModel(str(MODEL_DIR)).fingerprint
+    assert author.differences(_fingerprint(settings, vllm_config(directory))) == [], "a copy is the same model"
+    _other_weights(directory)
+    differences = author.differences(_fingerprint(settings, vllm_config(directory)))
+    assert [line.partition(":")[0] for line in differences] == ["weights_digest"]
+
+
+def test_another_dtype_is_another_model(settings: Settings) -> None:
+    engine = _fingerprint(settings, vllm_config(dtype="float32"))
+    assert CausalModel(str(MODEL_DIR)).fingerprint.differences(engine) == ["dtype: bfloat16, not float32"]
+    assert CausalModel(str(MODEL_DIR), dtype="float32").fingerprint.differences(engine) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("rms_norm_eps", 1e-5, "config_digest"),
+        ("hidden_act", "gelu", "config_digest"),
+        ("num_hidden_layers", 2, "layers"),
+        ("num_key_value_heads", 4, "kv_heads"),
+    ],
+)
+def test_a_change_of_the_config_is_another_model(settings: Settings, field: str, value: Any, named: str) -> None:
+    engine = _fingerprint(settings, vllm_config(hf_overrides={field: value}))
+    differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
+    assert named in [line.partition(":")[0] for line in differences]
+
+
+def test_an_engine_that_caches_layers_the_model_has_not_is_refused(settings: Settings) -> None:
+    config = vllm_config()
+    metadata = lmcache_metadata(lmcache_config(settings), config)
+    drafted = dataclasses.replace(metadata, kv_shape=(4, *metadata.kv_shape[1:]))
+    with pytest.raises(UnsupportedModel, match="caches 4 layers, the model's config has 3"):
+        engines._fingerprint(config, drafted)

@@ -1,0 +1,179 @@
+"""A fingerprint tells models apart wherever their K and V could differ, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from making import make_fingerprint, make_rope
+from safetensors.torch import save_file
+
+from lmcache_cartridge.errors import UnsupportedModel
+from lmcache_cartridge.fingerprint import model_directory, of_config, weights_digest
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
+    "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+INV_FREQ = [1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7]
+
+
+def _of(inv_freq: list[float] | None = INV_FREQ, attention_factor: float = 1.0, **changes: Any) -> Any:
+    return of_config({**CONFIG, **changes}, dtype="bfloat16", inv_freq=inv_freq, attention_factor=attention_factor)
+
+
+def test_a_config_gives_its_geometry() -> None:
+    found = _of()
+    assert (found.architecture, found.layers, found.kv_heads, found.head_size) == ("LlamaForCausalLM", 3, 2, 16)
+    assert (found.dtype, found.vocab_size, found.rope.kind, found.rope.rotary_dim) == ("bfloat16", 1000, "default", 16)
+    assert found.token_bytes == 2 * 3 * 2 * 16 * 2
+
+
+def test_a_config_without_optional_fields_means_their_defaults() -> None:
+    assert _of(head_dim=32).head_size == 32
+    assert _of(num_key_value_heads=None).kv_heads == 4
+    assert _of(architectures=None).architecture == "llama"
+    assert _of(inv_freq=None).rope is None
+
+
+def test_a_fingerprint_does_not_differ_from_itself() -> None:
+    assert _of().differences(_of()) == []
+    assert _of(inv_freq=None).differences(_of(inv_freq=None)) == []
+
+
+@pytest.mark.parametrize(
+    "noise", [{"max_position_embeddings": 9}, {"torch_dtype": "float32"}, {"_name_or_path": "x"}, {"use_cache": False}]
+)
+def test_a_config_field_that_leaves_k_and_v_alone_makes_no_difference(noise: dict) -> None:
+    assert _of().differences(_of(**noise)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_act": "gelu"}, "config_digest"),
+        ({"rms_norm_eps": 1e-6}, "config_digest"),
+        ({"sliding_window": 128}, "config_digest"),
+        ({"intermediate_size": 129}, "config_digest"),
+        ({"num_hidden_layers": 4}, "layers: 3, not 4"),
+        ({"num_key_value_heads": 4}, "kv_heads: 2, not 4"),
+        ({"head_dim": 32}, "head_size: 16, not 32"),
+        ({"vocab_size": 1001}, "vocab_size: 1000, not 1001"),
+        ({"architectures": ["Other"]}, "architecture: LlamaForCausalLM, not Other"),
+        ({"inv_freq": [2.0, *INV_FREQ[1:]]}, "rope frequencies"),
+        ({"inv_freq": INV_FREQ[:7]}, "rope rotary_dim: 16, not 14"),
+        ({"inv_freq": None}, "rope: default, not None"),
+        ({"attention_factor": 1.5}, "rope attention_factor: 1.0, not 1.5"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope kind: default, not linear"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_a_difference_in_k_or_v_is_told_with_both_values(change: dict, told: str) -> None:
+    assert any(line.startswith(told) for line in _of().differences(_of(**change))), _of().differences(_of(**change))
+
+
+def test_a_dtype_is_told_with_both_values() -> None:
+    other = make_fingerprint(dtype="float16")
+    assert make_fingerprint().differences(other) == ["dtype: bfloat16, not float16"]
+
+
+def test_frequencies_may_differ_by_rounding_and_no_more() -> None:
+    assert _of().differences(_of(inv_freq=[f * (1 + 5e-6) for f in INV_FREQ])) == []
+    assert len(_of().differences(_of(inv_freq=[f * (1 + 5e-5) for f in INV_FREQ]))) == 1
+
+
+def test_weights_count_where_both_sides_know_theirs() -> None:
+    known, other, unknown = (msgspec.structs.replace(_of(), weights_digest=d) for d in ("aa", "bb", None))
+    assert known.differences(other) == ["weights_digest: aa, not bb"]
+    assert known.differences(unknown) == unknown.differences(known) == []
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "something"])
+def test_rope_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
+        _of(rope_parameters={"rope_type": kind, "rope_theta": 1e4})
+    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
+        _of(rope_parameters=None, rope_scaling={"type": kind})
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rope_whose_frequencies_are_fixed_is_accepted(kind: str) -> None:
+    rope = _of(rope_parameters={"rope_type": kind, "rope_theta": 5e5, "factor": 2.0}).rope
+    assert rope.kind == kind
+    assert rope.parameters == {"factor": 2.0, "rope_theta": 5e5, "rope_type": kind}
+
+
+@pytest.mark.parametrize(
+    "layer", ["linear_attention", "mamba", "conv", "hybrid", "moe", "compressed_sparse_attention", "unheard_of"]
+)
+def test_layers_that_cache_no_plain_k_and_v_are_refused(layer: str) -> None:
+    with pytest.raises(UnsupportedModel, match=layer):
+        _of(layer_types=["full_attention", layer, "full_attention"])
+
+
+@pytest.mark.parametrize("layer", ["full_attention", "sliding_attention", "chunked_attention"])
+def test_layers_of_plain_attention_are_accepted(layer: str) -> None:
+    assert _of(layer_types=["full_attention", layer, layer]).layers == 3
+
+
+def test_latent_attention_and_strange_dtypes_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="latent"):
+        _of(kv_lora_rank=512)
+    with pytest.raises(UnsupportedModel, match="float8_e4m3fn"):
+        of_config(CONFIG, dtype="float8_e4m3fn", inv_freq=INV_FREQ)
+
+
+def _weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(50, 60, generator=generator) for i in range(4)}
+
+
+def test_the_digest_of_weights_does_not_depend_on_how_they_are_split_into_files(tmp_path: Path) -> None:
+    weights = _weights()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    save_file(weights, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
+    for part, names in enumerate((["layer.0", "layer.3"], ["layer.1", "layer.2"])):
+        save_file({name: weights[name] for name in names}, tmp_path / "two" / f"model-{part}.safetensors")
+    assert weights_digest(tmp_path / "one") == weights_digest(tmp_path / "two")
+    assert len(weights_digest(tmp_path / "one")) == 64
+
+
+def test_other_weights_names_dtypes_and_shapes_give_other_digests(tmp_path: Path) -> None:
+    weights = _weights()
+    variants = {
+        "same": weights,
+        "weights": _weights(1),
+        "name": {**{n: w for n, w in weights.items() if n != "layer.0"}, "layer.9": weights["layer.0"]},
+        "dtype": {**weights, "layer.0": weights["layer.0"].view(torch.int32)},
+        "shape": {**weights, "layer.0": weights["layer.0"].view(60, 50)},
+        "fewer": {"layer.1": weights["layer.1"]},
+    }
+    digests = {}
+    for name, variant in variants.items():
+        (tmp_path / name).mkdir()
+        save_file(variant, tmp_path / name / "model.safetensors")
+        digests[name] = weights_digest(tmp_path / name)
+    assert len(set(digests.values())) == len(variants)
+
+
+def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
+    assert weights_digest(tmp_path) is None
+
+
+def test_a_model_is_a_directory_or_in_the_cache_or_nowhere(tmp_path: Path) -> None:
+    assert model_directory(str(tmp_path)) == tmp_path
+    assert model_directory("nobody/has-this-model") is None
+    assert model_directory(str(tmp_path / "nowhere")) is None
+
+
+def test_rope_is_compared_field_by_field() -> None:
+    plain = make_fingerprint(rope=make_rope())
+    assert plain.differences(make_fingerprint(rope=make_rope(kind="yarn", attention_factor=1.2))) == [
+        "rope kind: default, not yarn",
+        "rope attention_factor: 1.0, not 1.2",
+    ]

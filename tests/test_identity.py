@@ -1,0 +1,78 @@
+"""Identity tokens: the same for the same digest, others for another, and nothing a server gives a meaning to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from lmcache_cartridge.errors import UnsupportedModel
+from lmcache_cartridge.identity import DISTINCT, Identity
+from lmcache_cartridge.recall import MODEL_DIR
+
+DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
+SPECIAL = {0, 1, 2, 3, 50, 639}
+ORDINARY = np.array([i for i in range(640) if i not in SPECIAL])
+
+
+@settings(max_examples=200, deadline=None)
+@given(digest=DIGESTS, positions=st.sampled_from([1, 2, 15, 16, 17, 64, 256, 1024, 16384]))
+def test_ids_are_as_many_as_asked_ordinary_and_the_same_again(digest: str, positions: int) -> None:
+    ids = Identity(positions, ORDINARY).tokens(digest)
+    assert ids.dtype == np.dtype("<u4")
+    assert ids.shape == (positions,)
+    assert not SPECIAL & set(ids.tolist())
+    assert np.array_equal(ids, Identity(positions, ORDINARY).tokens(digest))
+
+
+@settings(max_examples=200, deadline=None)
+@given(digest=DIGESTS, positions=st.integers(1, 300))
+def test_the_first_sixteen_are_all_different(digest: str, positions: int) -> None:
+    for pool in (ORDINARY, ORDINARY[: 2 * DISTINCT]):
+        head = Identity(positions, pool).tokens(digest)[:DISTINCT]
+        assert len(set(head.tolist())) == len(head) == min(positions, DISTINCT)
+
+
+def test_a_thousand_cartridges_differ_in_the_first_block() -> None:
+    digests = [f"{i:064x}" for i in range(1000)]
+    heads = {tuple(Identity(16, ORDINARY).tokens(digest).tolist()) for digest in digests}
+    assert len(heads) == 1000
+
+
+def test_one_bit_of_the_digest_changes_nearly_every_id() -> None:
+    one, other = (Identity(16384, ORDINARY).tokens(digest) for digest in ("00" * 32, "00" * 31 + "01"))
+    assert np.mean(one == other) < 0.01
+
+
+def test_ids_are_drawn_evenly() -> None:
+    counts = np.bincount(Identity(1 << 18, ORDINARY).tokens("ab" * 32), minlength=640)[ORDINARY]
+    assert 0.8 < counts.min() / counts.mean() <= counts.max() / counts.mean() < 1.2
+
+
+def test_the_ids_of_release_one_never_change() -> None:
+    """Artefacts carry their ids, but a digest covers them: other ids would be another cartridge."""
+    assert Identity(20, np.arange(10, 640)).tokens("00" * 32).tolist() == PINNED
+
+
+PINNED = [54, 330, 50, 318, 10, 59, 391, 615, 316, 194, 387, 119, 417, 618, 25, 207, 461, 203, 76, 185]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2 * DISTINCT - 1])
+def test_a_vocabulary_with_too_few_ordinary_ids_is_refused(count: int) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{count} ordinary token ids are too few"):
+        Identity(4, np.arange(count)).tokens("00" * 32)
+
+
+def test_the_smallest_vocabulary_allowed_still_tells_cartridges_apart() -> None:
+    pool = np.arange(100, 100 + 2 * DISTINCT)
+    heads = {tuple(Identity(16, pool).tokens(f"{i:064x}").tolist()) for i in range(500)}
+    assert len(heads) == 500
+
+
+def test_the_shipped_tokenizer_gives_none_of_its_ids_here_a_special_meaning() -> None:
+    special = set(AutoTokenizer.from_pretrained(MODEL_DIR).all_special_ids)
+    assert special
+    ordinary = np.array([i for i in range(640) if i not in special])
+    assert not special & set(Identity(16384, ordinary).tokens("cd" * 32).tolist())

@@ -1,0 +1,230 @@
+"""A loaded chunk is exactly the KV that was stored, for any chunk size, layout and rank, or an error."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from making import Made, flip_bit, heads_bytes, make_artifact
+
+from lmcache_cartridge.artifact import PAYLOAD, ByteRange, chunk_range
+from lmcache_cartridge.disk import DiskTier, PieceKey
+from lmcache_cartridge.errors import CorruptChunk, SourceError, TruncatedPayload
+from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
+from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.sources import LocalSource
+
+POSITIONS = 80
+
+
+class _Counting:
+    """A `LocalSource` that notes what was read and into which memory."""
+
+    def __init__(self) -> None:
+        self.reads: list[ByteRange] = []
+        self.addresses: list[int] = []
+
+    def read_into(self, root: Path, file: str, where: ByteRange, out: memoryview) -> None:
+        self.reads.append(where)
+        self.addresses.append(torch.frombuffer(out, dtype=torch.uint8).data_ptr())
+        LocalSource().read_into(root, file, where, out)
+
+
+def _loader(
+    made: Made, tokens: int, *, rank: int = 0, world: int = 1, layout: str = "heads", source: object = None,
+    disk: DiskTier | None = None,
+) -> ChunkLoader:  # fmt: skip
+    model = made.manifest.fingerprint
+    heads = rank_heads(model.kv_heads, rank, world)
+    shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
+    return ChunkLoader(source or LocalSource(), shape, heads, layout, disk)
+
+
+def _load(loader: ChunkLoader, made: Made, root: Path, chunk: int) -> torch.Tensor:
+    """Return the loaded bytes; the memory held something else before."""
+    out = torch.full((loader.shape.size_bytes,), 0xEE, dtype=torch.uint8)
+    loader.load([Segment(Cartridge(made.manifest, root), 0)], chunk, out)
+    return out
+
+
+def _reassemble(made: Made, root: Path, tokens: int, *, world: int, layout: str) -> torch.Tensor:
+    """Return the KV of all ranks' whole chunks, canonical; replicated heads must agree."""
+    whole = POSITIONS // tokens * tokens
+    result = torch.full_like(made.kv[:, :, :whole], float("nan"))
+    for rank, chunk in itertools.product(range(world), range(POSITIONS // tokens)):
+        loader = _loader(made, tokens, rank=rank, world=world, layout=layout)
+        heads = rank_heads(made.manifest.fingerprint.kv_heads, rank, world)
+        loaded = VIEWS[layout](_load(loader, made, root, chunk), loader.shape)
+        place = result[:, :, chunk * tokens : (chunk + 1) * tokens, heads.start : heads.stop]
+        assert torch.isnan(place).all() or torch.equal(place, loaded), "replicas of a head differ"
+        place[:] = loaded
+    return result
+
+
+@pytest.mark.parametrize("layout", sorted(VIEWS))
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("stored", "engine"),
+    [(16, 16), (16, 32), (16, 80), (32, 16), (80, 16), (48, 16), (24, 16), (16, 24), (7, 16), (256, 16), (1, 16)],
+)
+def test_the_chunks_of_all_ranks_together_are_the_original_kv(
+    tmp_path: Path, stored: int, engine: int, kv_heads: int, world: int, layout: str
+) -> None:
+    made = make_artifact(
+        tmp_path / "doc", positions=POSITIONS, chunk_tokens=stored, kv_heads=kv_heads, layers=2, head_size=8
+    )
+    whole = POSITIONS // engine * engine
+    found = _reassemble(made, tmp_path / "doc", engine, world=world, layout=layout)
+    assert torch.equal(found, made.kv[:, :, :whole])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("layout", sorted(VIEWS))
+def test_every_dtype_is_loaded_exactly(tmp_path: Path, dtype: str, layout: str) -> None:
+    made = make_artifact(tmp_path / "doc", positions=POSITIONS, chunk_tokens=32, dtype=dtype)
+    assert torch.equal(_reassemble(made, tmp_path / "doc", 16, world=2, layout=layout), made.kv)
+
+
+def test_a_chunk_in_the_stored_layout_is_the_stored_bytes(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "doc", positions=POSITIONS)
+    loaded = _load(_loader(made, 16), made, tmp_path / "doc", 2)
+    assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, 32:48])
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return make_artifact(tmp_path / "doc", positions=POSITIONS, kv_heads=4)
+
+
+def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(made: Made, tmp_path: Path) -> None:
+    source = _Counting()
+    loader = _loader(made, 16, source=source)
+    out = torch.empty(loader.shape.size_bytes, dtype=torch.uint8)
+    loader.load([Segment(Cartridge(made.manifest, tmp_path / "doc"), 0)], 3, out)
+    assert source.addresses == [out.data_ptr()]
+    assert source.reads == [chunk_range(made.manifest, 3, range(4))]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_rank_reads_its_own_heads_and_no_others(made: Made, tmp_path: Path, world: int) -> None:
+    for rank in range(world):
+        source = _Counting()
+        _load(_loader(made, 16, rank=rank, world=world, source=source), made, tmp_path / "doc", 1)
+        assert source.reads == [chunk_range(made.manifest, 1, rank_heads(4, rank, world))]
+
+
+@pytest.mark.parametrize(("engine", "chunk", "stored"), [(16, 1, [1]), (32, 1, [2, 3]), (8, 3, [1]), (24, 1, [1, 2])])
+def test_only_the_stored_chunks_that_overlap_are_read(
+    made: Made, tmp_path: Path, engine: int, chunk: int, stored: list[int]
+) -> None:
+    source = _Counting()
+    _load(_loader(made, engine, source=source), made, tmp_path / "doc", chunk)
+    assert source.reads == [chunk_range(made.manifest, i, range(4)) for i in stored]
+
+
+@pytest.mark.parametrize("layout", sorted(VIEWS))
+@pytest.mark.parametrize("engine", [8, 16, 32])
+def test_a_flipped_bit_is_found_in_the_chunks_that_hold_it_and_no_others(
+    made: Made, tmp_path: Path, engine: int, layout: str
+) -> None:
+    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 2, range(3, 4)).end - 1)
+    loader = _loader(made, engine, layout=layout)
+    for chunk in range(POSITIONS // engine):
+        if chunk in range(32 // engine, -(-48 // engine)):
+            with pytest.raises(CorruptChunk, match="cartridge doc@1: chunk 2, KV head 3"):
+                _load(loader, made, tmp_path / "doc", chunk)
+        else:
+            view = VIEWS[layout](_load(loader, made, tmp_path / "doc", chunk), loader.shape)
+            assert torch.equal(view, made.kv[:, :, chunk * engine : (chunk + 1) * engine])
+
+
+def test_a_rank_does_not_mind_a_flipped_bit_of_another(made: Made, tmp_path: Path) -> None:
+    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 0, range(1)).start)
+    with pytest.raises(CorruptChunk, match="KV head 0"):
+        _load(_loader(made, 16, rank=0, world=2), made, tmp_path / "doc", 0)
+    loaded = _load(_loader(made, 16, rank=1, world=2), made, tmp_path / "doc", 0)
+    assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16, 2:])
+
+
+def test_a_truncated_payload_is_found_in_the_chunks_it_lacks(made: Made, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 3, range(4)).end - 1)
+    loader = _loader(made, 16)
+    for chunk in (3, 4):
+        with pytest.raises(TruncatedPayload, match=PAYLOAD):
+            _load(loader, made, tmp_path / "doc", chunk)
+    assert _load(loader, made, tmp_path / "doc", 2).numpy().tobytes() == heads_bytes(made.kv[:, :, 32:48])
+
+
+def test_a_missing_payload_is_a_source_error(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "doc" / PAYLOAD).unlink()
+    with pytest.raises(SourceError, match=PAYLOAD):
+        _load(_loader(made, 16), made, tmp_path / "doc", 0)
+
+
+def _disk_file(disk: DiskTier, made: Made, chunk: int) -> Path:
+    return disk.root / made.manifest.digest / f"{chunk}-0-4.bin"
+
+
+@pytest.mark.parametrize(("engine", "layout"), [(16, "heads"), (32, "kv_2ltd")])
+def test_what_was_loaded_once_comes_from_the_disk_tier(made: Made, tmp_path: Path, engine: int, layout: str) -> None:
+    disk, source = DiskTier(tmp_path / "cache", 1 << 20), _Counting()
+    loader = _loader(made, engine, layout=layout, source=source, disk=disk)
+    first = _load(loader, made, tmp_path / "doc", 1)
+    reads = len(source.reads)
+    assert torch.equal(_load(loader, made, tmp_path / "doc", 1), first)
+    assert len(source.reads) == reads == disk.stats().hits
+    (tmp_path / "doc" / PAYLOAD).unlink()
+    assert torch.equal(_load(loader, made, tmp_path / "doc", 1), first)
+
+
+def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made: Made, tmp_path: Path) -> None:
+    disk, source = DiskTier(tmp_path / "cache", 1 << 20), _Counting()
+    loader = _loader(made, 16, source=source, disk=disk)
+    first = _load(loader, made, tmp_path / "doc", 1)
+    flip_bit(_disk_file(disk, made, 1), 5000)
+    assert torch.equal(_load(loader, made, tmp_path / "doc", 1), first)
+    assert len(source.reads) == 2
+    assert _disk_file(disk, made, 1).read_bytes() == first.numpy().tobytes(), "the sound bytes are kept instead"
+    _load(loader, made, tmp_path / "doc", 1)
+    assert len(source.reads) == 2
+
+
+def test_a_corrupt_piece_of_the_disk_tier_whose_source_is_gone_is_never_served(made: Made, tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    loader = _loader(made, 16, disk=disk)
+    _load(loader, made, tmp_path / "doc", 1)
+    flip_bit(_disk_file(disk, made, 1), 0)
+    (tmp_path / "doc" / PAYLOAD).unlink()
+    with pytest.raises(SourceError):
+        _load(loader, made, tmp_path / "doc", 1)
+    assert not _disk_file(disk, made, 1).exists()
+
+
+def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made: Made, tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 1, range(4)).start)
+    with pytest.raises(CorruptChunk):
+        _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 1)
+    assert disk.stats().resident_bytes == 0
+
+
+def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    for _ in range(2):
+        for rank in range(2):
+            loaded = _load(_loader(made, 16, rank=rank, world=2, disk=disk), made, tmp_path / "doc", 0)
+            assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16, 2 * rank : 2 * rank + 2])
+    assert disk.stats().hits == 2
+
+
+def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    disk.root.rmdir()
+    disk.root.write_text("not a directory")
+    loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
+    assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])
+    assert not disk.read_into(PieceKey(made.manifest.digest, 0, 0, 4), memoryview(bytearray(loaded.numel())))

@@ -1,0 +1,292 @@
+"""A manifest is read whole and consistent, or refused with `ManifestError`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import make_artifact
+
+from lmcache_cartridge.artifact import load_token_ids
+from lmcache_cartridge.errors import ArtifactError, ManifestError
+from lmcache_cartridge.manifest import (
+    MAX_MANIFEST_BYTES,
+    Canary,
+    Manifest,
+    Provenance,
+    check_id,
+    content_digest,
+    decode,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return make_artifact(tmp_path_factory.mktemp("artefact") / "doc", positions=40, chunk_tokens=16).manifest
+
+
+def _edited(manifest: Manifest, **changes: Any) -> bytes:
+    """Return the manifest's JSON with fields replaced; `__` goes one level down, a number is an index."""
+    document = json.loads(manifest.encode())
+    for path, value in changes.items():
+        *parents, last = [int(name) if name.isdecimal() else name for name in path.split("__")]
+        target = document
+        for name in parents:
+            target = target[name]
+        target[last] = value
+    return json.dumps(document).encode()
+
+
+def _paths(node: Any, path: tuple = ()) -> list[tuple]:
+    """Return the path of every field of a JSON document."""
+    if not isinstance(node, dict | list):
+        return []
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    return [p for name, child in items for p in [(*path, name), *_paths(child, (*path, name))]]
+
+
+def test_a_manifest_survives_encoding(manifest: Manifest) -> None:
+    assert decode(manifest.encode(), "here") == manifest
+
+
+def test_a_manifest_without_rope_and_with_a_canary_survives_encoding(manifest: Manifest) -> None:
+    draft = msgspec.structs.replace(
+        manifest,
+        fingerprint=msgspec.structs.replace(manifest.fingerprint, rope=None, weights_digest=None),
+        provenance=Provenance(
+            "t", "2026", "m", "d.txt", "ab", Canary("Why?", top1_equal=True, max_abs_logit_difference=0.5)
+        ),
+    )
+    whole = msgspec.structs.replace(draft, digest=content_digest(draft))
+    assert decode(whole.encode(), "here") == whole
+
+
+def test_an_error_names_where_the_manifest_came_from(manifest: Manifest) -> None:
+    with pytest.raises(ManifestError, match=r"^/mnt/x/manifest\.json: "):
+        decode(_edited(manifest, positions=-1), "/mnt/x/manifest.json")
+
+
+@pytest.mark.parametrize("where", ["", "fingerprint__", "fingerprint__rope__", "tokens__", "payload__", "provenance__"])
+def test_an_unknown_field_is_refused_at_every_level(manifest: Manifest, where: str) -> None:
+    with pytest.raises(ManifestError, match="surprise"):
+        decode(_edited(manifest, **{f"{where}surprise": 1}), "here")
+
+
+@pytest.mark.parametrize("version", ["2.0", "0.9", "10.0", "", "x"])
+def test_an_unknown_major_format_is_refused_with_the_one_this_release_reads(manifest: Manifest, version: str) -> None:
+    with pytest.raises(ManifestError, match=r"this release reads 1\.0"):
+        decode(_edited(manifest, format=version), "here")
+
+
+def test_an_unknown_major_format_is_named_even_when_its_fields_are_unknown_too() -> None:
+    with pytest.raises(ManifestError, match=r"format 2\.x"):
+        decode(b'{"format": "2.0", "everything": "else"}', "here")
+
+
+def test_a_newer_minor_format_is_read(manifest: Manifest) -> None:
+    assert decode(_edited(manifest, format="1.9"), "here").digest == manifest.digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "trained"},
+        {"positions": 41, "tokens__count": 41, "tokens__inline": [7] * 41, "payload__size_bytes": 4096 + 41 * 1536},
+        {"fingerprint__architecture": "Other"},
+        {"fingerprint__layers": 6, "fingerprint__head_size": 32},
+        {"fingerprint__dtype": "float16"},
+        {"fingerprint__vocab_size": 1001},
+        {"fingerprint__config_digest": "00" * 32},
+        {"fingerprint__weights_digest": "00" * 32},
+        {"fingerprint__weights_digest": None},
+        {"fingerprint__rope": None},
+        {"fingerprint__rope__kind": "yarn"},
+        {"fingerprint__rope__rotary_dim": 62},
+        {"fingerprint__rope__inv_freq__1": 0.5},
+        {"fingerprint__rope__attention_factor": 1.0000001},
+        {"fingerprint__rope__parameters__rope_theta": 20000.0},
+        {"payload__chunk_tokens": 17},
+        {"payload__checksums__2__1": "00" * 16},
+        {"tokens__blake3": "00" * 32},
+        {"digest": "00" * 32},
+    ],
+    ids=lambda changes: "+".join(changes),
+)
+def test_editing_a_field_that_decides_an_answer_breaks_the_digest(manifest: Manifest, changes: dict) -> None:
+    with pytest.raises(ManifestError, match="digest is not the digest"):
+        decode(_edited(manifest, **changes), "here")
+
+
+@pytest.mark.parametrize("changes", [{"id": "other"}, {"version": 7}, {"provenance__tool": "other"}])
+def test_id_version_and_provenance_are_not_part_of_the_digest(manifest: Manifest, changes: dict) -> None:
+    renamed = decode(_edited(manifest, **changes), "here")
+    assert renamed != manifest
+    assert renamed.digest == manifest.digest
+
+
+def test_the_token_ids_of_a_trained_cartridge_are_not_part_of_its_digest(manifest: Manifest) -> None:
+    trained = msgspec.structs.replace(manifest, kind="trained")
+    others = msgspec.structs.replace(trained, tokens=msgspec.structs.replace(trained.tokens, blake3="00" * 32))
+    assert content_digest(trained) == content_digest(others) != content_digest(manifest)
+
+
+_SIZES = [
+    "version", "positions", "fingerprint__layers", "fingerprint__kv_heads", "fingerprint__head_size",
+    "fingerprint__vocab_size", "payload__chunk_tokens", "payload__size_bytes", "payload__data_offset_bytes",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", _SIZES)
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, 1 << 31, 1 << 63, 1 << 64, 10**400, float("nan"), float("inf"), None, "7", True, []],
+    ids=lambda value: str(value)[:24],
+)  # fmt: skip
+def test_a_size_that_is_no_sane_number_is_refused(manifest: Manifest, field: str, value: Any) -> None:
+    with pytest.raises(ManifestError):
+        decode(_edited(manifest, **{field: value}), "here")
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"--1", b"0x10"])
+def test_a_float_that_is_no_json_number_is_refused(manifest: Manifest, number: bytes) -> None:
+    data = manifest.encode().replace(b'"attention_factor": 1.0', b'"attention_factor": ' + number)
+    assert number in data
+    with pytest.raises(ManifestError, match="not a cartridge manifest"):
+        decode(data, "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"fingerprint__dtype": "float8"}, "dtype float8"),
+        ({"payload__checksums": []}, "checksums do not cover 3 chunks"),
+        ({"payload__checksums__1": ["00" * 16]}, "checksums do not cover 3 chunks of 2 heads"),
+        ({"payload__checksums__1__0": "00"}, "16 bytes of hex"),
+        ({"payload__size_bytes": 4096}, "its geometry needs"),
+        ({"tokens__file": "token_ids.npy"}, "must be inline, all of them, or in their file"),
+        ({"tokens__inline": None}, "must be inline, all of them, or in their file"),
+        ({"tokens__inline": [1, 2]}, "must be inline, all of them, or in their file"),
+        ({"tokens__inline": None, "tokens__file": "document_ids.npy"}, "must be inline, all of them, or in their file"),
+        ({"tokens__inline__0": 1000}, "outside the model's vocabulary"),
+        ({"tokens__inline__0": -1}, "outside the model's vocabulary"),
+        ({"tokens__count": 41}, "41 token ids for p = 40"),
+        ({"payload": None}, "a payload does not go with kind prefill|needs"),
+        ({"kind": "tokens"}, "a payload does not go with kind tokens"),
+        ({"tokens__inline": None, "tokens__file": "../token_ids.npy"}, "not a cartridge manifest"),
+        ({"payload__file": "/etc/passwd"}, "not a cartridge manifest"),
+        ({"kind": "other"}, "not a cartridge manifest"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(manifest: Manifest, changes: dict, problem: str) -> None:
+    with pytest.raises(ManifestError, match=problem):
+        decode(_edited(manifest, **changes), "here")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"null", b"[]", b"{}", b"1", b"\xff\xfe", b"\x00", b"[" * 100_000, b'{"format":' * 100_000,
+        b'{"format":[]}', b" " * (MAX_MANIFEST_BYTES + 1),
+    ],
+    ids=lambda data: repr(data[:12]),
+)  # fmt: skip
+def test_what_is_no_manifest_at_all_is_refused(data: bytes) -> None:
+    with pytest.raises(ManifestError):
+        decode(data, "here")
+
+
+def test_a_truncated_manifest_is_refused_wherever_it_ends(manifest: Manifest) -> None:
+    data = manifest.encode().rstrip()
+    for end in range(0, len(data), 7):
+        with pytest.raises(ManifestError):
+            decode(data[:end], "here")
+
+
+def test_a_manifest_that_lacks_a_field_it_must_have_is_refused(manifest: Manifest) -> None:
+    lacking = 0
+    for path in _paths(json.loads(manifest.encode())):
+        document = json.loads(manifest.encode())
+        target = document
+        for name in path[:-1]:
+            target = target[name]
+        if target.pop(path[-1]) is None:
+            continue  # what is null may as well be left out
+        with pytest.raises(ManifestError):
+            decode(json.dumps(document).encode(), "here")
+        lacking += 1
+    assert lacking > 50
+
+
+def _flip(data: bytes, draw: Callable) -> bytes:
+    at = draw(st.integers(0, len(data) - 1))
+    return data[:at] + bytes([data[at] ^ draw(st.integers(1, 255))]) + data[at + 1 :]
+
+
+def _splice(data: bytes, draw: Callable) -> bytes:
+    start, end = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
+    return data[:start] + draw(st.binary(max_size=8)) + data[end:]
+
+
+def _swap_value(data: bytes, draw: Callable) -> bytes:
+    document = json.loads(data)
+    path = draw(st.sampled_from(_paths(document)))
+    target = document
+    for name in path[:-1]:
+        target = target[name]
+    target[path[-1]] = draw(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=9)
+        | st.lists(st.integers(), max_size=3)
+    )
+    return json.dumps(document).encode()
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(data=st.data(), mutate=st.sampled_from([_flip, _flip, _splice, _swap_value]))
+def test_a_mutated_manifest_is_refused_or_decides_the_same_answer(
+    manifest: Manifest, tmp_path_factory: pytest.TempPathFactory, data: Any, mutate: Callable
+) -> None:
+    mutated = mutate(manifest.encode(), data.draw)
+    nowhere = tmp_path_factory.getbasetemp() / "nowhere"
+    try:
+        found = decode(mutated, "here")
+        ids = load_token_ids(found, nowhere).tolist()
+    except (ManifestError, ArtifactError):
+        return
+    assert ids == list(manifest.tokens.inline)
+    for name in ("kind", "positions", "fingerprint", "digest"):
+        assert getattr(found, name) == getattr(manifest, name)
+    assert found.payload.checksums == manifest.payload.checksums
+    assert found.payload.chunk_tokens == manifest.payload.chunk_tokens
+    assert check_id(found.id) == found.id
+
+
+@pytest.mark.parametrize(
+    "cartridge_id",
+    ["", ".", "..", "../x", ".hidden", "-rf", "a/b", "/etc", "a\\b", "a b", "a\n", "a\x00", "a@1", "é", "a" * 129],
+)
+def test_an_id_that_could_escape_is_refused(manifest: Manifest, cartridge_id: str) -> None:
+    with pytest.raises(ManifestError, match="cannot be a cartridge id"):
+        check_id(cartridge_id)
+    with pytest.raises(ManifestError, match="cannot be a cartridge id"):
+        decode(_edited(manifest, id=cartridge_id), "here")
+
+
+@pytest.mark.parametrize("cartridge_id", ["a", "9", "_x", "A.b-c_9", "a..b", "a" * 128])
+def test_an_ordinary_id_is_returned(manifest: Manifest, cartridge_id: str) -> None:
+    assert check_id(cartridge_id) == cartridge_id
+    assert decode(_edited(manifest, id=cartridge_id), "here").id == cartridge_id
+
+
+def test_the_last_chunk_has_the_positions_that_are_left(manifest: Manifest) -> None:
+    assert manifest.chunks == 3
+    assert [manifest.chunk_length(chunk) for chunk in range(3)] == [16, 16, 8]
+    assert [manifest.head_bytes(chunk) for chunk in range(3)] == [2 * 3 * n * 64 * 2 for n in (16, 16, 8)]
+    assert manifest.name == "doc@1"

@@ -1,0 +1,420 @@
+"""What a request may ask for: every malformed shape is refused by name, and what it gets is bound to its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from making import make_artifact, make_fingerprint
+
+from lmcache_cartridge.manifest import Manifest, Provenance
+from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.request import GRANT, MAX_CHAIN, TAG, Reference, Refusal, Resolver, Selection, read
+from lmcache_cartridge.serve.router import Router
+from lmcache_cartridge.settings import Settings, from_mapping
+from lmcache_cartridge.writer import ArtifactWriter
+
+
+class Home(NamedTuple):
+    settings: Settings
+    manifests: dict[str, Manifest]
+
+    def resolve(self, *ids: str) -> Selection:
+        return Resolver(self.settings).resolve([Reference(id=i) for i in ids])
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """Two prefill cartridges, two trained ones of which one has its document, one of tokens only, one not registered."""
+    root = tmp_path / "secret-home"
+    settings = from_mapping({"home": root, "roots": [str(tmp_path / "allowed")]})
+    (tmp_path / "allowed").mkdir()
+    registry = Registry(settings.registry_path)
+    made = {
+        "a": make_artifact(root / "c/a", positions=32, cartridge_id="a", seed=1).manifest,
+        "b": make_artifact(root / "c/b", positions=20, cartridge_id="b", seed=2).manifest,
+        "trained": make_artifact(root / "c/t", positions=16, cartridge_id="trained", kind="trained", seed=3).manifest,
+        "whole": _without_kv_or_with_document(root / "c/w", "whole", "trained", [7, 8, 9]),
+        "text": _without_kv_or_with_document(root / "c/x", "text", "tokens", None),
+    }
+    for path in sorted((root / "c").iterdir()):
+        registry.register(path)
+    registry.label("current", "a")
+    made["local"] = make_artifact(tmp_path / "allowed/l", positions=16, cartridge_id="local", seed=6).manifest
+    return Home(settings, made)
+
+
+def _without_kv_or_with_document(root: Path, name: str, kind: str, document: list[int] | None) -> Manifest:
+    fingerprint = make_fingerprint()
+    writer = ArtifactWriter(
+        root, cartridge_id=name, version=1, kind=kind, fingerprint=fingerprint, token_ids=np.arange(16),
+        document_ids=None if document is None else np.array(document), chunk_tokens=16,
+    )  # fmt: skip
+    with writer:
+        if kind != "tokens":
+            writer.write(bytes(16 * fingerprint.token_bytes))
+        return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+
+
+def _refusal(call: Any, *args: Any, **kwargs: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        call(*args, **kwargs)
+    json.dumps({"error": str(caught.value)}, ensure_ascii=False).encode()  # as a response will carry it
+    return caught.value
+
+
+# What `cartridges` may look like.
+
+
+@pytest.mark.parametrize(
+    ("fields", "params", "expected"),
+    [
+        ({}, None, []),
+        ({"cartridges": None}, {}, []),
+        ({"cartridges": ["a", {"id": "b@2"}]}, None, ["a", "b@2"]),
+        ({}, {"cartridge_id": "a"}, ["a"]),
+        ({}, {"cartridge_id": ["a", "b"]}, ["a", "b"]),
+        ({"other": 1}, {"lmcache.tag.tenant": "x", "lmcache.skip_save": True}, []),
+    ],
+)
+def test_cartridges_are_named_by_the_field_or_by_the_parameter(
+    fields: dict[str, Any], params: dict[str, Any] | None, expected: list[str]
+) -> None:
+    assert [reference.id for reference in read(fields, params)] == expected
+
+
+@pytest.mark.parametrize(("name", "where"), [("a", "registry"), ("a@1", "registry"), ("/a", "local"), ("s3://b/k", "s3")])
+def test_the_source_follows_from_the_form_of_the_id_unless_it_is_given(name: str, where: str) -> None:
+    assert Reference(id=name).where() == where
+    assert Reference(id=name, source="local").where() == "local"
+
+
+@pytest.mark.parametrize(
+    ("cartridges", "place"),
+    [
+        ("a", "cartridges:"),
+        (5, "cartridges:"),
+        (True, "cartridges:"),
+        ({"id": "a"}, "cartridges:"),
+        ([], "cartridges:"),
+        (["a"] * (MAX_CHAIN + 1), "cartridges:"),
+        ([5], "cartridges.0:"),
+        ([None], "cartridges.0:"),
+        ([["a"]], "cartridges.0:"),
+        (["a", ""], "cartridges.1.id:"),
+        ([{}], "cartridges.0.id:"),
+        ([{"id": 5}], "cartridges.0.id:"),
+        ([{"id": None}], "cartridges.0.id:"),
+        (["x" * 1025], "cartridges.0.id:"),
+        (["x" * (1 << 20)], "cartridges.0.id:"),
+        (["\ud800"], "cartridges.0.id:"),
+        ([{"id": "a", "source": "http"}], "cartridges.0.source:"),
+        ([{"id": "a", "source": 1}], "cartridges.0.source:"),
+        ([{"id": "a", "force_redownload": "yes"}], "cartridges.0.force_redownload:"),
+        ([{"id": "a", "force_redownload": 1}], "cartridges.0.force_redownload:"),
+        ([{"id": "a", "path": "/etc"}], "cartridges.0.path:"),
+    ],
+)
+def test_a_malformed_field_is_refused_and_its_place_named(cartridges: Any, place: str) -> None:
+    refusal = _refusal(read, {"cartridges": cartridges}, None)
+    assert refusal.status == 400
+    assert str(refusal).startswith(place)
+    assert len(str(refusal)) < 300
+
+
+def test_naming_cartridges_in_both_places_is_refused() -> None:
+    assert "not in both" in str(_refusal(read, {"cartridges": ["a"]}, {"cartridge_id": "a"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (TAG, "00" * 32),
+        (TAG, None),
+        (GRANT, {"must_inject": 0}),
+        ("lmcache.tag.tenant", ["a"]),
+        ("lmcache.tag.tenant", {"a": 1}),
+        ("lmcache.tag.tenant", 5),
+        ("lmcache.tag.tenant", "a@b%c"),
+        ("lmcache.tag.a%b", "c"),
+        ("lmcache.tag.\ud800", "c"),
+        ("lmcache.skip_save", []),
+        ("lmcache.anything", "x"),
+        ("disagg_spec", {}),
+        ("ret_first_tok", True),
+        ("do_remote_prefill", True),
+        ("prompt_token_ids", [1]),
+        ("x" * (1 << 20), 1),
+    ],
+)
+def test_a_parameter_that_could_stall_the_engine_or_name_anothers_kv_is_refused(key: str, value: Any) -> None:
+    refusal = _refusal(read, {}, {key: value})
+    assert refusal.status == 400
+    assert str(refusal).startswith("kv_transfer_params.")
+    assert len(str(refusal)) < 300
+
+
+@pytest.mark.parametrize("params", [[], "a", 5, True])
+def test_parameters_that_are_no_object_are_refused(params: Any) -> None:
+    assert "must be an object" in str(_refusal(read, {}, params))
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@examples(max_examples=500, deadline=None)
+@given(cartridges=_json, params=st.none() | st.dictionaries(st.sampled_from(["cartridge_id", TAG]) | st.text(), _json))
+def test_any_json_at_all_is_read_or_refused(cartridges: Any, params: Any) -> None:
+    try:
+        assert all(isinstance(reference, Reference) for reference in read({"cartridges": cartridges}, params))
+    except Refusal as refusal:
+        assert refusal.status == 400
+
+
+# What names stand for.
+
+
+def test_registered_names_versions_and_labels_are_found(home: Home) -> None:
+    assert home.resolve("a").manifests == home.resolve("a@1").manifests == home.resolve("current").manifests
+    assert home.resolve("a", "b", "trained").names == "a@1, b@1, trained@1"
+    assert home.resolve("a", "b").used == "a@1;positions=32, b@1;positions=20"
+
+
+@pytest.mark.parametrize(
+    "name", ["nope", "a@2", "a@", "a@x", "a@1@1", "@1", "../a", "a/../b", "a\0", "ä", "A", " a", "a ", "%61", "'; --", "." * 1024]
+)
+def test_an_unknown_name_is_not_found_and_shown_as_it_was_sent(home: Home, name: str) -> None:
+    refusal = _refusal(home.resolve, name)
+    assert refusal.status == 404
+    assert repr(name)[1:20] in str(refusal)
+    assert "secret" not in str(refusal)
+    assert len(str(refusal)) < 200
+
+
+def test_an_artefact_under_a_configured_root_is_found_by_its_path(home: Home) -> None:
+    path = home.settings.roots[0] / "l"
+    assert home.resolve(str(path)).manifests == (home.manifests["local"],)
+    (home.settings.roots[0] / "link").symlink_to(path)
+    assert home.resolve(str(home.settings.roots[0] / "link")).roots == (str(path),)
+
+
+def _outside(home: Home) -> dict[str, str]:
+    root, registered = home.settings.roots[0], home.settings.home / "c" / "a"
+    (root / "out").symlink_to(registered)
+    (root / "loop").symlink_to(root / "loop")
+    return {
+        "another directory": str(registered),
+        "dots": f"{root}/../secret-home/c/a",
+        "dots to the root's sibling": f"{root}x",
+        "a link out of the root": str(root / "out"),
+        "a link to itself": str(root / "loop"),
+        "nothing there": str(root / "nope"),
+        "a NUL": f"{root}/l\0",
+        "a long name": f"{root}/{'x' * 500}",
+        "a relative path": "l",
+        "a file": "/etc/passwd",
+        "the root of all": "/",
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["another directory", "dots", "dots to the root's sibling", "a link out of the root", "a link to itself",
+     "nothing there", "a NUL", "a long name", "a relative path", "a file", "the root of all"],
+)  # fmt: skip
+def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home: Home, case: str) -> None:
+    path = _outside(home)[case]
+    refusal = _refusal(Resolver(home.settings).resolve, [Reference(id=path, source="local")])
+    assert refusal.status == 404
+    assert str(refusal).startswith("no cartridge is at ")
+    assert str(home.settings.home) not in str(refusal).replace(repr(path), "")
+
+
+def test_without_roots_no_path_is_found(home: Home) -> None:
+    settings = home.settings.model_copy(update={"roots": ()})
+    path = str(home.settings.roots[0] / "l")
+    assert _refusal(Resolver(settings).resolve, [Reference(id=path)]).status == 404
+
+
+def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path_but_the_clients_is_told(home: Home) -> None:
+    path = home.settings.roots[0] / "empty"
+    path.mkdir()
+    (home.settings.roots[0] / "alias").symlink_to(path)
+    refusal = _refusal(home.resolve, str(home.settings.roots[0] / "alias"))
+    assert refusal.status == 422
+    assert str(path) not in str(refusal)
+
+
+def test_buckets_are_not_served_yet_and_said_so(home: Home) -> None:
+    assert _refusal(home.resolve, "s3://bucket/key").status == 422
+
+
+@pytest.mark.parametrize("damage", ["truncate", "manifest", "gone", "ids"])
+def test_a_damaged_artefact_is_not_usable_and_its_path_not_told(home: Home, damage: str) -> None:
+    root = home.settings.home / "c" / "a"
+    assert home.resolve("a")
+    match damage:
+        case "truncate":
+            (root / "payload.safetensors").write_bytes(b"")
+            (root / "manifest.json").touch()
+        case "manifest":
+            (root / "manifest.json").write_text("{")
+        case "gone":
+            (root / "manifest.json").unlink()
+        case "ids":
+            text = (root / "manifest.json").read_text()
+            (root / "manifest.json").write_text(text.replace('"count": 32', '"count": 31'))
+    refusal = _refusal(home.resolve, "a")
+    assert refusal.status == 422
+    assert "secret" not in str(refusal)
+
+
+def test_an_artefact_exchanged_on_disk_is_not_served_under_the_old_registration(home: Home, tmp_path: Path) -> None:
+    root = home.settings.home / "c" / "a"
+    assert home.resolve("a")
+    root.rename(tmp_path / "old")
+    make_artifact(root, positions=32, cartridge_id="a", seed=99)
+    assert _refusal(home.resolve, "a").status == 422
+
+
+def test_a_new_version_is_found_at_once(home: Home) -> None:
+    before = home.resolve("a")
+    root = home.settings.home / "c" / "a2"
+    make_artifact(root, positions=32, cartridge_id="a", version=2, seed=50)
+    Registry(home.settings.registry_path).register(root)
+    after = home.resolve("a")
+    assert after.names == "a@2"
+    assert after.tag != before.tag
+    assert home.resolve("a@1") == before
+
+
+def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_take_its_place(home: Home) -> None:
+    quarantine = Quarantine(home.settings.quarantine_dir)
+    for name in ("trained", "whole", "a"):
+        quarantine.put(home.manifests[name].digest, "/secret/path has a wrong checksum")
+    refusal = _refusal(home.resolve, "trained")
+    assert refusal.status == 422
+    assert "secret" not in str(refusal)
+    assert home.resolve("whole").document_ids == (7, 8, 9)
+    assert home.resolve("a").must_inject == 0, "its document is computed"
+
+
+def test_a_cartridge_of_tokens_only_stands_alone(home: Home) -> None:
+    selection = home.resolve("text")
+    assert selection.token_ids == tuple(range(16))
+    assert selection.tag is None
+    assert selection.must_inject == 0
+    assert _refusal(home.resolve, "text", "a").status == 422
+
+
+# What a selection is bound to.
+
+
+def test_ids_stand_in_order_and_the_document_only_where_every_part_has_one(home: Home) -> None:
+    a, b, whole = home.resolve("a"), home.resolve("b"), home.resolve("whole")
+    assert home.resolve("a", "b").token_ids == a.token_ids + b.token_ids
+    assert home.resolve("a", "whole", "b").document_ids == a.token_ids + (7, 8, 9) + b.token_ids
+    assert home.resolve("a", "trained").document_ids is None
+    assert whole.token_ids == tuple(range(16))
+
+
+@pytest.mark.parametrize(
+    ("chain", "positions"),
+    [(["a"], 0), (["a", "b"], 0), (["trained"], 16), (["a", "trained"], 48), (["trained", "a"], 16),
+     (["trained", "a", "whole", "b"], 64)],
+)  # fmt: skip
+def test_what_must_not_be_computed_ends_with_the_last_trained_cartridge(
+    home: Home, chain: list[str], positions: int
+) -> None:
+    assert home.resolve(*chain).must_inject == positions
+
+
+def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home: Home) -> None:
+    chains = [["a"], ["b"], ["a", "b"], ["b", "a"], ["a", "a"], ["trained"], ["whole"], ["text"]]
+    salts = {home.resolve(*chain).salt(client) for chain in chains for client in (None, "x", "y", "x\0", "\0x")}
+    assert len(salts) == len(chains) * 5
+    assert all(len(salt) == 64 for salt in salts)
+    assert home.resolve("a").salt("x") == home.resolve("current").salt("x"), "the same content may share blocks"
+    assert home.resolve("a").salt("x", b"secret") not in salts, "who knows the digest must not know the salt"
+
+
+def test_the_tag_names_every_digest_in_order(home: Home) -> None:
+    digests = [home.manifests[name].digest for name in ("b", "trained")]
+    assert home.resolve("b", "trained").tag == ".".join(digests)
+
+
+# Routers.
+
+
+def _choose(values: dict[str, Any], fields: dict[str, Any], *, model: str | None = None, key: str | None = None) -> list[str]:
+    references = Router(from_mapping(values)).choose(fields, None, model, key)
+    assert all(reference.where() == "registry" for reference in references)
+    return [reference.id for reference in references]
+
+
+CHAINS = {"both": ["a", "b"], "one": ["c"]}
+
+
+def test_a_request_that_names_nothing_gets_nothing_from_the_explicit_router() -> None:
+    assert _choose({"router": "explicit"}, {"cartridge_label": "x"}) == []
+
+
+def test_a_composite_stands_for_its_chain_wherever_it_is_named() -> None:
+    assert _choose({"composites": CHAINS}, {"cartridges": ["x", "both", "one"]}) == ["x", "a", "b", "c"]
+    router = Router(from_mapping({"composites": {"/p": ["a"]}}))
+    assert [r.id for r in router.choose({"cartridges": ["/p"]}, None, None, None)] == ["/p"], "a path is no composite"
+
+
+def test_composites_do_not_make_a_chain_longer_than_allowed() -> None:
+    router = Router(from_mapping({"composites": {"many": ["a"] * 16}}))
+    assert _refusal(router.choose, {"cartridges": ["many", "b"]}, None, None, None).status == 400
+
+
+@pytest.mark.parametrize("field", ["cartridge_label", "tenant"])
+def test_the_label_router_reads_the_label_from_the_configured_field(field: str) -> None:
+    values = {"router": "label", "label_field": field}
+    assert _choose(values, {field: "ward/a"}) == ["ward/a"]
+    assert _choose(values, {}) == []
+    assert _choose(values, {field: "x", "cartridges": ["named"]}) == ["named"], "what the request names comes first"
+
+
+def test_the_composite_router_knows_composites_only() -> None:
+    values = {"router": "composite", "composites": CHAINS}
+    assert _choose(values, {"cartridge_label": "both"}) == ["a", "b"]
+    refusal = _refusal(Router(from_mapping(values)).choose, {"cartridge_label": "a"}, None, None, None)
+    assert (refusal.status, str(refusal)) == (404, "no composite is called 'a'")
+
+
+@pytest.mark.parametrize("label", ["", "x" * 129, 5, ["a"], {}, True, "\ud800", "a\0", "a\nb"])
+@pytest.mark.parametrize("router", ["label", "composite"])
+def test_a_malformed_label_is_refused_by_its_fields_name(router: str, label: Any) -> None:
+    refusal = _refusal(Router(from_mapping({"router": router})).choose, {"cartridge_label": label}, None, None, None)
+    assert refusal.status == 400
+    assert "cartridge_label" in str(refusal)
+
+
+def test_the_static_router_goes_by_key_then_model_then_everybody() -> None:
+    hashed = hashlib.sha256(b"sk-1").hexdigest()
+    table = {f"key:{hashed}": "for-key", "model:m": "for-model", "*": "for-all"}
+    assert _choose({"router": "static", "static": table}, {}, model="m", key="sk-1") == ["for-key"]
+    assert _choose({"router": "static", "static": table}, {}, model="m", key="sk-2") == ["for-model"]
+    assert _choose({"router": "static", "static": table}, {}, model="n") == ["for-all"]
+    assert _choose({"router": "static", "static": table}, {"cartridges": ["named"]}, model="n") == ["named"]
+    del table["*"]
+    assert _choose({"router": "static", "static": table}, {}, model="n") == []
+
+
+def test_a_static_entry_may_be_a_composite() -> None:
+    assert _choose({"router": "static", "static": {"*": "both"}, "composites": CHAINS}, {}) == ["a", "b"]

@@ -1,0 +1,185 @@
+"""Keys that are rotated by an offset are the keys that the model itself makes at the positions there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from making import make_rope
+from transformers import (
+    AutoModelForCausalLM, CohereConfig, DynamicCache, GlmConfig, GPTNeoXConfig, LlamaConfig, OPTConfig,
+    PreTrainedConfig, StableLmConfig,
+)  # fmt: skip
+
+from lmcache_cartridge.errors import UnsupportedModel
+from lmcache_cartridge.fingerprint import Rope, of_config
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.rope import check_shift, shift_keys
+
+BF16_NOISE = 0.01
+"""Relative error of keys rounded to bfloat16, twice. Measured: 0.003 to 0.004 at offsets 1 to 3000; of keys not moved: 0.23
+(offset 1) to 1.4."""
+FP32_NOISE = 1e-5
+"""Measured at offset 1000: 1e-7 to 3e-6. Not moved: 0.7 and more; wrong pairs: 0.7 and more; one position off: 0.09."""
+VOCABULARY = 640
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": None,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}  # fmt: skip
+NEOX = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+
+
+def _llama(**rope: object) -> LlamaConfig:
+    return LlamaConfig(**SMALL, rope_parameters={"rope_theta": 10000.0, **rope})
+
+
+MODELS = {
+    "default": (lambda: _llama(rope_type="default"), "half", 16),
+    "linear": (lambda: _llama(rope_type="linear", factor=4.0), "half", 16),
+    "llama3": (lambda: _llama(**LLAMA3), "half", 16),
+    "yarn": (lambda: _llama(**YARN), "half", 16),
+    "interleaved": (lambda: CohereConfig(**SMALL), "interleaved", 16),
+    "partial": (lambda: GPTNeoXConfig(**NEOX, rotary_pct=0.25), "half", 4),
+    "partial of grouped heads": (lambda: StableLmConfig(**SMALL, partial_rotary_factor=0.5), "half", 8),
+    "partial and interleaved": (lambda: GlmConfig(**SMALL, head_dim=16, partial_rotary_factor=0.5), "interleaved", 8),
+}
+
+
+def _made(directory: Path, config: PreTrainedConfig) -> CausalModel:
+    """Return a random model of a config, with the shipped tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    for file in MODEL_DIR.glob("*token*"):
+        shutil.copy(file, directory)
+    return CausalModel(str(directory))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, str, int]:
+    config, pairing, rotary_dim = MODELS[request.param]
+    return _made(tmp_path_factory.mktemp("model"), config()), pairing, rotary_dim
+
+
+@pytest.fixture(scope="module")
+def shipped() -> CausalModel:
+    return CausalModel(str(MODEL_DIR))
+
+
+@torch.inference_mode()
+def _layer0(model: CausalModel, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values `[H, T, D]` of layer 0, which depend on token and position alone."""
+    cache = DynamicCache()
+    positions = torch.arange(start, start + len(ids))[None]
+    model.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+    return cache.layers[0].keys[0], cache.layers[0].values[0]
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("offset", [1, 64, 1000, 1051, 3000])
+def test_a_prefill_moved_by_d_is_a_prefill_at_positions_d_and_on(shipped: CausalModel, offset: int) -> None:
+    ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
+    (keys, values), (there, values_there) = _layer0(shipped, ids, 0), _layer0(shipped, ids, offset)
+    assert torch.equal(values, values_there), "values know no position"
+    assert _error(shift_keys(keys, shipped.fingerprint.rope, offset), there) < BF16_NOISE
+    assert _error(keys, there) > 10 * BF16_NOISE, "keys that were not moved could not be told from those that were"
+
+
+def test_a_stored_prefill_moved_chunk_by_chunk_is_the_whole_one_moved(shipped: CausalModel) -> None:
+    ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
+    keys, _ = _layer0(shipped, ids, 0)
+    whole = shift_keys(keys, shipped.fingerprint.rope, 777)
+    pieces = [shift_keys(piece, shipped.fingerprint.rope, 777) for piece in keys.split(100, dim=1)]
+    assert torch.equal(torch.cat(pieces, dim=1), whole)
+
+
+def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: tuple[CausalModel, str, int]) -> None:
+    model, pairing, rotary_dim = made
+    rope = model.fingerprint.rope
+    assert (rope.pairing, rope.rotary_dim) == (pairing, rotary_dim)
+    ids = list(range(5, 205))
+    keys, _ = _layer0(model, ids, 0)
+    for offset in (1, 1000):
+        there, _ = _layer0(model, ids, offset)
+        assert _error(shift_keys(keys, rope, offset), there) < FP32_NOISE
+
+
+def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, int]) -> None:
+    model, pairing, _ = made
+    wrong = "half" if pairing == "interleaved" else "interleaved"
+    keys, _ = _layer0(model, list(range(5, 205)), 0)
+    there, _ = _layer0(model, list(range(5, 205)), 1000)
+    moved = shift_keys(keys, msgspec.structs.replace(model.fingerprint.rope, pairing=wrong), 1000)
+    assert _error(moved, there) > 5000 * FP32_NOISE
+    assert _error(keys, there) > 5000 * FP32_NOISE
+    assert _error(shift_keys(keys, model.fingerprint.rope, 1001), there) > 5000 * FP32_NOISE, "one position beside"
+
+
+def test_the_factor_of_yarn_is_in_the_keys_and_is_not_applied_again(tmp_path: Path) -> None:
+    model = _made(tmp_path / "yarn", _llama(**YARN))
+    assert model.fingerprint.rope.attention_factor > 1.1
+    keys, _ = _layer0(model, list(range(5, 105)), 0)
+    moved = shift_keys(keys, model.fingerprint.rope, 500)
+    assert float(moved.norm()) == pytest.approx(float(keys.norm()), rel=1e-5)
+
+
+def test_dimensions_that_do_not_rotate_are_copied_bit_for_bit() -> None:
+    keys = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rope = msgspec.structs.replace(make_rope(rotary_dim=16), pairing="half")
+    moved = shift_keys(keys, rope, 9)
+    assert torch.equal(moved[..., 16:], keys[..., 16:])
+    assert not torch.equal(moved[..., :16], keys[..., :16])
+
+
+def test_moving_there_and_back_changes_nothing_but_rounding() -> None:
+    keys = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    rope = msgspec.structs.replace(make_rope(), pairing="interleaved")
+    assert _error(shift_keys(shift_keys(keys, rope, 16384), rope, -16384), keys) < 1e-6
+
+
+def test_no_offset_returns_the_same_numbers_in_a_tensor_of_its_own() -> None:
+    keys = torch.randn(2, 5, 64)
+    moved = shift_keys(keys, None, 0)
+    assert torch.equal(moved, keys)
+    assert moved.data_ptr() != keys.data_ptr()
+
+
+def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) -> None:
+    config = OPTConfig(**{k: v for k, v in NEOX.items() if k != "intermediate_size"}, ffn_dim=96, word_embed_proj_dim=64)
+    rope = _made(tmp_path / "opt", config).fingerprint.rope
+    assert rope is None
+    with pytest.raises(UnsupportedModel, match="no rotary embedding"):
+        shift_keys(torch.zeros(2, 5, 64), rope, 1)
+    with pytest.raises(UnsupportedModel, match="no rotary embedding"):
+        check_shift(rope)
+
+
+def test_keys_whose_pairs_nobody_knows_are_not_moved() -> None:
+    rope: Rope = make_rope()
+    assert rope.pairing is None
+    with pytest.raises(UnsupportedModel, match="rotate together"):
+        shift_keys(torch.zeros(2, 5, 64), rope, 1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_refused_when_a_cartridge_is_made(kind: str) -> None:
+    config = {**SMALL, "model_type": "llama", "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}}
+    with pytest.raises(UnsupportedModel, match=kind):
+        of_config(config, dtype="float32", inv_freq=[1.0] * 8)
+
+
+def test_latent_attention_is_refused_when_a_cartridge_is_made() -> None:
+    with pytest.raises(UnsupportedModel, match="latent"):
+        of_config({**SMALL, "model_type": "deepseek_v3", "kv_lora_rank": 8}, dtype="float32", inv_freq=[1.0] * 8)
