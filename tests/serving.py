@@ -66,8 +66,10 @@ class Client:
         self._http.close()
 
     def ask(self, ids: list[int], tag: str | None = None, tokens: int = 4) -> Reply:
-        """Return the reply to a prompt; `tag` is the request's `lmcache.tag.cartridge`."""
-        params = {} if tag is None else {"lmcache.tag.cartridge": tag}
+        """Return the reply to a prompt; `tag` is the request's `lmcache.tag.cartridge`, which the request API refuses."""
+        return self._ask(ids, {} if tag is None else {"lmcache.tag.cartridge": tag}, tokens)
+
+    def _ask(self, ids: list[int], params: dict[str, str], tokens: int) -> Reply:
         response = self.post(
             {"prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 20, "kv_transfer_params": params}
         )
@@ -83,7 +85,7 @@ class Client:
 
     def computed(self, ids: list[int], tokens: int = 4) -> Reply:
         """Return the reply with every prompt token computed: a tag that no cartridge has keeps them all away."""
-        reply = self.ask(ids, tag="computed", tokens=tokens)
+        reply = self._ask(ids, {"lmcache.tag.apart": "computed"}, tokens)
         assert reply.cached_tokens == 0
         return reply
 

@@ -62,6 +62,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     _flip_a_bit(settings.cartridges_dir / "flipped")
     trained = _register_variants(registry, home, ids["a"])
     launch = plan(str(MODEL_DIR), settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
+    # Without the request API, so that a test may name KV by its tag.
+    launch = launch._replace(environment={k: v for k, v in launch.environment.items() if k != "VLLM_PLUGINS"})
     with ServerProcess(launch, home / "server.log") as server:
         with Client(server.url, str(MODEL_DIR)) as client:
             yield Served(client, model, settings, ids, trained)
