@@ -17,12 +17,13 @@ lint: $(READY)
 	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH lmcache_cartridge tests
 
 # --no-deps: the locks are complete, and pip's own resolution would add CUDA builds that break a CPU torch.
-# compileall: vLLM starts several processes, each of which would compile every module again.
+# compileall: vLLM starts several processes, each of which would compile every module again. One file of torch is written
+# for Python 3.12.
 $(READY): $(LOCKS) setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile $(addprefix -r ,$(LOCKS))
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 .venv/lib
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 -x py312_ .venv/lib
 	touch $@
 
 clean:
