@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CartridgeError as error:
         print(f"lmcache-cartridge: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk, a directory that may not be written
+        print(f"lmcache-cartridge: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

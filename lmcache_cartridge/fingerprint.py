@@ -151,6 +151,8 @@ def _rope(
     pairing: Literal["half", "interleaved"] | None,
 ) -> Rope:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedModel(f"layers with RoPE of their own kinds: {', '.join(sorted(parameters))}")
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
     if kind not in STATIC_ROPE:

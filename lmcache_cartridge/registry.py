@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,12 +83,16 @@ class Registry:
                 raise RegistryError(f"registry {path}: {error.strerror}") from error
             with self._connect() as db:
                 self._migrate(db)
+            # A write-ahead log lets servers read while a tool writes. The change of mode needs the file for itself for
+            # a moment; where it cannot have it, somebody else is making the same change.
+            with suppress(RegistryError), self._connect() as db:
+                db.execute("PRAGMA journal_mode = WAL")
 
     def register(self, root: Path) -> Manifest:
         """Add the artefact at `root` under the id and version of its manifest, and return that.
 
         The same artefact again is no change. Raises `CartridgeExists` if other content has this id and version,
-        `ManifestError` or `ArtifactError` if the artefact is not sound.
+        or a label this name, `ManifestError` or `ArtifactError` if the artefact is not sound.
         """
         root = root.resolve()
         manifest = artifact.load_manifest(root)
@@ -102,6 +107,8 @@ class Registry:
                     f"{manifest.name} is registered with other content (digest {row[0][:16]}...); "
                     "versions never change. Build the cartridge again to get a new version"
                 )
+            if db.execute("SELECT 1 FROM labels WHERE label = ?", (manifest.id,)).fetchone():
+                raise CartridgeExists(f"{manifest.id} is a label already and cannot be the id of a cartridge too")
             db.execute(
                 "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
@@ -177,6 +184,8 @@ class Registry:
                 self._migrate(db)
             else:
                 mode = "ro" if self._read_only else "rwc"
+                if self._read_only and not os.access(self.path.parent, os.W_OK):
+                    mode += "&immutable=1"  # a write-ahead log cannot be read where its -shm cannot be made
                 db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
                 self._check_schema(db)
             with db:
@@ -201,10 +210,7 @@ class Registry:
             )
 
     def _migrate(self, db: sqlite3.Connection) -> None:
-        """Bring the schema up to date, once even if several processes start at the same time.
-
-        SQLite's rollback journal is kept: with a write-ahead log a mere reader would leave files beside the registry.
-        """
+        """Bring the schema up to date, once even if several processes start at the same time."""
         if db.execute("PRAGMA user_version").fetchone()[0] == len(_MIGRATIONS):
             return
         db.execute("BEGIN IMMEDIATE")

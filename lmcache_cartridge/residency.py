@@ -211,7 +211,7 @@ class Residency:
             assert self._loaded - self._evicted == resident, "loaded - evicted != resident"
 
     def close(self) -> None:
-        """Start no more loads and wait for those running. Loans stay valid."""
+        """Admit no more chunks and wait for the loads under way. Loans stay valid."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()

@@ -177,3 +177,13 @@ def test_rope_is_compared_field_by_field() -> None:
         "rope kind: default, not yarn",
         "rope attention_factor: 1.0, not 1.2",
     ]
+
+
+def test_rope_of_several_kinds_is_refused_since_one_shift_would_not_fit_all_layers() -> None:
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    config = {
+        "model_type": "gemma3_text", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64,
+        "vocab_size": 100, "rope_parameters": rope,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention"):
+        of_config(config, dtype="bfloat16", inv_freq=[1.0])

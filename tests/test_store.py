@@ -282,7 +282,8 @@ def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: _Home) ->
     assert store.lookup(prompt.hashes) == 0
     _assert_not_served(store, prompt, made)
     assert list(store.refused()) == ["doc@1"]
-    assert store.stats().loading == 0
+    store.close()
+    assert store.stats().loading == 0, "a load hangs"
 
 
 def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home: _Home) -> None:

@@ -64,6 +64,12 @@ def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> Non
             f"pre_caching_hash_algorithm is {algorithm}, whose hashes differ from process to process, so no cartridge "
             "would ever be found. Set `pre_caching_hash_algorithm: sha256_cbor` in the LMCache YAML"
         )
+    locations = config.retrieve_locations
+    if locations is not None and not set(locations) & set(config.storage_plugins or ()):
+        raise UnsupportedEngine(
+            f"LMCache looks cartridges up in retrieve_locations only, {locations}, which names no storage plugin. Name "
+            "the cartridge plugin there as in storage_plugins, or remove it"
+        )
     if metadata.use_mla:
         raise UnsupportedEngine("multi-head latent attention stores one latent vector, not K and V per head")
 
@@ -148,6 +154,8 @@ def _rope_frequencies(config: Any) -> tuple[list[float] | None, float]:
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return None, 1.0
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedModel(f"layers with RoPE of their own kinds: {', '.join(sorted(parameters))}")
     kind = parameters.get("rope_type", "default")
     if kind != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
