@@ -109,6 +109,13 @@ class DiskTier:
         with self._lock:
             self._forget(key)
 
+    def discard_cartridge(self, digest: str) -> None:
+        """Forget every piece of a cartridge and remove its files."""
+        with self._lock:
+            keys = [key for key in self._sizes if key.digest == digest]
+        for key in keys:
+            self.discard(key)
+
     def stats(self) -> DiskStats:
         """Return the counters; no side effects."""
         with self._lock:

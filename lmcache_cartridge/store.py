@@ -169,7 +169,9 @@ class CartridgeStore:
         return self._residency.pin(digest, False)
 
     def evict(self, digest: str) -> int:
-        """Drop a cartridge's chunks that nobody relies on and return how many."""
+        """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory."""
+        if self._disk is not None:
+            self._disk.discard_cartridge(digest)
         return self._residency.evict(digest)
 
     def names(self) -> list[str]:

@@ -267,3 +267,13 @@ def test_a_reader_never_sees_half_a_piece(tmp_path: Path) -> None:
     run_threads(6, work)
     assert found
     assert all(found)
+
+
+def test_discarding_a_cartridge_removes_its_pieces_and_no_others(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", 10 * SIZE)
+    for number in range(4):
+        tier.write(_key(number), memoryview(_data(number)))
+    tier.discard_cartridge(_key(1).digest)
+    assert _held(tier, range(4)) == [0, 2]
+    assert tier.stats().resident_bytes == 2 * SIZE
+    assert _read(tier, 0) == _data(0)
