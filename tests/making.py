@@ -149,6 +149,15 @@ def files_under(root: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
+def kept_files(root: Path) -> dict[str, tuple[bytes, int]]:
+    """Return `files_under(root)` less what SQLite makes beside a write-ahead log to read it, which is no log entry."""
+    found = files_under(root)
+    for name in [name for name in found if name.endswith(("-wal", "-shm"))]:
+        content, _ = found.pop(name)
+        assert not (name.endswith("-wal") and content), f"{name} has entries"
+    return found
+
+
 def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 30) -> None:
     """Run `work(0)` to `work(count - 1)` at once, started together; raise the first error, or that one hangs."""
     start = threading.Barrier(count)

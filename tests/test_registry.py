@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from making import files_under, flip_bit, make_artifact, run_threads
+from making import flip_bit, kept_files, make_artifact, run_threads
 
 from lmcache_cartridge.artifact import PAYLOAD, load_manifest
 from lmcache_cartridge.errors import (
@@ -199,35 +199,27 @@ def test_a_read_only_registry_of_a_missing_file_is_empty_and_makes_none(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def _registry_files(home: Path) -> dict[str, tuple]:
-    """Return the registry's files, less what SQLite makes beside a write-ahead log to read it: no log entry among it."""
-    found = files_under(home)
-    assert found.pop("registry.sqlite-wal", (b"",))[0] == b""
-    found.pop("registry.sqlite-shm", None)
-    return found
-
-
 def test_a_read_only_registry_writes_nothing(registry: Registry, tmp_path: Path) -> None:
     registry.register(_make(tmp_path, "doc"))
     registry.label("current", "doc")
-    before = _registry_files(tmp_path / "home")
+    before = kept_files(tmp_path / "home")
     reader = Registry(registry.path, read_only=True)
     assert [row.name for row in reader.all()] == ["doc@1"]
     assert reader.find("current").name == "doc@1"
     assert reader.labels() == {"current": "doc@1"}
-    assert _registry_files(tmp_path / "home") == before
+    assert kept_files(tmp_path / "home") == before
     assert list(before) == ["registry.sqlite"]
 
 
 def test_a_read_only_registry_refuses_to_write(registry: Registry, tmp_path: Path) -> None:
     registry.register(_make(tmp_path, "doc"))
-    before = _registry_files(tmp_path / "home")
+    before = kept_files(tmp_path / "home")
     reader = Registry(registry.path, read_only=True)
     with pytest.raises(RegistryError, match="readonly"):
         reader.register(_make(tmp_path, "other"))
     with pytest.raises(RegistryError, match="readonly"):
         reader.label("current", "doc")
-    assert _registry_files(tmp_path / "home") == before
+    assert kept_files(tmp_path / "home") == before
 
 
 def test_a_reader_sees_what_is_registered_after_it_was_opened(registry: Registry, tmp_path: Path) -> None:
@@ -241,10 +233,10 @@ def test_a_registry_of_a_newer_release_is_refused_and_left_alone(registry: Regis
     db = sqlite3.connect(registry.path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    before = _registry_files(registry.path.parent)
+    before = kept_files(registry.path.parent)
     with pytest.raises(RegistryError, match=r"has schema 99, this release knows 1; upgrade"):
         Registry(registry.path, read_only=read_only).all()
-    assert _registry_files(registry.path.parent) == before
+    assert kept_files(registry.path.parent) == before
 
 
 def test_a_registry_of_an_older_schema_is_not_upgraded_by_a_reader(tmp_path: Path) -> None:

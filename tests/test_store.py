@@ -15,9 +15,9 @@ import pytest
 from making import (
     VOCABULARY,
     Made,
-    files_under,
     flip_bit,
     heads_bytes,
+    kept_files,
     make_artifact,
     make_engine,
     make_fingerprint,
@@ -560,9 +560,9 @@ def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: 
 
 def test_serving_changes_no_artefact_and_no_registry(home: _Home) -> None:
     made = home.make()
-    before = files_under(home.path)
+    before = kept_files(home.path)
     _assert_served(home.open(), made, _prompt(home, made))
-    assert files_under(home.path) == before
+    assert kept_files(home.path) == before
 
 
 def test_the_disk_tier_serves_what_its_source_lost(home: _Home) -> None:
