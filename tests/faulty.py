@@ -1,20 +1,48 @@
-"""A plugin with one fault, to be named in an LMCache YAML: the chunk of `FAULTY_CHUNK` is never handed out."""
+"""A plugin with faults, to be named in an LMCache YAML: chunks it promised are not handed out, or come late.
+
+`FAULTY_CHUNK` names one for the whole life of the server; the JSON file `FAULTY_FILE` may change while it runs:
+`{"drop": 3}` for a chunk that is never handed out, `{"slow_s": 1.5}` for every load taking that long.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from pathlib import Path
+from typing import Any
 
-from lmcache_cartridge.serve.backend import CartridgeBackend
+from lmcache_cartridge.serve import backend
 
 
-class FaultyBackend(CartridgeBackend):
+class CartridgeBackend(backend.CartridgeBackend):
     """Promises every chunk at lookup and then fails to deliver one, as no healthy store does."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self._store is not None:
+            self._store._loader.load = _slowed(self._store._loader.load)
+
     def batched_get_blocking(self, keys: list) -> list:
-        """Return what `CartridgeBackend` does, with None in the place of one chunk."""
+        """Return what the sound plugin does, with None in the place of one chunk."""
         found = super().batched_get_blocking(keys)
-        broken = int(os.environ["FAULTY_CHUNK"])
-        if found[broken] is not None:
-            found[broken].ref_count_down()
-            found[broken] = None
+        broken = _fault("drop")
+        if broken is None:
+            broken = os.environ.get("FAULTY_CHUNK")
+        if broken is not None and int(broken) < len(found) and found[int(broken)] is not None:
+            found[int(broken)].ref_count_down()
+            found[int(broken)] = None
         return found
+
+
+def _slowed(load: Any) -> Any:
+    def slow(*args: Any) -> None:
+        time.sleep(_fault("slow_s") or 0)
+        load(*args)
+
+    return slow
+
+
+def _fault(name: str) -> Any:
+    path = os.environ.get("FAULTY_FILE")
+    return json.loads(Path(path).read_text()).get(name) if path and Path(path).exists() else None

@@ -77,7 +77,6 @@ def test_a_chunk_that_cannot_be_had_after_all_is_computed_and_the_answer_right(
 ) -> None:
     launch = plan(str(MODEL_DIR), settings, vllm_args=SERVER_ARGS)
     launch = _edited(launch, "lmcache_cartridge.serve.backend", "faulty")
-    launch = _edited(launch, '"CartridgeBackend"', '"FaultyBackend"')
     environment = SMALL | {"FAULTY_CHUNK": "2", "PYTHONPATH": str(Path(__file__).parent)}
     with _serving(launch, tmp_path, environment) as client:
         for prompt, answer in _prompts(model, 4):

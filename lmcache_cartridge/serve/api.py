@@ -60,9 +60,14 @@ class CartridgePlugin:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        """Read the settings. An error is logged by vLLM, which then goes on without the plugin."""
-        self.settings: Settings = from_environment()
+        """Read the settings. vLLM would log an error here and go on without the plugin, so `init_state` raises it."""
         self.secret = secrets.token_bytes(32)
+        try:
+            self.settings: Settings = from_environment()
+        except CartridgeError as error:
+            self._failed: CartridgeError | None = error
+        else:
+            self._failed = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes and the response headers."""
@@ -72,6 +77,8 @@ class CartridgePlugin:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Wrap what requests pass through. Raises `UnsupportedEngine`, which ends the server's start."""
+        if self._failed is not None:
+            raise self._failed
         self.engine = engine_client
         self.resolver, self.router = Resolver(self.settings), Router(self.settings)
         self._ready: OrderedDict[str, None] = OrderedDict()
@@ -190,6 +197,8 @@ class CartridgeRenderer:
         if isinstance(params, Granted):
             return params.selection
         try:
+            if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
+                raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
             references = self._plugin.router.choose(
                 getattr(request, "model_extra", None) or {}, params, getattr(request, "model", None), headers.api_key()
             )
@@ -207,7 +216,8 @@ class CartridgeRenderer:
             raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
         own = engine_input["prompt_token_ids"]
         head = selection.token_ids if granted else selection.document_ids
-        if own and own[0] == getattr(self._inner.renderer.tokenizer, "bos_token_id", None):
+        bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
+        while own and own[0] == bos:  # /v1/responses renders two where the chat template has one (vLLM 0.32)
             own = own[1:]
         limit = self._inner.model_config.max_model_len
         if not own:
@@ -255,14 +265,15 @@ class GuardedEngine:
             else:
                 return
         self._plugin.forget(selection.tag)
-        if answered or self._plugin.settings.on_miss != "document" or selection.document_ids is None:
+        needs_leave = selection.must_inject > 0
+        if answered or selection.document_ids is None or (needs_leave and self._plugin.settings.on_miss != "document"):
             headers.retry_after(1)
-            raise RetryableRequestError(f"{selection.names} was lost from memory; ask again")
+            raise RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
         headers.note(selection.replaced)
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
-        plain = params.clone()
-        plain.extra_args = {k: v for k, v in params.extra_args.items() if k != "kv_transfer_params"} or None
         prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
+        plain = params.clone()
+        plain.extra_args = params.extra_args | {"kv_transfer_params": {TAG: "computed"}}  # no cartridge has this tag
         async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
             yield output
 
@@ -305,6 +316,8 @@ def check_request(request: Any, selection: Selection) -> None:
     def asks(name: str) -> Any:
         return getattr(request, name, None)
 
+    if any(key.startswith("lmcache.tag.") for key in asks("kv_transfer_params") or ()):
+        raise Refusal(422, "a tag of the client's own keeps cartridges away; use cache_salt to be kept apart")
     if asks("use_beam_search"):
         raise Refusal(422, "beam search drops what the engine must know of cartridges")
     if asks("prompt_embeds") is not None:

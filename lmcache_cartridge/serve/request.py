@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -185,7 +186,7 @@ class Resolver:
             documents.append(document)
         if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
-        whole = None if None in documents else tuple(i for document in documents for i in document)
+        whole = None if None in documents else tuple(chain.from_iterable(documents))
         return Selection(tuple(manifests), tuple(str(r) for r, _ in roots), tuple(ids), whole)
 
     def _root(self, reference: Reference) -> tuple[Path, str | None]:

@@ -1,0 +1,568 @@
+"""The request API on a real server, asked by the stock OpenAI client: right answers, right usage, and no leak."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from serving import SERVER_ARGS
+from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
+
+from lmcache_cartridge import artifact
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall.ward import Fact, ask, encode
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Resolver
+from lmcache_cartridge.settings import Settings, from_mapping
+
+KEY = "sk-test"
+CHUNK = 256
+BY_CHANCE = 0.25
+"""Largest share of right answers taken for guessing: the mean over attributes is 0.05."""
+KINDS = {"a": "prefill", "b": "prefill", "c": "trained"}
+
+
+class Served(NamedTuple):
+    asker: Asker
+    model: CausalModel
+    settings: Settings
+    wards: dict[str, Ward]
+    """By cartridge id. Facts of the trained ones are those in their p positions."""
+
+    @property
+    def url(self) -> str:
+        return str(self.asker.http.base_url)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    settings = from_mapping(
+        {"home": home, "cpu_bytes": 256 << 20, "admin": True, "roots": [str(home / "allowed")],
+         "composites": {"both": ["a", "b"], "loop": ["loop"]}}
+    )  # fmt: skip
+    model = CausalModel(MODEL)
+    wards = {name: write_ward(model, patients(i, 4), name) for i, name in enumerate(KINDS)}
+    wards["c"] = _cut(model, wards["c"], 1024)
+    for name, kind in KINDS.items():
+        register(model, settings, wards[name].ids, name=name, kind=kind)
+    launch = plan(
+        MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail",
+        vllm_args=[*SERVER_ARGS, "--api-key", KEY, "--enable-scale-out", "--enable-auto-tool-choice",
+                   "--tool-call-parser", "pythonic"],
+    )  # fmt: skip
+    with ServerProcess(launch, home / "server.log") as server, Asker(server.url, KEY) as asker:
+        yield Served(asker, model, settings, wards)
+
+
+def _cut(model: CausalModel, ward: Ward, positions: int) -> Ward:
+    """Return what is left of a sheet in its first positions."""
+    ids = ward.ids[:positions]
+    return Ward(ward.document, ids, sure(model, prefill(model, ids), ward.facts))
+
+
+def _status(call: Any, *args: Any, **kwargs: Any) -> tuple[int, str]:
+    with pytest.raises(openai.APIStatusError) as caught:
+        call(*args, **kwargs)
+    assert isinstance(caught.value.body, dict), "no OpenAI-style error"
+    return caught.value.status_code, caught.value.body["message"]
+
+
+# One request.
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_completions_and_chat_answer_from_the_cartridge_and_count_it(served: Served, name: str) -> None:
+    ward = served.wards[name]
+    positions, whole = len(ward.ids), len(ward.ids) // CHUNK * CHUNK
+    for fact in ward.facts[:8]:
+        for reply, own in (
+            (served.asker.complete(ask(fact, 0), name), encode(ask(fact, 0))),
+            (served.asker.chat(content(fact), name), encode(ask(fact, 0))),
+        ):
+            assert reply.text.strip() == fact.value
+            assert reply.used == f"{name}@1;positions={positions}"
+            assert reply.prompt_tokens == positions + len(own), "a second <s>, or something lost"
+            # vLLM's prefix cache may hold more: the tail of the document in blocks of 128, computed before.
+            assert whole <= reply.cached_tokens <= positions
+
+
+def test_a_request_without_cartridges_is_left_alone(served: Served) -> None:
+    fact = served.wards["a"].facts[0]
+    reply = served.asker.complete(ask(fact, 0))
+    assert reply.prompt_tokens == 1 + len(encode(ask(fact, 0))), "<s> and the question"
+    assert (reply.used, reply.cached_tokens) == (None, 0)
+    right = [served.asker.right(fact, None) for fact in served.wards["a"].facts[:40]]
+    assert sum(right) / len(right) <= BY_CHANCE
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_answer_is_that_of_the_document_in_the_prompt(served: Served, name: str) -> None:
+    ward, worst = served.wards[name], 0.0
+    for fact in ward.facts[:6]:
+        # prompt_logprobs keep every cache away, so that the document is computed.
+        logprobs = []
+        for prompt, extra in (
+            (ask(fact, 0), {"cartridges": [name]}),
+            ([*ward.ids, *encode(ask(fact, 0))], {"prompt_logprobs": 0, "cache_salt": "computed"}),
+        ):
+            reply = served.asker.openai.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=2, temperature=0, logprobs=5, extra_body=extra
+            )
+            logprobs.append(reply.choices[0].logprobs.top_logprobs[0])
+            assert reply.choices[0].text.strip() == fact.value
+        worst = max(worst, max(abs(logprobs[0][t] - logprobs[1][t]) for t in logprobs[0].keys() & logprobs[1].keys()))
+    assert worst < 0.5, "two bfloat16 steps of a logit between 16 and 32 are 0.25"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stream_gives_the_same_answer_usage_and_header(served: Served, name: str) -> None:
+    ward = served.wards[name]
+    reply, pieces = served.asker.stream(ask(ward.facts[1], 0), name)
+    assert reply.text.strip() == ward.facts[1].value
+    assert len([piece for piece in pieces if piece]) >= 1
+    assert reply.prompt_tokens == len(ward.ids) + len(encode(ask(ward.facts[1], 0)))
+    assert reply.cached_tokens >= len(ward.ids) // CHUNK * CHUNK
+    assert reply.used == f"{name}@1;positions={len(ward.ids)}"
+
+
+def test_a_chat_stream_answers_from_the_cartridge(served: Served) -> None:
+    fact = served.wards["c"].facts[2]
+    events = served.asker.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": content(fact)}], max_tokens=2, temperature=0, stream=True,
+        extra_body={"cartridges": ["c"]},
+    )  # fmt: skip
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text.strip() == fact.value
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_several_choices_prompts_logprobs_echo_and_stop_words_work(served: Served, name: str) -> None:
+    facts = served.wards[name].facts[:3]
+    reply = served.asker.openai.completions.create(
+        model=MODEL, prompt=[ask(fact, 0) for fact in facts], n=2, max_tokens=1, temperature=1e-3, logprobs=3,
+        echo=False, extra_body={"cartridges": [name]},
+    )  # fmt: skip
+    assert [choice.text.strip() for choice in reply.choices] == [fact.value for fact in facts for _ in range(2)]
+    assert all(choice.logprobs.token_logprobs[0] > -2 for choice in reply.choices)
+    stopped = served.asker.openai.completions.create(
+        model=MODEL, prompt=ask(facts[0], 0), max_tokens=8, temperature=0, stop=[facts[0].value],
+        extra_body={"cartridges": [name]},
+    )  # fmt: skip
+    assert (stopped.choices[0].text.strip(), stopped.choices[0].finish_reason) == ("", "stop")
+    echoed = served.asker.openai.completions.create(
+        model=MODEL, prompt=ask(facts[0], 0), max_tokens=1, temperature=0, echo=True, extra_body={"cartridges": [name]}
+    )
+    assert echoed.choices[0].text.split() == [*ask(facts[0], 0).split(), facts[0].value], "the cartridge is not echoed"
+
+
+def test_function_tools_go_with_cartridges(served: Served) -> None:
+    fact = served.wards["c"].facts[0]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for choice in ("none", "auto"):
+        reply = served.asker.chat(content(fact), "c", tools=[tool], tool_choice=choice)
+        assert reply.text.strip() == fact.value
+        assert reply.cached_tokens >= 1024
+    web = {"type": "web_search"}
+    status, _ = _status(served.asker.openai.responses.create, model=MODEL, input="x", tools=[web], extra_body={"cartridges": ["c"]})
+    assert status == 422, "built-in tools render again on every turn"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"cartridges": ["b"]}, {"cartridges": [{"id": "b@1", "source": "registry"}]}, {"cartridges": [{"id": "b", "force_redownload": True}]},
+     {"kv_transfer_params": {"cartridge_id": "b"}}, {"kv_transfer_params": {"cartridge_id": ["b"], "lmcache.skip_save": True}}],
+)  # fmt: skip
+def test_every_way_of_naming_a_cartridge_is_understood(served: Served, named: dict[str, Any]) -> None:
+    for fact in served.wards["b"].facts[:3]:
+        reply = served.asker.complete(ask(fact, 0), **named)
+        assert (reply.text.strip(), reply.used) == (fact.value, f"b@1;positions={len(served.wards['b'].ids)}")
+
+
+def test_a_clients_own_tag_would_keep_the_cartridge_away_and_is_refused(served: Served) -> None:
+    tagged = {"lmcache.tag.tenant": "x"}
+    assert served.asker.complete("Q: x? A:", kv_transfer_params=tagged).used is None
+    for name in KINDS:
+        status, message = _status(served.asker.complete, "Q: x? A:", name, kv_transfer_params=tagged)
+        assert (status, "cache_salt" in message) == (422, True)
+
+
+def test_a_clients_own_salt_keeps_blocks_apart_and_the_answer_right(served: Served) -> None:
+    fact, whole = served.wards["a"].facts[5], len(served.wards["a"].ids) // CHUNK * CHUNK
+    first = served.asker.complete(ask(fact, 0), "a", cache_salt="mine")
+    again = served.asker.complete(ask(fact, 0), "a", cache_salt="mine")
+    other = served.asker.complete(ask(fact, 0), "a", cache_salt="yours")
+    assert {first.text.strip(), again.text.strip(), other.text.strip()} == {fact.value}
+    assert first.cached_tokens == other.cached_tokens == whole
+    assert again.cached_tokens >= whole
+
+
+def test_responses_and_messages_answer_from_the_cartridge(served: Served) -> None:
+    for fact in served.wards["c"].facts[:4]:
+        named = {"cartridges": ["c"]}
+        reply = served.asker.openai.responses.create(
+            model=MODEL, input=content(fact), max_output_tokens=2, temperature=0, extra_body=named
+        )
+        assert reply.output_text.strip() == fact.value
+        assert reply.usage.input_tokens == 1024 + len(encode(ask(fact, 0)))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content(fact)}], "max_tokens": 2, "temperature": 0}
+        reply = served.asker.http.post("/v1/messages", json={**body, "kv_transfer_params": {"cartridge_id": "c"}})
+        assert reply.json()["content"][0]["text"].strip() == fact.value
+        assert reply.headers["x-cartridges"] == "c@1;positions=1024"
+
+
+# Where nothing would read the field.
+
+_CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+UNAWARE = {
+    "/v1/chat/completions/batch": {**_CHAT, "messages": [_CHAT["messages"]]},
+    "/v1/chat/completions/render": _CHAT,
+    "/v1/completions/render": {"model": MODEL, "prompt": "x"},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": _CHAT["messages"]},
+    "/inference/v1/generate": {"model": MODEL, "token_ids": [5, 6], "sampling_params": {"max_tokens": 1}},
+    "/generative_scoring": {"model": MODEL, "query": "a", "items": ["b"], "label_token_ids": [5, 6]},
+    "/invocations": _CHAT,
+    "/tokenize": {"model": MODEL, "prompt": "x"},
+}
+
+
+@pytest.mark.parametrize("path", UNAWARE)
+def test_an_endpoint_that_would_ignore_cartridges_refuses_them(served: Served, path: str) -> None:
+    assert served.asker.http.post(path, json=UNAWARE[path]).status_code == 200, "the control: without any it answers"
+    for named in ({"cartridges": ["a"]}, {"cartridges": ["nope"]}, {"kv_transfer_params": {"cartridge_id": "a"}},
+                  {"cartridges": "nonsense"}, {"kv_transfer_params": {TAG: "00"}}):  # fmt: skip
+        reply = served.asker.http.post(path, json=UNAWARE[path] | named)
+        assert reply.status_code == 400, reply.text
+        assert "cartridge" in reply.json()["error"]["message"]
+
+
+def test_messages_say_where_to_name_cartridges(served: Served) -> None:
+    reply = served.asker.http.post("/v1/messages", json={**_CHAT, "cartridges": ["a"]})
+    assert reply.status_code == 400
+    assert "kv_transfer_params.cartridge_id" in reply.json()["error"]["message"]
+
+
+def test_an_escaped_or_oddly_encoded_field_is_seen_too(served: Served) -> None:
+    body = json.dumps({**_CHAT, "cartridges": ["a"]})
+    for data in (body.replace("cartridges", "cartr\\u0069dges").encode(), body.encode("utf-16"), body.encode("utf-32-le")):
+        reply = served.asker.http.post("/v1/messages", content=data, headers={"content-type": "application/json"})
+        assert reply.status_code == 400
+
+
+def test_every_route_that_generates_is_known(served: Served) -> None:
+    paths = {p for p, methods in served.asker.http.get("/openapi.json").json()["paths"].items() if "post" in methods}
+    taken = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/cartridges/{name}/{action}"}
+    harmless = {"/detokenize", "/ping", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel",
+                "/v1/systemone", "/inference/v1/abort_requests"}  # fmt: skip
+    derendering = {path for path in paths if path.endswith(("render", "derender"))}
+    assert paths <= taken | harmless | derendering | set(UNAWARE), "a new route: does it take cartridges?"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{TAG: "00" * 32}, {GRANT: {"must_inject": 0}}, {"lmcache.tag.x": ["a"]}, {"lmcache.x": {}}, {"disagg_spec": {}},
+     {"ret_first_tok": True}],
+)  # fmt: skip
+def test_parameters_only_the_server_may_set_are_refused_on_every_way_in(served: Served, params: dict[str, Any]) -> None:
+    nested = {"max_tokens": 1, "extra_args": {"kv_transfer_params": params}}
+    generate = {"model": MODEL, "token_ids": [5, 6]}
+    for path, body in {
+        "/v1/completions": {"model": MODEL, "prompt": "x", "kv_transfer_params": params},
+        "/v1/chat/completions": {**_CHAT, "kv_transfer_params": params},
+        "/v1/responses": {"model": MODEL, "input": "x", "kv_transfer_params": params},
+        "/v1/messages": {**_CHAT, "kv_transfer_params": params},
+        "/inference/v1/generate": {**generate, "sampling_params": nested},
+    }.items():
+        reply = served.asker.http.post(path, json=body)
+        assert reply.status_code == 400, (path, reply.text)
+    for value in ("a", ["a"], 5):
+        body = {"model": MODEL, "prompt": "x", "vllm_xargs": {"kv_transfer_params": value}}
+        assert served.asker.http.post("/v1/completions", json=body).status_code == 400
+    assert served.asker.right(served.wards["a"].facts[0], "a"), "the engine lives"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("cartridge", "status"),
+    [("nope", 404), ("a@9", 404), ("/etc/passwd", 404), ("/", 404), ("s3://bucket/key", 422), ("../a", 404), ({"id": ""}, 400),
+     ({"id": "a", "x": 1}, 400), (5, 400), ("x" * 2000, 400), ("loop", 404)],
+)  # fmt: skip
+def test_what_cannot_be_had_is_an_openai_error(served: Served, cartridge: Any, status: int) -> None:
+    for ask_for in (served.asker.complete, served.asker.chat, served.asker.stream):
+        found, message = _status(ask_for, "Q: x? A:", [cartridge])
+        assert found == status
+        assert str(served.settings.home) not in message
+
+
+def test_a_cartridge_of_another_model_is_a_conflict(served: Served) -> None:
+    for kind in ("prefill", "trained"):
+        register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
+                 weights_digest="00" * 32)  # fmt: skip
+        status, message = _status(served.asker.complete, "Q: x? A:", f"foreign-{kind}")
+        assert (status, message) == (409, f"foreign-{kind}@1 cannot be used with the model served here")
+    assert served.asker.right(served.wards["a"].facts[0], "a")
+
+
+def test_an_artefact_under_a_root_is_served_by_its_path(served: Served) -> None:
+    root = served.settings.roots[0] / "local"
+    ward = _cut(served.model, write_ward(served.model, patients(3, 4), "local", tokens=530), 512)
+    save(served.model, root, ward.ids, name="local", kind="trained")
+    for fact in ward.facts[:4]:
+        reply = served.asker.complete(ask(fact, 0), str(root))
+        assert (reply.text.strip(), reply.used) == (fact.value, "local@1;positions=512")
+
+
+def test_without_the_api_key_nothing_is_read_or_told(served: Served) -> None:
+    body = {"model": MODEL, "prompt": "x", "cartridges": ["nope"]}
+    with httpx.Client(base_url=served.url) as stranger:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/cartridges/a/evict"):
+            assert stranger.post(path, json=body).status_code == 401
+        for path in ("/v1/cartridges", "/v1/cartridges/a", "/v1/cartridges/nope"):
+            assert stranger.get(path).status_code == 401
+        # vLLM lets anybody in here; a cartridge is not handed out beside the key.
+        assert stranger.post("/invocations", json={**_CHAT, "cartridges": ["a"]}).status_code == 400
+    lower = {"Authorization": f"bearer {KEY}"}
+    assert served.asker.http.post("/v1/completions", json=body, headers=lower).status_code == 404
+
+
+# Many requests.
+
+
+def _wrong(served: Served, requests: list[tuple[str, Fact]]) -> list[tuple[str, Fact, str]]:
+    """Ask by 16 threads, completions and chat in turn; return the answers that are not the cartridge's own."""
+
+    def one(number: int) -> tuple[str, Fact, str] | None:
+        name, fact = requests[number]
+        if number % 2:
+            text = served.asker.complete(ask(fact, 0), name).text
+        else:
+            text = served.asker.chat(content(fact), name).text
+        return None if text.strip() == fact.value else (name, fact, text)
+
+    with ThreadPoolExecutor(16) as pool:
+        return [found for found in pool.map(one, range(len(requests))) if found]
+
+
+def test_two_hundred_requests_by_sixteen_threads_get_their_own_documents_answers(served: Served) -> None:
+    rng = random.Random(1)
+    requests = [(name, rng.choice(served.wards[name].facts)) for name in rng.choices(list(KINDS), k=200)]
+    assert _wrong(served, requests) == []
+
+
+def test_questions_on_another_document_are_answered_at_chance(served: Served) -> None:
+    rng = random.Random(2)
+    names = list(KINDS)
+    crossed = [(names[i % 3], rng.choice(served.wards[names[(i + 1) % 3]].facts)) for i in range(60)]
+    assert 1 - len(_wrong(served, crossed)) / 60 <= BY_CHANCE
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_a_cartridge_replaced_under_its_id_is_never_answered_from_old_blocks(served: Served, kind: str) -> None:
+    """Both versions are about the same patients, with other values."""
+    name, names = f"replaced-{kind}", patients(3, 4)[:150]
+    old, new = (
+        _cut(served.model, write_ward(served.model, names, f"{kind}{version}"), 1024) for version in (1, 2)
+    )
+    register(served.model, served.settings, old.ids, name=name, kind=kind)
+    assert _wrong(served, [(name, fact) for fact in old.facts[:40]]) == []
+    register(served.model, served.settings, new.ids, name=name, kind=kind, version=2)
+    rng = random.Random(3)
+    requests = [(name, rng.choice(new.facts)) if i % 2 else (f"{name}@1", rng.choice(old.facts)) for i in range(200)]
+    assert _wrong(served, requests) == []
+    known = {fact[:2]: fact.value for fact in old.facts}
+    changed = [fact for fact in new.facts if known.get(fact[:2], fact.value) != fact.value]
+    assert len(changed) >= 10, "the control: the versions contradict each other"
+    assert len(_wrong(served, [(f"{name}@1", fact) for fact in changed])) == len(changed)
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_a_plain_prompt_of_identity_tokens_neither_gets_the_cartridge_nor_poisons_it(
+    served: Served, plain_first: bool
+) -> None:
+    name = f"secret-{plain_first}"
+    ward = _cut(served.model, write_ward(served.model, patients(3, 4), name, tokens=530), 512)
+    manifest = register(served.model, served.settings, ward.ids, name=name, kind="trained")
+    identity = artifact.load_token_ids(manifest, served.settings.cartridges_dir / name / "1").tolist()
+    guess = Resolver(served.settings).resolve([Reference(id=name)]).salt(None)
+    facts = ward.facts[:8]
+
+    def plain() -> None:
+        for salt in ({}, {"cache_salt": guess}):
+            replies = [served.asker.complete([*identity, *encode(ask(fact, 0))], **salt) for fact in facts]
+            # Blocks of 128 that such prompts themselves computed before may be reused among them.
+            right = [reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True)]
+            assert sum(right) <= 2
+            assert replies[0].cached_tokens == 0
+
+    def cartridge() -> None:
+        assert [fact for fact in facts if not served.asker.right(fact, name)] == []
+
+    if plain_first:
+        plain()
+        cartridge()
+    else:
+        cartridge()
+        plain()
+        cartridge()
+
+
+# Chains.
+
+
+@pytest.mark.parametrize("named", [["both"], ["b", "a"], ["a", "c", "b"]])
+def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_in_the_prompt(
+    served: Served, named: list[str]
+) -> None:
+    names = ["a", "b"] if named == ["both"] else named
+    wards = [served.wards[name] for name in names]
+    facts = [fact for ward in wards for fact in ward.facts[::4]]
+    whole = prefill(served.model, [wards[0].ids[0], *(i for ward in wards for i in ward.ids[1:])])
+    expected = int((margins(served.model, whole, facts) > 0).sum())
+    replies = [served.asker.complete(ask(fact, 0), named) for fact in facts]
+    right = sum(reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True))
+    print(f"chain {'+'.join(names)}: {right} of {len(facts)} right, {expected} from the concatenated documents")
+    assert right >= expected - 0.05 * len(facts)
+    assert right > 0.8 * len(facts)
+    total = sum(len(ward.ids) for ward in wards)
+    assert replies[0].used == ", ".join(f"{n}@1;positions={len(w.ids)}" for n, w in zip(names, wards, strict=True))
+    assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
+    assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
+
+
+def test_a_trained_cartridge_that_ends_inside_a_chunk_is_refused_at_the_end_of_a_chain(served: Served) -> None:
+    status, _ = _status(served.asker.complete, "Q: x? A:", ["a", "c"])
+    assert status == 422
+    assert served.asker.right(served.wards["c"].facts[0], ["c", "a"])
+
+
+def test_a_chain_longer_than_the_context_is_refused(served: Served) -> None:
+    status, message = _status(served.asker.complete, "Q: x? A:", ["a"] * 8)
+    assert status == 400
+    assert "8192" in message
+
+
+# Administration.
+
+
+def test_cartridges_are_listed_and_moved_between_the_tiers(served: Served) -> None:
+    http = served.asker.http
+
+    def state(name: str) -> dict[str, Any]:
+        return http.get(f"/v1/cartridges/{name}").json()
+
+    listed = {row["id"]: row for row in http.get("/v1/cartridges").json()["data"]}
+    assert {"a", "b", "c"} <= set(listed)
+    assert str(served.settings.home) not in http.get("/v1/cartridges").text
+    assert http.post("/v1/cartridges/c/preload").json() == {"id": "c@1", "action": "preload", "chunks": 4}
+    assert (state("c")["state"], state("c")["cpu"]) == ("resident", {"resident_chunks": 4, "chunks": 4})
+    assert http.post("/v1/cartridges/c/pin").json()["chunks"] == 4
+    assert http.post("/v1/cartridges/c/evict").json()["chunks"] == 0, "a pinned cartridge stays"
+    assert http.post("/v1/cartridges/c/unpin").json()["chunks"] == 4
+    assert http.post("/v1/cartridges/c/evict").json()["chunks"] == 4
+    assert state("c")["state"] == "cold"
+    assert served.asker.complete(ask(served.wards["c"].facts[0], 0), "c", cache_salt="cold").cached_tokens == 1024
+    assert state("c")["state"] == "resident"
+    for path in ("nope", "nope/pin", "a/explode", "%00/pin"):
+        reply = http.post(f"/v1/cartridges/{path}") if "/" in path else http.get(f"/v1/cartridges/{path}")
+        assert reply.status_code == 404
+        assert reply.json()["error"]["code"] == 404
+
+
+def test_a_foreign_cartridge_is_listed_with_the_reason_and_no_path(served: Served) -> None:
+    register(served.model, served.settings, served.wards["b"].ids[:256], name="alien", kind="trained", dtype="float16")
+    assert served.asker.http.post("/v1/cartridges/alien/pin").status_code == 409
+    row = served.asker.http.get("/v1/cartridges/alien").json()
+    assert row["state"] in ("refused", "cold")
+    assert "/" not in (row["reason"] or "")
+
+
+# Fuzz.
+
+_IDS = st.sampled_from(["a", "b", "c", "a@1", "a@2", "both", "loop", "nope", "", "/", "s3://x/y", "a\0", "\ud800", "..", "a" * 1100])
+_JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_REFERENCE = _IDS | st.fixed_dictionaries(
+    {"id": _IDS | _JUNK},
+    optional={"source": st.sampled_from(["registry", "local", "s3", "x", 1]), "force_redownload": _JUNK, "path": _JUNK},
+)
+_PARAMS = st.dictionaries(
+    st.sampled_from(["cartridge_id", TAG, GRANT, "lmcache.tag.x", "lmcache.skip_save", "lmcache.", "disagg_spec", "x"]),
+    _IDS | st.lists(_IDS, max_size=3) | _JUNK, max_size=3,
+)  # fmt: skip
+_NEARLY_RIGHT = st.fixed_dictionaries(
+    {"cartridges": st.lists(_IDS, min_size=1, max_size=2)},
+    optional={"n": st.just(2), "stream": st.just(True), "echo": st.booleans(), "cache_salt": st.sampled_from(["x", "y"])},
+)
+_FIELDS = _NEARLY_RIGHT | st.fixed_dictionaries(
+    {},
+    optional={
+        "cartridges": st.lists(_REFERENCE, max_size=3) | _JUNK | _IDS | st.lists(st.just("a"), min_size=15, max_size=18),
+        "kv_transfer_params": _PARAMS | _JUNK,
+        "vllm_xargs": st.fixed_dictionaries({"kv_transfer_params": _JUNK}) | _JUNK,
+        "cache_salt": st.text(max_size=8) | _JUNK,
+        "cartridge_label": _IDS | _JUNK,
+        "echo": st.booleans(),
+        "logprobs": st.sampled_from([None, 0, 2]),
+        "prompt_logprobs": st.sampled_from([None, 0, 1, -1]),
+        "truncate_prompt_tokens": st.sampled_from([None, 1, 5, -1]),
+        "max_tokens": st.sampled_from([0, 1]),
+        "n": st.sampled_from([1, 2]),
+        "use_beam_search": st.booleans(),
+        "add_special_tokens": st.booleans(),
+        "stream": st.booleans(),
+        "return_token_ids": st.booleans(),
+    },
+)
+
+
+def test_two_thousand_odd_requests_get_an_error_of_their_own_or_the_right_answer(served: Served) -> None:
+    fact, home, http = served.wards["a"].facts[0], str(served.settings.home), served.asker.http
+    statuses: dict[int, int] = {}
+
+    @examples(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @given(fields=_FIELDS)
+    def one(fields: dict[str, Any]) -> None:
+        body = {"model": MODEL, "prompt": ask(fact, 0), "max_tokens": 1, "temperature": 0} | fields
+        data = json.dumps(body)
+        reply = http.post("/v1/completions", content=data, headers={"content-type": "application/json"})
+        statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
+        assert reply.status_code == 200 or 400 <= reply.status_code < 500, reply.text
+        used, params = reply.headers.get("x-cartridges", ""), fields.get("kv_transfer_params")
+        named = fields.get("cartridges") is not None or bool(isinstance(params, dict) and params.get("cartridge_id") is not None)
+        assert bool(used) <= named
+        assert home not in reply.text.replace(MODEL, "")
+        if reply.status_code != 200 or fields.get("stream"):
+            return
+        assert bool(used) == named, "cartridges were named, and the answer came without"
+        altered = {"truncate_prompt_tokens", "max_tokens", "use_beam_search"} & set(fields)
+        if used.startswith("a@1;") and "," not in used and not altered:
+            answers = [choice["text"].split()[-1] for choice in reply.json()["choices"]]
+            assert answers == [fact.value] * len(answers)
+
+    start = time.monotonic()
+    one()
+    seconds = time.monotonic() - start
+    print(f"fuzz: {sum(statuses.values())} requests in {seconds:.1f} s: {statuses}")
+    assert sum(statuses.values()) >= 2000
+    assert min(statuses.get(200, 0), statuses.get(400, 0), statuses.get(404, 0)) > 50, "only one kind proves little"
+    start = time.monotonic()
+    assert served.asker.right(fact, "a")
+    assert time.monotonic() - start < 2
+    assert seconds < 120

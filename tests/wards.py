@@ -1,0 +1,187 @@
+"""Helpers of the request tests: invented ward sheets with the facts the model is sure of, cartridges of them, a client."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import torch
+from transformers import DynamicCache
+
+from lmcache_cartridge.identity import Identity
+from lmcache_cartridge.layout import to_heads
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.manifest import Manifest, Provenance
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.recall.ward import NAMES, VOCABULARY, Document, Fact, ask, encode, write_document
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.writer import ArtifactWriter
+
+# The model is tiny, and threads that contend with a server's made it 10 to 100 times slower.
+torch.set_num_threads(1)
+
+MODEL = str(MODEL_DIR)
+SURE = 2.0
+"""Logits by which a right answer must lead in transformers to be expected of vLLM, whose bfloat16 rounds otherwise."""
+
+
+class Ward(NamedTuple):
+    """A sheet and what the model knows after reading it."""
+
+    document: Document
+    ids: list[int]
+    """With `<s>`."""
+    facts: list[Fact]
+    """Those answered right with certainty."""
+
+
+def patients(share: int, of: int) -> tuple[str, ...]:
+    """Return every `of`-th patient from number `share` on; shares have no patient in common."""
+    return NAMES[share::of]
+
+
+def write_ward(model: CausalModel, names: Sequence[str], seed: str, *, tokens: int = 1040) -> Ward:
+    """Return a sheet of at least `tokens` tokens about some of `names`."""
+    document = write_document(random.Random(seed), tokens, names)
+    ids = model.encode(document.text, special=True)
+    return Ward(document, ids, sure(model, prefill(model, ids), document.facts))
+
+
+def prefill(model: CausalModel, ids: list[int]) -> torch.Tensor:
+    """Return canonical KV `[2, L, T, H, D]` of some ids."""
+    return torch.cat(list(model.prefill(ids, len(ids))), dim=2)
+
+
+@torch.inference_mode()
+def margins(model: CausalModel, kv: torch.Tensor, facts: Sequence[Fact]) -> torch.Tensor:
+    """Return by how many logits the right answer to each fact leads the best wrong one after canonical KV."""
+    questions = torch.tensor([[*encode(ask(fact, 0)), VOCABULARY[fact.value]] for fact in facts])
+    keys, values = kv.transpose(2, 3)
+    found = []
+    for rows in questions.split(16):
+        cache = DynamicCache()
+        for layer in range(keys.shape[0]):
+            shape = (len(rows), -1, -1, -1)
+            cache.update(keys[layer : layer + 1].expand(shape), values[layer : layer + 1].expand(shape), layer)
+        logits = model.model(rows[:, :-1], past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        right = logits.gather(1, rows[:, -1:])
+        found.append((right - logits.scatter(1, rows[:, -1:], -torch.inf).max(1, keepdim=True).values)[:, 0])
+    return torch.cat(found)
+
+
+def sure(model: CausalModel, kv: torch.Tensor, facts: Sequence[Fact]) -> list[Fact]:
+    """Return the facts that the model answers right with certainty after canonical KV."""
+    return [fact for fact, margin in zip(facts, margins(model, kv, facts).tolist(), strict=True) if margin > SURE]
+
+
+def save(
+    model: CausalModel,
+    root: Path,
+    ids: Sequence[int],
+    *,
+    name: str,
+    version: int = 1,
+    kind: str = "prefill",
+    document_ids: Sequence[int] | None = None,
+    chunk_tokens: int = 256,
+    **fingerprint: Any,
+) -> Manifest:
+    """Write the KV of `ids` as an artefact, a trained one under identity tokens; `fingerprint` changes its model."""
+    trained = kind == "trained"
+    writer = ArtifactWriter(
+        root, cartridge_id=name, version=version, kind=kind, chunk_tokens=chunk_tokens,
+        fingerprint=msgspec.structs.replace(model.fingerprint, **fingerprint),
+        token_ids=Identity(len(ids), np.arange(10, 640)) if trained else np.array(ids),
+        document_ids=None if document_ids is None else np.array(document_ids),
+    )  # fmt: skip
+    with writer:
+        for chunk in prefill(model, list(ids)).split(chunk_tokens, dim=2):
+            writer.write(to_heads(chunk).view(torch.uint8).numpy().reshape(-1).data)
+        return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+
+
+def register(model: CausalModel, settings: Settings, ids: Sequence[int], *, name: str, **options: Any) -> Manifest:
+    """Write an artefact as `save` does and register it."""
+    root = settings.cartridges_dir / name / str(options.get("version", 1))
+    save(model, root, ids, name=name, **options)
+    return Registry(settings.registry_path).register(root)
+
+
+class Answer(NamedTuple):
+    """What a request came back with."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    used: str | None
+    """The header `X-Cartridges`."""
+
+
+class Asker:
+    """The stock OpenAI client, and a plain one, on one server. Safe from any thread."""
+
+    def __init__(self, url: str, key: str = "none") -> None:
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
+        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.openai.close()
+        self.http.close()
+
+    def complete(self, prompt: str | list[int], cartridges: Any = None, tokens: int = 1, **extra: Any) -> Answer:
+        """Complete greedily."""
+        raw = self.openai.completions.with_raw_response.create(
+            model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, extra_body=_named(cartridges) | extra
+        )
+        return _answer(raw, raw.parse().choices[0].text)
+
+    def chat(self, content: str, cartridges: Any = None, tokens: int = 1, **extra: Any) -> Answer:
+        """Answer one message greedily."""
+        raw = self.openai.chat.completions.with_raw_response.create(
+            model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=tokens, temperature=0,
+            extra_body=_named(cartridges) | extra,
+        )  # fmt: skip
+        return _answer(raw, raw.parse().choices[0].message.content)
+
+    def stream(self, prompt: str, cartridges: Any = None, tokens: int = 4, **extra: Any) -> tuple[Answer, list[str]]:
+        """Complete greedily as a stream; return what it came to and the pieces."""
+        with self.openai.completions.with_streaming_response.create(
+            model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
+            stream_options={"include_usage": True}, extra_body=_named(cartridges) | extra,
+        ) as raw:  # fmt: skip
+            events = list(raw.parse())
+        pieces = [event.choices[0].text for event in events if event.choices]
+        usage = events[-1].usage
+        details = usage.prompt_tokens_details
+        cached = details.cached_tokens or 0 if details else 0
+        return Answer("".join(pieces), usage.prompt_tokens, cached, raw.headers.get("x-cartridges")), pieces
+
+    def right(self, fact: Fact, cartridges: Any, **extra: Any) -> bool:
+        """Whether a fact is answered right."""
+        return self.complete(ask(fact, 0), cartridges, **extra).text.strip() == fact.value
+
+
+def content(fact: Fact) -> str:
+    """Return the question for a fact as a chat message."""
+    return ask(fact, 0).removeprefix("Q: ").removesuffix(" A:")
+
+
+def _named(cartridges: Any) -> dict[str, Any]:
+    return {} if cartridges is None else {"cartridges": [cartridges] if isinstance(cartridges, str) else cartridges}
+
+
+def _answer(raw: Any, text: str) -> Answer:
+    usage = raw.parse().usage
+    details = usage.prompt_tokens_details
+    cached = details.cached_tokens or 0 if details else 0
+    return Answer(text, usage.prompt_tokens, cached, raw.headers.get("x-cartridges"))
