@@ -106,6 +106,12 @@ def _rope_differences(mine: Rope | None, theirs: Rope | None) -> list[str]:
     return lines
 
 
+def config_fields(config: Any) -> dict[str, Any]:
+    """Return a Hugging Face config as plain fields, by their standard names where the model spells them otherwise."""
+    standard = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return config.to_dict() | {name: getattr(config, name) for name in standard if hasattr(config, name)}
+
+
 def of_config(
     config: Mapping[str, Any],
     *,
@@ -115,7 +121,7 @@ def of_config(
     pairing: Literal["half", "interleaved"] | None = None,
     weights: str | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of a decoder described by a Hugging Face config (`PretrainedConfig.to_dict()`).
+    """Return the fingerprint of a decoder described by the `config_fields` of a Hugging Face config.
 
     `inv_freq` are the frequencies that the caller's model really uses, None when it has no rotary embedding.
     Raises `UnsupportedModel` for KV that is no plain K and V per head (MLA, state-space layers) or whose RoPE
@@ -127,6 +133,8 @@ def of_config(
         raise UnsupportedModel(f"layers that do not cache plain K and V: {', '.join(strange)}")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(f"KV dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}; use --dtype")
+    if missing := [name for name in ("num_hidden_layers", "num_attention_heads", "vocab_size") if name not in config]:
+        raise UnsupportedModel(f"its config has no {', '.join(missing)}")
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     rope = None if inv_freq is None else _rope(config, inv_freq, attention_factor, pairing)

@@ -167,16 +167,16 @@ class Residency:
     def pin(self, digest: str, pinned: bool) -> int:
         """Pin or unpin a cartridge's chunks that are in memory, and return how many. Pinned ones are never evicted."""
         with self._lock:
-            mine = [entry for key, entry in self._entries.items() if key.digest == digest]
+            mine = [entry for key, entry in self._entries.items() if digest in key.digest.split(".")]
             for entry in mine:
                 entry.pinned = pinned
             return len(mine)
 
     def evict(self, digest: str) -> int:
-        """Drop a cartridge's chunks that nobody relies on and return how many."""
+        """Drop a cartridge's chunks that nobody relies on, those of chains too, and return how many."""
         with self._lock:
             now = self._clock()
-            mine = [k for k, e in self._entries.items() if k.digest == digest and self._is_idle(e, now)]
+            mine = [k for k, e in self._entries.items() if digest in k.digest.split(".") and self._is_idle(e, now)]
             for key in mine:
                 self._drop(key)
             return len(mine)

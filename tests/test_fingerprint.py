@@ -12,7 +12,7 @@ from making import make_fingerprint, make_rope
 from safetensors.torch import save_file
 
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.fingerprint import model_directory, of_config, weights_digest
+from lmcache_cartridge.fingerprint import config_fields, model_directory, of_config, weights_digest
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -187,3 +187,15 @@ def test_rope_of_several_kinds_is_refused_since_one_shift_would_not_fit_all_laye
     }  # fmt: skip
     with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention"):
         of_config(config, dtype="bfloat16", inv_freq=[1.0])
+
+
+def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names() -> None:
+    from transformers import GPT2Config
+
+    found = of_config(config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32", inv_freq=None)
+    assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, None)
+
+
+def test_a_config_without_layers_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="num_hidden_layers, num_attention_heads, vocab_size"):
+        of_config({"model_type": "strange"}, dtype="float32", inv_freq=None)

@@ -55,7 +55,7 @@ class _Clock:
 
 
 def _byte(key: ChunkKey) -> int:
-    return (ord(key.digest) * 31 + key.chunk * 7) % 251
+    return (sum(map(ord, key.digest)) * 31 + key.chunk * 7) % 251
 
 
 def _keys(digest: str, count: int) -> list[ChunkKey]:
@@ -695,3 +695,14 @@ TestAnySequenceOfCallsKeepsTheBooksRight = _Machine.TestCase
 TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
 )
+
+
+def test_a_cartridge_is_evicted_and_pinned_in_chains_too(open_residency: Callable[..., Residency]) -> None:
+    residency, keys = open_residency(4), [*_keys("a", 1), *_keys("a.b", 2), *_keys("b", 1)]
+    assert residency.acquire(keys, 10) == 4
+    assert all(residency.release(key) for key in keys)
+    assert residency.pin("b", True) == 3
+    assert residency.evict("a") == 1, "a pinned chunk of the chain was dropped"
+    assert residency.pin("b", False) == 3
+    assert residency.evict("b") == 3
+    assert residency.stats().resident == 0

@@ -39,7 +39,7 @@ class CausalModel:
         rotary = [m for m in self.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
         config = self.model.config
         self.fingerprint = fingerprint.of_config(
-            {**config.get_text_config().to_dict(), "architectures": config.architectures},
+            fingerprint.config_fields(config.get_text_config()) | {"architectures": config.architectures},
             dtype=str(self.model.dtype).removeprefix("torch."),
             inv_freq=rotary[0].inv_freq.tolist() if rotary else None,
             attention_factor=getattr(rotary[0], "attention_scaling", 1.0) if rotary else 1.0,

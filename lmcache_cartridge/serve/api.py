@@ -110,7 +110,9 @@ class CartridgePlugin:
         Waits, for `ready_timeout_s` at most, until the chunks are in memory. Raises `Refusal` where there is no text,
         or the settings do not allow it.
         """
-        if selection.tag is None or selection.tag in self._ready:
+        for digest in selection.afresh:
+            await self.rpc("cartridge_evict", digest)
+        if selection.tag is None or (selection.tag in self._ready and not selection.afresh):
             return True
         deadline, pause = time.monotonic() + self.settings.ready_timeout_s, 0.002
         while True:

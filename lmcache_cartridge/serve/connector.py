@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.lmcache_cartridge.connector")
 
 
 class CartridgeConnector(LMCacheConnectorV1):
@@ -28,6 +32,11 @@ class CartridgeConnector(LMCacheConnectorV1):
         from .engine import check_vllm
 
         check_vllm(vllm_config, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
+            logger.warning(
+                "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
+                "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
+            )
         with cpu_connector():
             super().__init__(vllm_config, role, kv_cache_config)
 

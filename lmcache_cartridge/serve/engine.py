@@ -133,11 +133,10 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
 
 def _fingerprint(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
     model = vllm_config.model_config
-    config = model.hf_text_config.to_dict()
     inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
     directory = fingerprint.model_directory(model.model)
     found = fingerprint.of_config(
-        {**config, "architectures": model.hf_config.architectures},
+        fingerprint.config_fields(model.hf_text_config) | {"architectures": model.hf_config.architectures},
         dtype=str(metadata.kv_dtype).removeprefix("torch."),
         inv_freq=inv_freq,
         attention_factor=attention_factor,

@@ -48,7 +48,7 @@ class EngineWriteConnector(GPUConnectorInterface):
             if kv_caches[name].shape[1::2] != (shape.heads, 2 * shape.head_size):
                 raise UnsupportedEngine(
                     f"the KV cache of layer {name} is {list(kv_caches[name].shape)}, not [blocks, {shape.heads} heads, "
-                    f"block, 2 * {shape.head_size}]; models whose layers differ in KV heads or head size are not supported"
+                    f"block, 2 * {shape.head_size}]; layers that differ in KV heads or head size are not supported"
                 )
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape

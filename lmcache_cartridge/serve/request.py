@@ -75,6 +75,8 @@ class Selection(NamedTuple):
     """Ids of all of them, in order; they go before the prompt's own."""
     document_ids: tuple[int, ...] | None
     """Ids of the documents themselves, for when the cartridges cannot be had; None if one carries no text."""
+    afresh: tuple[str, ...] = ()
+    """Digests of those whose copies in memory and on local disk must be dropped first (`force_redownload`)."""
 
     @property
     def tag(self) -> str | None:
@@ -187,7 +189,8 @@ class Resolver:
         if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
         whole = None if None in documents else tuple(chain.from_iterable(documents))
-        return Selection(tuple(manifests), tuple(str(r) for r, _ in roots), tuple(ids), whole)
+        afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
+        return Selection(tuple(manifests), tuple(str(r) for r, _ in roots), tuple(ids), whole, afresh)
 
     def _root(self, reference: Reference) -> tuple[Path, str | None]:
         where = reference.where()
