@@ -56,6 +56,12 @@ class _Entry:
         self.loans = 0
         self.pinned = False
 
+    def live_leases(self, now: float) -> int:
+        """Forget the leases that have run out and return how many are left."""
+        while self.leases and self.leases[0] <= now:
+            self.leases.popleft()
+        return len(self.leases)
+
 
 class Loan:
     """The resident bytes of one chunk; they stay where they are until `close()`."""
@@ -137,10 +143,10 @@ class Residency:
             return run
 
     def release(self, key: ChunkKey) -> bool:
-        """End one lease of the chunk; False, and no change, if it has none."""
+        """End one lease of the chunk, the oldest that has not run out; False if it has none."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or not entry.leases:
+            if entry is None or not entry.live_leases(self._clock()):
                 return False
             entry.leases.popleft()
             return True
@@ -167,16 +173,16 @@ class Residency:
     def pin(self, digest: str, pinned: bool) -> int:
         """Pin or unpin a cartridge's chunks that are in memory, and return how many. Pinned ones are never evicted."""
         with self._lock:
-            mine = [entry for key, entry in self._entries.items() if digest in key.digest.split(".")]
+            mine = [entry for key, entry in self._entries.items() if key.digest == digest]
             for entry in mine:
                 entry.pinned = pinned
             return len(mine)
 
     def evict(self, digest: str) -> int:
-        """Drop a cartridge's chunks that nobody relies on, those of chains too, and return how many."""
+        """Drop the chunks of a cartridge, or of a chain, that nobody relies on and return how many."""
         with self._lock:
             now = self._clock()
-            mine = [k for k, e in self._entries.items() if digest in k.digest.split(".") and self._is_idle(e, now)]
+            mine = [k for k, e in self._entries.items() if k.digest == digest and self._is_idle(e, now)]
             for key in mine:
                 self._drop(key)
             return len(mine)
@@ -281,9 +287,7 @@ class Residency:
             self._changed.notify_all()
 
     def _is_idle(self, entry: _Entry, now: float) -> bool:
-        while entry.leases and entry.leases[0] <= now:
-            entry.leases.popleft()
-        return entry.state == "resident" and not (entry.leases or entry.loans or entry.pinned)
+        return entry.state == "resident" and not (entry.live_leases(now) or entry.loans or entry.pinned)
 
     def _evict_one(self) -> bool:
         """Free the slot of the least recently used idle chunk; False if there is none. The lock is held."""

@@ -98,13 +98,14 @@ class CartridgeStore:
         """
         needed = self._derive(tag)
         keys = self._index.leading(hashes, tag, self._quarantined)
-        if not keys or len(keys) < needed:
+        if needed is None or not keys or len(keys) < needed:
             return 0
         return self._residency.acquire(keys, self._settings.lookup_timeout_s, whole=needed > 0)
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Return how many leading hashes could be lent now; leases and loads nothing."""
-        self._derive(tag)
+        if self._derive(tag) is None:
+            return 0
         return self._residency.resident(self._index.leading(hashes, tag, self._quarantined))
 
     def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
@@ -112,13 +113,13 @@ class CartridgeStore:
 
         A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
         """
-        self._derive(tag)
+        servable = self._derive(tag) is not None
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
         for key in self._index.candidates(chunk_hash, tag):
             if loan := self._residency.lend(key):
                 return loan
         keys = self._index.leading((chunk_hash,), tag, self._quarantined)
-        if not keys or not self._residency.acquire(keys, self._settings.lookup_timeout_s):
+        if not servable or not keys or not self._residency.acquire(keys, self._settings.lookup_timeout_s):
             return None
         loan = self._residency.lend(keys[0])
         self._residency.release(keys[0])
@@ -225,14 +226,17 @@ class CartridgeStore:
             offset += cartridge.manifest.positions
         return segments
 
-    def _derive(self, tag: str | None) -> int:
+    def _derive(self, tag: str | None) -> int | None:
         """Make the chunks of a tag findable and return how many of them must be had together or not at all.
 
+        None for a tag of which a cartridge is not there or quarantined: the others must not answer in its place.
         Raises `ChunkSizeMismatch` or `UnsupportedModel` for cartridges that cannot stand in that order.
         """
-        segments = self._segments(tag) if tag else []
-        if not segments:
+        if tag is None:
             return 0
+        segments = self._segments(tag)
+        if not segments:
+            return None
         end = trained_end = 0
         for segment in segments:
             end = segment.offset + segment.cartridge.manifest.positions

@@ -19,6 +19,7 @@ import torch
 from lmcache_cartridge.layout import ChunkShape
 from lmcache_cartridge.recall import MODEL_DIR
 
+torch.set_num_threads(1)  # with more, everything here takes ten times as long while the machine is busy
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
@@ -77,15 +78,15 @@ class Blocks:
 
     def __init__(self, config: VllmConfig, blocks: int, *, layers: int | None = None) -> None:
         """Make the layers of the configured model, or `layers` of them, with `blocks` blocks each."""
-        model = config.model_config
-        heads, self.size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
-        names = [f"model.layers.{i}.self_attn.attn" for i in range(layers or model.get_num_layers(config.parallel_config))]
+        model, parallel = config.model_config, config.parallel_config
+        heads, self.size = model.get_num_kv_heads(parallel), model.get_head_size()
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(layers or model.get_num_layers(parallel))]
         config.compilation_config.static_forward_context.clear()
         with set_current_vllm_config(config), quietly():
             self.layers = {
                 name: Attention(
-                    model.get_num_attention_heads(config.parallel_config), self.size, self.size**-0.5,
-                    num_kv_heads=heads, cache_config=config.cache_config, prefix=name,
+                    model.get_num_attention_heads(parallel), self.size, self.size**-0.5, num_kv_heads=heads,
+                    cache_config=config.cache_config, prefix=name,
                 )
                 for name in names
             }  # fmt: skip
@@ -127,7 +128,7 @@ class Blocks:
 
     def _written(self, codes: torch.Tensor) -> torch.Tensor:
         name, module = next(iter(self.layers.items()))
-        scratch = torch.zeros_like(self.caches[name][:1])
+        scratch, slots = torch.zeros_like(self.caches[name][:1]), torch.arange(self.block)
         keys, values = codes.to(scratch.dtype).chunk(2, dim=-1)
-        module.impl.do_kv_cache_update(module, keys.contiguous(), values.contiguous(), scratch, torch.arange(self.block))
+        module.impl.do_kv_cache_update(module, keys.contiguous(), values.contiguous(), scratch, slots)
         return scratch.flatten()

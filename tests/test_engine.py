@@ -45,7 +45,9 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @contextmanager
-def _refused(settings: Settings, config: VllmConfig | None = None, connector: Any = None, **options: Any) -> Iterator[str]:
+def _refused(
+    settings: Settings, config: VllmConfig | None = None, connector: Any = None, **options: Any
+) -> Iterator[str]:
     """Let LMCache load the plugin, which must refuse, and yield the reason it keeps."""
     connector = connector or EngineWriteConnector()
     with lmcache_engine(lmcache_config(settings, **options), config or vllm_config(), connector) as engine:
@@ -56,9 +58,6 @@ def _refused(settings: Settings, config: VllmConfig | None = None, connector: An
 
 def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
     return engines._fingerprint(config, lmcache_metadata(lmcache_config(settings), config))
-
-
-# vLLM
 
 
 def test_the_configuration_that_serve_starts_is_accepted() -> None:
@@ -111,12 +110,17 @@ def test_a_model_of_several_cache_groups_is_refused() -> None:
         engines.check_vllm(config, KVCacheConfig(2, [], [group, group]))
 
 
-# LMCache
-
-
-@pytest.mark.parametrize("algorithm", ["sha256_cbor", "sha256"])
-def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Settings, algorithm: str) -> None:
-    config = lmcache_config(settings, pre_caching_hash_algorithm=algorithm)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pre_caching_hash_algorithm": "sha256"},
+        {"retrieve_locations": None},
+        {"retrieve_locations": ["LocalCPUBackend", "cartridge"]},
+    ],
+)
+def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Settings, options: dict[str, Any]) -> None:
+    config = lmcache_config(settings, **options)
     engines.check_lmcache(config, lmcache_metadata(config, vllm_config()))
 
 
@@ -128,7 +132,9 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Setti
         ({"enable_blending": True}, ["enable_blending is on", "`enable_blending: false`"]),
         ({"local_cpu": True}, ["local_cpu is on", "`local_cpu: false`"]),
         ({"min_retrieve_tokens": 1}, ["min_retrieve_tokens", "set it to 0"]),
-        ({"pre_caching_hash_algorithm": "builtin"}, ["algorithm is builtin", "`pre_caching_hash_algorithm: sha256_cbor`"]),
+        ({"retrieve_locations": ["LocalCPUBackend"]}, ["retrieve_locations", "Name the cartridge plugin there"]),
+        ({"retrieve_locations": []}, ["retrieve_locations", "Name the cartridge plugin there"]),
+        ({"pre_caching_hash_algorithm": "builtin"}, ["is builtin", "`pre_caching_hash_algorithm: sha256_cbor`"]),
         ({"pre_caching_hash_algorithm": "xxhash_cbor"}, ["algorithm is xxhash_cbor", "sha256_cbor`"]),
     ],
 )  # fmt: skip
@@ -170,6 +176,12 @@ def test_a_vllm_that_is_not_safe_is_refused_under_the_stock_connector_too(settin
         assert "kv_role is kv_both" in kept
 
 
+def test_a_lookup_that_lmcache_would_give_up_on_first_is_refused(settings: Settings) -> None:
+    with _refused(settings, lookup_timeout_ms=1000) as kept:
+        assert "lookup_timeout_s is 1.0" in kept
+        assert "lookup_timeout_ms: 1000" in kept
+
+
 def test_a_plugin_that_loads_clears_the_reason_of_one_that_did_not(settings: Settings) -> None:
     with _refused(settings, local_cpu=True):
         pass
@@ -177,9 +189,6 @@ def test_a_plugin_that_loads_clears_the_reason_of_one_that_did_not(settings: Set
     with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
         assert plugin(engine).store is not None
         assert CartridgeBackend.refusal is None
-
-
-# Layouts
 
 
 def test_our_connector_takes_chunks_in_the_layout_they_are_stored_in(settings: Settings) -> None:
@@ -217,9 +226,6 @@ def test_lmcaches_own_connector_is_accepted_on_split_caches(settings: Settings) 
         layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size, dtype=torch.bfloat16)
     with lmcache_engine(lmcache_config(settings), config, StockConnector()) as engine:
         assert plugin(engine).store.engine.layout == "kv_2ltd"
-
-
-# The engine
 
 
 def _described(settings: Settings, config: VllmConfig) -> Engine:
@@ -273,10 +279,8 @@ def test_hashes_are_the_same_in_every_process(settings: Settings, monkeypatch: p
     """Those of a known prompt, from another run: what the scheduler's process must come to as well."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
-        assert list(plugin(engine).store.engine.hasher(list(range(2 * CHUNK)))) == [3458749269985200090, 9785119678747880191]
-
-
-# Fingerprints
+        hashes = list(plugin(engine).store.engine.hasher(list(range(2 * CHUNK))))
+    assert hashes == [3458749269985200090, 9785119678747880191]
 
 
 def _model(root: Path, **changes: Any) -> Path:
@@ -298,7 +302,8 @@ def _other_weights(directory: Path) -> None:
 def test_the_shipped_model_is_the_same_to_vllm_and_to_an_author(settings: Settings) -> None:
     author, engine = CausalModel(str(MODEL_DIR)).fingerprint, _fingerprint(settings, vllm_config())
     assert author.differences(engine) == engine.differences(author) == []
-    assert author.weights_digest == engine.weights_digest != None  # noqa: E711
+    assert author.weights_digest is not None
+    assert author.weights_digest == engine.weights_digest
     assert author.config_digest == engine.config_digest
 
 

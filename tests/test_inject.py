@@ -43,8 +43,9 @@ def _bound(blocks: Blocks) -> EngineWriteConnector:
 
 def _kv(blocks: Blocks, tokens: int, seed: int = 1) -> torch.Tensor:
     shape = blocks.shape(tokens)
-    noise = torch.randn(2, shape.layers, tokens, shape.heads, shape.head_size, generator=torch.Generator().manual_seed(seed))
-    return noise.to(DTYPES[shape.dtype])
+    noise = torch.Generator().manual_seed(seed)
+    kv = torch.randn(2, shape.layers, tokens, shape.heads, shape.head_size, generator=noise)
+    return kv.to(DTYPES[shape.dtype])
 
 
 def _memory_object(raw: torch.Tensor) -> MemoryObj:
@@ -247,6 +248,7 @@ def test_reading_blocks_is_refused_since_nothing_may_be_saved(blocks: Blocks, co
 def test_the_shape_it_tells_lmcache_holds_a_chunks_bytes(blocks: Blocks, connector: EngineWriteConnector) -> None:
     shape = blocks.shape(CHUNK)
     assert connector.get_shape(CHUNK).numel() * DTYPES[shape.dtype].itemsize == shape.size_bytes
+    assert connector.get_shape(CHUNK) == (2 * shape.heads, shape.layers, CHUNK, shape.head_size)
     assert connector.get_shape(CHUNK)[MemoryFormat.KV_2LTD.token_dim()] == CHUNK
 
 

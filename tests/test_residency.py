@@ -697,12 +697,22 @@ TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
 )
 
 
-def test_a_cartridge_is_evicted_and_pinned_in_chains_too(open_residency: Callable[..., Residency]) -> None:
+def test_a_cartridge_and_a_chain_it_is_part_of_are_evicted_and_pinned_apart(open_residency: Callable) -> None:
     residency, keys = open_residency(4), [*_keys("a", 1), *_keys("a.b", 2), *_keys("b", 1)]
     assert residency.acquire(keys, 10) == 4
     assert all(residency.release(key) for key in keys)
-    assert residency.pin("b", True) == 3
-    assert residency.evict("a") == 1, "a pinned chunk of the chain was dropped"
-    assert residency.pin("b", False) == 3
-    assert residency.evict("b") == 3
+    assert residency.pin("a.b", True) == 2
+    assert [residency.evict(digest) for digest in ("a", "a.b", "b")] == [1, 0, 1]
+    assert residency.pin("a.b", False) == 2
+    assert residency.evict("a.b") == 2
     assert residency.stats().resident == 0
+
+
+def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_residency: Callable, clock: _Clock) -> None:
+    residency, (key,) = open_residency(1), _keys("a", 1)
+    assert residency.acquire([key], 5) == 1
+    clock.now += 60
+    assert residency.acquire([key], 5) == 1
+    clock.now += 60  # the first, of a request that never came, has run out; leases are 100 s long here
+    assert residency.release(key), "the second request is done"
+    assert residency.evict("a") == 1, "its lease went on without it"

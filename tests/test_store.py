@@ -640,3 +640,23 @@ def test_many_requests_for_sound_and_corrupt_cartridges_at_once_get_the_right_by
     assert store.stats().leased == 0
     for name in "ab":
         _assert_served(store, made[name], prompts[name])
+
+
+def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home: _Home) -> None:
+    fingerprint = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+    first = home.make("first", kind="trained", positions=4 * CHUNK, seed=1, fingerprint=fingerprint)
+    second = home.make("second", positions=4 * CHUNK, seed=2, fingerprint=fingerprint)
+    store = home.open(fingerprint=fingerprint)
+    ids = [load_token_ids(made.manifest, home.root(name)).tolist() for name, made in (("first", first), ("second", second))]
+    hashes, tag = list(store.engine.hasher(ids[0] + ids[1])), f"{first.manifest.digest}.{second.manifest.digest}"
+    assert store.lookup(hashes, tag) == 8
+    for chunk_hash in hashes:
+        store.release(chunk_hash, tag)
+    store.evict(tag)
+    flip_bit(home.payload("second"), chunk_range(second.manifest, 1, range(1)).start)
+    for _ in range(2):
+        assert store.lookup(hashes, tag) == 0
+    assert list(store.refused()) == ["second@1"]
+    assert store.lookup(hashes[:4], tag) == 0, "the trained part answered for the chain"
+    assert store.resident(hashes, tag) == 0
+    assert store.lookup(hashes, first.manifest.digest) == 4, "by itself the sound one is served"

@@ -110,7 +110,7 @@ class CartridgePlugin:
         Waits, for `ready_timeout_s` at most, until the chunks are in memory. Raises `Refusal` where there is no text,
         or the settings do not allow it.
         """
-        for digest in selection.afresh:
+        for digest in (*selection.afresh, selection.tag) if selection.afresh else ():
             await self.rpc("cartridge_evict", digest)
         if selection.tag is None or (selection.tag in self._ready and not selection.afresh):
             return True

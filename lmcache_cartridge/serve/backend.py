@@ -77,6 +77,11 @@ class CartridgeBackend(StoragePluginInterface):
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
         settings = from_extra_config(self.config.extra_config, type(self).__name__)
+        if 1000 * settings.lookup_timeout_s >= self.config.lookup_timeout_ms:
+            raise UnsupportedEngine(
+                f"lookup_timeout_s is {settings.lookup_timeout_s}, but LMCache gives up on a lookup after "
+                f"lookup_timeout_ms: {self.config.lookup_timeout_ms}; make ours shorter"
+            )
         lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
         if lmcache_engine is None:
             raise UnsupportedEngine("LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only")

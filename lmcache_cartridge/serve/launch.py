@@ -94,6 +94,7 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
         "pre_caching_hash_algorithm: sha256_cbor  # builtin hashes differ from process to process",
         "local_cpu: false  # LMCache must not adopt cartridge memory",
         "max_local_cpu_size: 0.1  # GB; LMCache does not start with 0, cartridges do not use it",
+        f"lookup_timeout_ms: {max(3000, round(1000 * settings.lookup_timeout_s) + 2000)}  # longer than lookup_timeout_s",
         "save_unfull_chunk: false",
         "enable_async_loading: false",
         "use_layerwise: false",
