@@ -86,7 +86,9 @@ def main() -> None:
             "for scale: encode the ids for the engine": lambda: encoder.encode([*selection.token_ids, *own]),
         }
         rows = [{"step": step, **timed(call, options.repeat)} for step, call in steps.items()]
-    print(f"p = {options.positions}, {platform.processor() or platform.machine()}, Python {platform.python_version()}\n")
+    print(
+        f"p = {options.positions}, {platform.processor() or platform.machine()}, Python {platform.python_version()}\n"
+    )
     print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))

@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(verb=run)
         added.add_argument("--home", type=Path, help="where the registry and cartridges are kept")
         if name != "serve":
-            added.add_argument("--format", choices=("terminal", "json"), default="terminal", help="for people or programs")
+            added.add_argument(
+                "--format", choices=("terminal", "json"), default="terminal", help="for people or programs"
+            )
         return added
 
     build = verb("build", _build, "Compute a document's KV with its model, check it, and register it.",
@@ -58,14 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--document", required=True, type=Path, help="UTF-8 text file")
     build.add_argument("--id", required=True, help="name of the cartridge; building it again makes a new version")
     build.add_argument("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
-    build.add_argument("--dtype", default="auto", help="bfloat16, float16 or float32; as the engine's KV (default auto)")
+    build.add_argument(
+        "--dtype", default="auto", help="bfloat16, float16 or float32; as the engine's KV (default auto)"
+    )
     build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     build.add_argument("--canary", help="text after the document whose prediction must not change")
 
     register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
                     "register /mnt/cartridges/handbook")  # fmt: skip
     register.add_argument(
-        "path", type=Path, help="directory of manifest.json and payload.safetensors; or a .json or .pt file of token_ids"
+        "path",
+        type=Path,
+        help="directory of manifest.json and payload.safetensors; or a .json or .pt file of token_ids",
     )
     register.add_argument("--label", help="also point this label at it")
     register.add_argument("--id", help="for a file of token ids: name of the cartridge")
@@ -103,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     serve.add_argument("--print", action="store_true", help="print the files and command instead of running them")
 
-    demo = verb("demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo")
+    demo = verb(
+        "demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo"
+    )
     demo.add_argument("--questions", type=int, default=12, help="how many to ask each way (default and at most 12)")
 
     verb("doctor", _doctor, "Check versions, hashing, layout and plugin; say how to fix what is wrong.", "doctor")
@@ -281,7 +289,10 @@ def _serve(arguments: argparse.Namespace) -> None:
     from .serve.launch import plan
 
     settings = _settings(
-        arguments, cpu_bytes=arguments.cpu_bytes, disk_bytes=arguments.disk_bytes, **dict(map(_assignment, arguments.set))
+        arguments,
+        cpu_bytes=arguments.cpu_bytes,
+        disk_bytes=arguments.disk_bytes,
+        **dict(map(_assignment, arguments.set)),
     )
     trained = any(row.kind == "trained" for row in Registry(settings.registry_path, read_only=True).all())
     launch = plan(

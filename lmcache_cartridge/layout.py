@@ -1,8 +1,8 @@
 """Layouts of a chunk's KV, and which heads a tensor-parallel rank owns.
 
-    canonical   [2, L, T, H, D]     K and V, layer, token, head, element; what everybody reasons in
-    heads       [H, 2, L, T, D]     artefacts and resident chunks: any run of heads is one run of bytes
-    kv_2ltd     [2, L, T, H * D]    LMCache's own, for its kernels on engines with split K and V planes
+canonical   [2, L, T, H, D]     K and V, layer, token, head, element; what everybody reasons in
+heads       [H, 2, L, T, D]     artefacts and resident chunks: any run of heads is one run of bytes
+kv_2ltd     [2, L, T, H * D]    LMCache's own, for its kernels on engines with split K and V planes
 """
 
 from __future__ import annotations

@@ -153,7 +153,9 @@ class Registry:
             if row is None:
                 row = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchone()
         if row is None:
-            raise CartridgeNotFound(f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them")
+            raise CartridgeNotFound(
+                f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
+            )
         return _location(row)
 
     def all(self) -> list[Location]:

@@ -1,8 +1,8 @@
 """Residency: which chunks are in memory, who may rely on them, and for how long.
 
-    acquire(keys)   waits until the chunks are resident (or the deadline) and leases them, so that they stay
-    release(key)    ends one lease; leases that nobody ends run out by themselves
-    lend(key)       hands out the resident bytes; they stay until the loan is closed
+acquire(keys)   waits until the chunks are resident (or the deadline) and leases them, so that they stay
+release(key)    ends one lease; leases that nobody ends run out by themselves
+lend(key)       hands out the resident bytes; they stay until the loan is closed
 """
 
 from __future__ import annotations

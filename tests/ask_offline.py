@@ -1,6 +1,6 @@
 """Script: answer questions with vLLM's offline LLM and cartridges. Prints JSON; run in a process of its own.
 
-    python ask_offline.py HOME MODEL_DIR
+python ask_offline.py HOME MODEL_DIR
 """
 
 import json
@@ -18,7 +18,9 @@ def main(home: str, model: str) -> None:
     from lmcache_cartridge.settings import from_mapping
 
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
-    llm = LLM(model, enforce_eager=True, max_model_len=8192, kv_cache_memory_bytes=64 << 20, **engine_arguments(settings))
+    llm = LLM(
+        model, enforce_eager=True, max_model_len=8192, kv_cache_memory_bytes=64 << 20, **engine_arguments(settings)
+    )
     greedy = SamplingParams(max_tokens=4, temperature=0)
     answers = []
     for question in load_sheet("ward-a").questions[:6]:

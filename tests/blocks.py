@@ -109,7 +109,7 @@ class Blocks:
     def kv(self) -> torch.Tensor:
         """Return the canonical KV `[2, L, slots, H, D]` of every slot."""
         planes = []
-        for name, cache in self.caches.items():
+        for cache in self.caches.values():
             tokens = cache.flatten(1)[:, self._packing].flatten(0, 1)  # [slots, H, 2 * D]
             planes.append(torch.stack(tokens.chunk(2, dim=-1)))
         return torch.stack(planes, dim=1)

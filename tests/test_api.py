@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -176,7 +175,9 @@ def test_function_tools_go_with_cartridges(served: Served) -> None:
         assert reply.text.strip() == fact.value
         assert reply.cached_tokens >= 1024
     web = {"type": "web_search"}
-    status, _ = _status(served.asker.openai.responses.create, model=MODEL, input="x", tools=[web], extra_body={"cartridges": ["c"]})
+    status, _ = _status(
+        served.asker.openai.responses.create, model=MODEL, input="x", tools=[web], extra_body={"cartridges": ["c"]}
+    )
     assert status == 422, "built-in tools render again on every turn"
 
 
@@ -217,7 +218,12 @@ def test_responses_and_messages_answer_from_the_cartridge(served: Served) -> Non
         )
         assert reply.output_text.strip() == fact.value
         assert reply.usage.input_tokens == 1024 + len(encode(ask(fact, 0)))
-        body = {"model": MODEL, "messages": [{"role": "user", "content": content(fact)}], "max_tokens": 2, "temperature": 0}
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": content(fact)}],
+            "max_tokens": 2,
+            "temperature": 0,
+        }
         reply = served.asker.http.post("/v1/messages", json={**body, "kv_transfer_params": {"cartridge_id": "c"}})
         assert reply.json()["content"][0]["text"].strip() == fact.value
         assert reply.headers["x-cartridges"] == "c@1;positions=1024"
@@ -256,14 +262,24 @@ def test_messages_say_where_to_name_cartridges(served: Served) -> None:
 
 def test_an_escaped_or_oddly_encoded_field_is_seen_too(served: Served) -> None:
     body = json.dumps({**_CHAT, "cartridges": ["a"]})
-    for data in (body.replace("cartridges", "cartr\\u0069dges").encode(), body.encode("utf-16"), body.encode("utf-32-le")):
+    for data in (
+        body.replace("cartridges", "cartr\\u0069dges").encode(),
+        body.encode("utf-16"),
+        body.encode("utf-32-le"),
+    ):
         reply = served.asker.http.post("/v1/messages", content=data, headers={"content-type": "application/json"})
         assert reply.status_code == 400
 
 
 def test_every_route_that_generates_is_known(served: Served) -> None:
     paths = {p for p, methods in served.asker.http.get("/openapi.json").json()["paths"].items() if "post" in methods}
-    taken = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/cartridges/{name}/{action}"}
+    taken = {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/cartridges/{name}/{action}",
+    }
     harmless = {"/detokenize", "/ping", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel",
                 "/v1/systemone", "/inference/v1/abort_requests"}  # fmt: skip
     derendering = {path for path in paths if path.endswith(("render", "derender"))}
@@ -329,7 +345,13 @@ def test_an_artefact_under_a_root_is_served_by_its_path(served: Served) -> None:
 def test_without_the_api_key_nothing_is_read_or_told(served: Served) -> None:
     body = {"model": MODEL, "prompt": "x", "cartridges": ["nope"]}
     with httpx.Client(base_url=served.url) as stranger:
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/cartridges/a/evict"):
+        for path in (
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/v1/messages",
+            "/v1/cartridges/a/evict",
+        ):
             assert stranger.post(path, json=body).status_code == 401
         for path in ("/v1/cartridges", "/v1/cartridges/a", "/v1/cartridges/nope"):
             assert stranger.get(path).status_code == 401
@@ -374,9 +396,7 @@ def test_questions_on_another_document_are_answered_at_chance(served: Served) ->
 def test_a_cartridge_replaced_under_its_id_is_never_answered_from_old_blocks(served: Served, kind: str) -> None:
     """Both versions are about the same patients, with other values."""
     name, names = f"replaced-{kind}", patients(3, 4)[:150]
-    old, new = (
-        _cut(served.model, write_ward(served.model, names, f"{kind}{version}"), 1024) for version in (1, 2)
-    )
+    old, new = (_cut(served.model, write_ward(served.model, names, f"{kind}{version}"), 1024) for version in (1, 2))
     register(served.model, served.settings, old.ids, name=name, kind=kind)
     assert _wrong(served, [(name, fact) for fact in old.facts[:40]]) == []
     register(served.model, served.settings, new.ids, name=name, kind=kind, version=2)
@@ -492,7 +512,9 @@ def test_a_foreign_cartridge_is_listed_with_the_reason_and_no_path(served: Serve
 
 # Fuzz.
 
-_IDS = st.sampled_from(["a", "b", "c", "a@1", "a@2", "both", "loop", "nope", "", "/", "s3://x/y", "a\0", "\ud800", "..", "a" * 1100])
+_IDS = st.sampled_from(
+    ["a", "b", "c", "a@1", "a@2", "both", "loop", "nope", "", "/", "s3://x/y", "a\0", "\ud800", "..", "a" * 1100]
+)
 _JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -508,12 +530,20 @@ _PARAMS = st.dictionaries(
 )  # fmt: skip
 _NEARLY_RIGHT = st.fixed_dictionaries(
     {"cartridges": st.lists(_IDS, min_size=1, max_size=2)},
-    optional={"n": st.just(2), "stream": st.just(True), "echo": st.booleans(), "cache_salt": st.sampled_from(["x", "y"])},
+    optional={
+        "n": st.just(2),
+        "stream": st.just(True),
+        "echo": st.booleans(),
+        "cache_salt": st.sampled_from(["x", "y"]),
+    },
 )
 _FIELDS = _NEARLY_RIGHT | st.fixed_dictionaries(
     {},
     optional={
-        "cartridges": st.lists(_REFERENCE, max_size=3) | _JUNK | _IDS | st.lists(st.just("a"), min_size=15, max_size=18),
+        "cartridges": st.lists(_REFERENCE, max_size=3)
+        | _JUNK
+        | _IDS
+        | st.lists(st.just("a"), min_size=15, max_size=18),
         "kv_transfer_params": _PARAMS | _JUNK,
         "vllm_xargs": st.fixed_dictionaries({"kv_transfer_params": _JUNK}) | _JUNK,
         "cache_salt": st.text(max_size=8) | _JUNK,
@@ -536,7 +566,9 @@ def test_two_thousand_odd_requests_get_an_error_of_their_own_or_the_right_answer
     fact, home, http = served.wards["a"].facts[0], str(served.settings.home), served.asker.http
     statuses: dict[int, int] = {}
 
-    @examples(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @examples(
+        max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    )
     @given(fields=_FIELDS)
     def one(fields: dict[str, Any]) -> None:
         body = {"model": MODEL, "prompt": ask(fact, 0), "max_tokens": 1, "temperature": 0} | fields
@@ -545,7 +577,9 @@ def test_two_thousand_odd_requests_get_an_error_of_their_own_or_the_right_answer
         statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
         assert reply.status_code == 200 or 400 <= reply.status_code < 500, reply.text
         used, params = reply.headers.get("x-cartridges", ""), fields.get("kv_transfer_params")
-        named = fields.get("cartridges") is not None or bool(isinstance(params, dict) and params.get("cartridge_id") is not None)
+        named = fields.get("cartridges") is not None or bool(
+            isinstance(params, dict) and params.get("cartridge_id") is not None
+        )
         assert bool(used) <= named
         assert home not in reply.text.replace(MODEL, "")
         if reply.status_code != 200 or fields.get("stream"):

@@ -15,7 +15,15 @@ import pytest
 import torch
 from blocks import Blocks, vllm_config
 from inprocess import (
-    CHUNK, StockConnector, load, lmcache_config, lmcache_engine, lmcache_metadata, look_up, nothing_is_owed, plugin,
+    CHUNK,
+    StockConnector,
+    lmcache_config,
+    lmcache_engine,
+    lmcache_metadata,
+    load,
+    look_up,
+    nothing_is_owed,
+    plugin,
     tags,
 )  # fmt: skip
 from lmcache.utils import CacheEngineKey

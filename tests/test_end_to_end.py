@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
 from lmcache_cartridge import artifact
 from lmcache_cartridge.make import prefill
@@ -23,15 +24,18 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.process import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
-
 CHUNK = 64
 """The server's chunk size: half of vLLM's CPU block of 128, so that chunks end inside blocks."""
 NOISE = 0.25
 """Largest logprob difference taken for rounding: two bfloat16 steps of a logit between 16 and 32. Measured against full
 prefill: 0.17 for KV made by transformers, 0.00 for KV captured from vLLM, 10 and more for damaged KV."""
 # Wards with one, two and many whole chunks of 64, each with a tail; the last is stored in chunks of 256.
-DOCUMENTS = {"one": ("ward-a", 75, 64), "two": ("ward-b", 170, 256), "a": ("ward-a", None, 64), "c": ("ward-c", None, 256)}
+DOCUMENTS = {
+    "one": ("ward-a", 75, 64),
+    "two": ("ward-b", 170, 256),
+    "a": ("ward-a", None, 64),
+    "c": ("ward-c", None, 256),
+}
 WHOLE_CHUNKS = {"one": 1, "two": 2, "a": 16, "c": 16}
 DAMAGE = {
     "zeroed": torch.zeros_like,
@@ -64,9 +68,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     launch = plan(str(MODEL_DIR), settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
     # Without the request API, so that a test may name KV by its tag.
     launch = launch._replace(environment={k: v for k, v in launch.environment.items() if k != "VLLM_PLUGINS"})
-    with ServerProcess(launch, home / "server.log") as server:
-        with Client(server.url, str(MODEL_DIR)) as client:
-            yield Served(client, model, settings, ids, trained)
+    with ServerProcess(launch, home / "server.log") as server, Client(server.url, str(MODEL_DIR)) as client:
+        yield Served(client, model, settings, ids, trained)
 
 
 def _build(model: CausalModel, registry: Registry, settings: Settings, name: str) -> list[int]:
@@ -150,9 +153,7 @@ def test_concurrent_requests_over_three_cartridges_get_their_own_answers(served:
 
 
 def test_kv_made_by_transformers_is_what_vllm_computes(served: Served) -> None:
-    made, captured = (
-        stored_kv(served.settings.home / "variants" / name).float() for name in ("made", "captured")
-    )
+    made, captured = (stored_kv(served.settings.home / "variants" / name).float() for name in ("made", "captured"))
     assert torch.equal(made[1, 0], captured[1, 0]), "layer 0 values depend on no attention and must agree exactly"
     cosine = torch.nn.functional.cosine_similarity(made.flatten(2), captured.flatten(2), dim=2)
     assert cosine.min() > 0.999

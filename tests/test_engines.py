@@ -102,7 +102,9 @@ def test_each_tensor_parallel_rank_injects_its_own_heads(
 
 def test_offline_inference_takes_cartridges_with_text_and_with_messages(settings: Settings) -> None:
     script = Path(__file__).with_name("ask_offline.py")
-    done = subprocess.run([sys.executable, script, settings.home, MODEL_DIR], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, script, settings.home, MODEL_DIR], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert len(answers) == 12

@@ -251,7 +251,9 @@ def test_options_that_need_the_prompt_computed_are_refused_for_trained_cartridge
     _everybody_else_is_served(served)
 
 
-@pytest.mark.parametrize("extra", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"truncate_prompt_tokens": 6}])
+@pytest.mark.parametrize(
+    "extra", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"truncate_prompt_tokens": 6}]
+)
 def test_they_are_allowed_for_prefill_cartridges_whose_positions_can_be_computed(
     served: Served, extra: dict[str, Any]
 ) -> None:

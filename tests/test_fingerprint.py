@@ -192,7 +192,9 @@ def test_rope_of_several_kinds_is_refused_since_one_shift_would_not_fit_all_laye
 def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names() -> None:
     from transformers import GPT2Config
 
-    found = of_config(config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32", inv_freq=None)
+    found = of_config(
+        config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32", inv_freq=None
+    )
     assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, None)
 
 

@@ -76,7 +76,9 @@ def test_a_label_is_refused_where_it_would_be_dropped() -> None:
     labelled, app = {"cartridge_label": "x"}, _app(router="label")
     assert _post(app, gate.MESSAGES, json=labelled).status_code == 400
     assert _post(app, "/generative_scoring", json=labelled).status_code == 400
-    assert _post(_app(), gate.MESSAGES, json=labelled).status_code == 200, "the control: without that router it is no label"
+    assert _post(_app(), gate.MESSAGES, json=labelled).status_code == 200, (
+        "the control: without that router it is no label"
+    )
 
 
 def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> None:

@@ -91,7 +91,9 @@ def test_cartridges_are_named_by_the_field_or_by_the_parameter(
     assert [reference.id for reference in read(fields, params)] == expected
 
 
-@pytest.mark.parametrize(("name", "where"), [("a", "registry"), ("a@1", "registry"), ("/a", "local"), ("s3://b/k", "s3")])
+@pytest.mark.parametrize(
+    ("name", "where"), [("a", "registry"), ("a@1", "registry"), ("/a", "local"), ("s3://b/k", "s3")]
+)
 def test_the_source_follows_from_the_form_of_the_id_unless_it_is_given(name: str, where: str) -> None:
     assert Reference(id=name).where() == where
     assert Reference(id=name, source="local").where() == "local"
@@ -193,7 +195,25 @@ def test_registered_names_versions_and_labels_are_found(home: Home) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nope", "a@2", "a@", "a@x", "a@1@1", "@1", "../a", "a/../b", "a\0", "ä", "A", " a", "a ", "%61", "'; --", "." * 1024]
+    "name",
+    [
+        "nope",
+        "a@2",
+        "a@",
+        "a@x",
+        "a@1@1",
+        "@1",
+        "../a",
+        "a/../b",
+        "a\0",
+        "ä",
+        "A",
+        " a",
+        "a ",
+        "%61",
+        "'; --",
+        "." * 1024,
+    ],
 )
 def test_an_unknown_name_is_not_found_and_shown_as_it_was_sent(home: Home, name: str) -> None:
     refusal = _refusal(home.resolve, name)
@@ -248,7 +268,9 @@ def test_without_roots_no_path_is_found(home: Home) -> None:
     assert _refusal(Resolver(settings).resolve, [Reference(id=path)]).status == 404
 
 
-def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path_but_the_clients_is_told(home: Home) -> None:
+def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path_but_the_clients_is_told(
+    home: Home,
+) -> None:
     path = home.settings.roots[0] / "empty"
     path.mkdir()
     (home.settings.roots[0] / "alias").symlink_to(path)
@@ -358,7 +380,9 @@ def test_the_tag_names_every_digest_in_order(home: Home) -> None:
 # Routers.
 
 
-def _choose(values: dict[str, Any], fields: dict[str, Any], *, model: str | None = None, key: str | None = None) -> list[str]:
+def _choose(
+    values: dict[str, Any], fields: dict[str, Any], *, model: str | None = None, key: str | None = None
+) -> list[str]:
     references = Router(from_mapping(values)).choose(fields, None, model, key)
     assert all(reference.where() == "registry" for reference in references)
     return [reference.id for reference in references]

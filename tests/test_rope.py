@@ -10,8 +10,15 @@ import pytest
 import torch
 from making import make_rope
 from transformers import (
-    AutoModelForCausalLM, CohereConfig, DynamicCache, GlmConfig, GPTNeoXConfig, LlamaConfig, OPTConfig,
-    PreTrainedConfig, StableLmConfig,
+    AutoModelForCausalLM,
+    CohereConfig,
+    DynamicCache,
+    GlmConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    StableLmConfig,
 )  # fmt: skip
 
 from lmcache_cartridge.errors import UnsupportedModel
@@ -159,7 +166,9 @@ def test_no_offset_returns_the_same_numbers_in_a_tensor_of_its_own() -> None:
 
 
 def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) -> None:
-    config = OPTConfig(**{k: v for k, v in NEOX.items() if k != "intermediate_size"}, ffn_dim=96, word_embed_proj_dim=64)
+    config = OPTConfig(
+        **{k: v for k, v in NEOX.items() if k != "intermediate_size"}, ffn_dim=96, word_embed_proj_dim=64
+    )
     rope = _made(tmp_path / "opt", config).fingerprint.rope
     assert rope is None
     with pytest.raises(UnsupportedModel, match="no rotary embedding"):

@@ -647,7 +647,9 @@ def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(h
     first = home.make("first", kind="trained", positions=4 * CHUNK, seed=1, fingerprint=fingerprint)
     second = home.make("second", positions=4 * CHUNK, seed=2, fingerprint=fingerprint)
     store = home.open(fingerprint=fingerprint)
-    ids = [load_token_ids(made.manifest, home.root(name)).tolist() for name, made in (("first", first), ("second", second))]
+    ids = [
+        load_token_ids(made.manifest, home.root(name)).tolist() for name, made in (("first", first), ("second", second))
+    ]
     hashes, tag = list(store.engine.hasher(ids[0] + ids[1])), f"{first.manifest.digest}.{second.manifest.digest}"
     assert store.lookup(hashes, tag) == 8
     for chunk_hash in hashes:

@@ -28,7 +28,9 @@ class CausalModel:
         """
         directory = fingerprint.model_directory(name)
         if directory is None:
-            raise UnsupportedModel(f"{name} is neither a directory nor a model in the local Hub cache; download it first")
+            raise UnsupportedModel(
+                f"{name} is neither a directory nor a model in the local Hub cache; download it first"
+            )
         logging.disable_progress_bar()
         self.name = directory.name if Path(name).is_dir() else name
         self.device = torch.device(device)

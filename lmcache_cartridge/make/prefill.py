@@ -12,10 +12,10 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from .. import __version__
-from ..writer import ArtifactWriter
 from ..errors import ArtifactError, CanaryFailed
 from ..layout import to_heads
 from ..manifest import Canary, Manifest, Provenance
+from ..writer import ArtifactWriter
 from .model import CausalModel
 
 CANARY = "\n\nQuestion: what does this document say?\nAnswer:"

@@ -104,9 +104,7 @@ def _draw_row(rng: random.Random, document: Document, max_questions: int) -> _Ro
 
 def _gaze(rows: list[_Row]) -> Gaze:
     """Return the aid: layer 0 binds values and questions to name and attribute, layer 1 finds the value."""
-    bound, names, attributes = (
-        _pad([[item[part] for item in row.bind] for row in rows]) for part in range(3)
-    )
+    bound, names, attributes = (_pad([[item[part] for item in row.bind] for row in rows]) for part in range(3))
     asked, answers = (_pad([[item[part] for item in row.look] for row in rows]) for part in range(2))
     first, second = _HEADS
     return Gaze(

@@ -113,9 +113,7 @@ def _share(right: Tensor) -> float:
 
 
 @torch.inference_mode()
-def generate(
-    model: LlamaForCausalLM, documents: Sequence[Document], count: int, rng: random.Random
-) -> Generation:
+def generate(model: LlamaForCausalLM, documents: Sequence[Document], count: int, rng: random.Random) -> Generation:
     """Let HF's `generate` answer `count` questions, of each document in turn. Advances `rng`."""
     right = ended = 0
     for turn in range(count):
@@ -135,9 +133,7 @@ def evaluate(options: argparse.Namespace) -> Figures:
     """Measure `options.model` and return the figures; prints each score as it comes."""
     torch.set_num_threads(options.threads)
     start_s, rng = time.monotonic(), random.Random(f"evaluation {options.seed}")
-    documents = {
-        tokens: [write_document(rng, tokens) for _ in range(options.documents)] for tokens in options.tokens
-    }
+    documents = {tokens: [write_document(rng, tokens) for _ in range(options.documents)] for tokens in options.tokens}
     scores = []
     for dtype in (torch.float32, torch.bfloat16):
         model = LlamaForCausalLM.from_pretrained(options.model, dtype=dtype).eval()

@@ -120,6 +120,4 @@ def _score_row(score: Score) -> str:
 
 
 def _run_row(name: str, run: Run) -> str:
-    return _row(
-        name, run.date, run.hardware, run.seed, run.threads, f"{run.wall_s / 60:.1f} min", f"{run.cpu_s:,} s"
-    )
+    return _row(name, run.date, run.hardware, run.seed, run.threads, f"{run.wall_s / 60:.1f} min", f"{run.cpu_s:,} s")

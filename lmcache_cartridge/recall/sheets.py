@@ -36,10 +36,7 @@ def spread(rng: random.Random, facts: tuple[Fact, ...], count: int) -> list[Fact
 def write_sheet(directory: Path, name: str, document: Document, rng: random.Random) -> None:
     """Write `name.txt` and `name.questions.json` into `directory`, over what is there. Advances `rng`."""
     facts = spread(rng, document.facts, QUESTIONS_PER_SHEET)
-    rows = [
-        {"question": ask(fact, turn % len(QUESTIONS)), "answer": fact.value}
-        for turn, fact in enumerate(facts)
-    ]
+    rows = [{"question": ask(fact, turn % len(QUESTIONS)), "answer": fact.value} for turn, fact in enumerate(facts)]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.txt").write_text(document.text + "\n", encoding="utf-8")
     questions = json.dumps(rows, indent=2) + "\n"

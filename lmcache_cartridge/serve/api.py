@@ -309,7 +309,9 @@ async def probe(state: State) -> None:
             if str(refusal).startswith("cartridges.0"):
                 continue
             reply = refusal
-        raise UnsupportedEngine(f"vLLM's {name} does not show us the field `cartridges` ({reply!r:.200}); use vLLM 0.32")
+        raise UnsupportedEngine(
+            f"vLLM's {name} does not show us the field `cartridges` ({reply!r:.200}); use vLLM 0.32"
+        )
 
 
 def check_request(request: Any, selection: Selection) -> None:

@@ -84,7 +84,9 @@ class CartridgeBackend(StoragePluginInterface):
             )
         lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
         if lmcache_engine is None:
-            raise UnsupportedEngine("LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only")
+            raise UnsupportedEngine(
+                "LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only"
+            )
         engine = engines.describe(self.config, self.metadata, lmcache_engine)
         store = open_store(settings, engine)
         logger.info(
@@ -143,7 +145,9 @@ class CartridgeBackend(StoragePluginInterface):
         """Return False: nothing is ever being stored."""
         return False
 
-    def batched_submit_put_task(self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], *_: Any, **__: Any) -> None:
+    def batched_submit_put_task(
+        self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], *_: Any, **__: Any
+    ) -> None:
         """Store nothing and take no reference."""
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
@@ -236,7 +240,10 @@ def stores() -> list[CartridgeStore]:
 
 def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
     """Return the process's one store for these settings and this engine, opening it if need be."""
-    identity = (settings.model_dump_json(), engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)))
+    identity = (
+        settings.model_dump_json(),
+        engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)),
+    )
     with _stores_lock:
         if identity not in _stores:
             _stores[identity] = CartridgeStore(settings, engine)

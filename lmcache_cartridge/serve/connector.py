@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from lmcache.v1.manager import LMCacheManager
     from vllm.config import VllmConfig
-    from vllm.v1.request import Request
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_cartridge.connector")
 

@@ -53,9 +53,7 @@ class EngineWriteConnector(GPUConnectorInterface):
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
 
-    def batched_to_gpu(
-        self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
-    ) -> None:
+    def batched_to_gpu(self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
         """Write chunk i to the slots of tokens `starts[i]` to `ends[i]`, less what vLLM has cached itself.
 
         Returns when the bytes are in the engine's blocks, so that the chunks' memory may be reused.

@@ -87,7 +87,11 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
     extra = {
         f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.serve.backend",
         f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
-        **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in settings.model_dump(mode="json").items() if v is not None and v != []},
+        **{
+            f"storage_plugin.{PLUGIN}.{k}": v
+            for k, v in settings.model_dump(mode="json").items()
+            if v is not None and v != []
+        },
     }
     lines = [
         f"chunk_size: {chunk_tokens}",

@@ -139,7 +139,9 @@ def check_params(kv_params: Any) -> None:
             if not isinstance(value, bool):
                 raise Refusal(400, f"{name} must be a boolean")
         elif key != "cartridge_id":
-            raise Refusal(400, f"{name} is not for this server; clients may send cartridge_id, lmcache.tag.*, lmcache.skip_save")
+            raise Refusal(
+                400, f"{name} is not for this server; clients may send cartridge_id, lmcache.tag.*, lmcache.skip_save"
+            )
 
 
 def read(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list[Reference]:
@@ -180,7 +182,9 @@ class Resolver:
             try:
                 manifest, own, document = _load(root, digest, _stamp(root))
             except CartridgeError:
-                raise Refusal(422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`") from None
+                raise Refusal(
+                    422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`"
+                ) from None
             if self._quarantine.reason(manifest.digest) and manifest.kind == "trained" and document is None:
                 raise Refusal(422, f"cartridge {manifest.name} is quarantined; see `lmcache-cartridge describe`")
             manifests.append(manifest)

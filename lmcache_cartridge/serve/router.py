@@ -9,6 +9,7 @@ from typing import Any
 from ..settings import Settings
 from .request import MAX_CHAIN, Reference, Refusal, read
 
+
 class Router:
     """Chooses cartridges for requests: those they name, or those that `settings.router` gives to the others."""
 
