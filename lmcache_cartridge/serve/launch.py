@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from ..errors import UnsupportedEngine
 from ..settings import Settings
 
@@ -59,7 +61,9 @@ def plan(
 
     Raises `UnsupportedEngine` if vLLM is not installed.
     """
-    path = settings.home / "run" / "lmcache.yaml"
+    yaml = lmcache_yaml(settings, chunk_tokens)
+    # Named by content: servers with other settings may share the home.
+    path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
     environment = {
         "LMCACHE_CONFIG_FILE": str(path),
         "LMCACHE_TRACK_USAGE": "false",
@@ -79,7 +83,7 @@ def plan(
     ]  # fmt: skip
     if _on_cpu() and not any(a.startswith(("--kv-cache-memory", "--gpu-memory")) for a in vllm_args):
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    return Launch(path, lmcache_yaml(settings, chunk_tokens), environment, [*command, *vllm_args])
+    return Launch(path, yaml, environment, [*command, *vllm_args])
 
 
 def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
