@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 
-from lmcache_cartridge import artifact
+from lmcache_cartridge import artifact, cli
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall.ward import Fact, ask, encode
 from lmcache_cartridge.serve.launch import plan
@@ -508,6 +509,18 @@ def test_a_foreign_cartridge_is_listed_with_the_reason_and_no_path(served: Serve
     row = served.asker.http.get("/v1/cartridges/alien").json()
     assert row["state"] in ("refused", "cold")
     assert "/" not in (row["reason"] or "")
+
+
+def test_a_stored_prefix_without_kv_is_computed_once_and_kept_by_the_engine(served: Served, tmp_path: Path) -> None:
+    ward = served.wards["c"]  # whose KV is trained, and so not found by its document's ids
+    source = tmp_path / "prefix.json"
+    source.write_text(json.dumps({"token_ids": list(ward.ids)}))
+    home = str(served.settings.home)
+    assert cli.main(["register", str(source), "--home", home, "--id", "prefix", "--model", str(MODEL)]) == 0
+    first, again = (served.asker.complete(ask(fact, 0), "prefix") for fact in ward.facts[:2])
+    assert [first.text.strip(), again.text.strip()] == [fact.value for fact in ward.facts[:2]]
+    assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
+    assert again.used == f"prefix@1;positions={len(ward.ids)}"
 
 
 # Fuzz.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,9 @@ def _read_json(source: Path) -> Any:
 
 def _read_pt(source: Path) -> Any:
     try:
-        return torch.load(source, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise ArtifactError(f"{source}: not a PyTorch file of plain tensors: {str(error).splitlines()[0]}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle protocol that torch itself does not write
+            return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch's restricted unpickler stumbles over in a broken or hostile file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"{source}: not a PyTorch file of plain tensors: {reason}") from error
