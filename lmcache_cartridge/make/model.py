@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import torch
+from blake3 import blake3
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
-from .. import fingerprint
+from .. import __version__, fingerprint
 from ..errors import UnsupportedModel
 from ..fingerprint import Rope
 from ..layout import DTYPES
+from ..manifest import Canary, Provenance
 from ..rope import shift_keys
 
 
@@ -102,3 +105,14 @@ class CausalModel:
             cache.update(keys[layer : layer + 1], values[layer : layer + 1], layer)
         out = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=True)
         return out.logits[0].float().cpu()
+
+    def provenance(self, verb: str, source: Path, content: bytes, canary: Canary | None = None) -> Provenance:
+        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now of the file `source`."""
+        return Provenance(
+            tool=f"lmcache-cartridge {__version__} {verb}",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=self.name,
+            document=source.name,
+            document_blake3=blake3(content).hexdigest(),
+            canary=canary,
+        )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
-from blake3 import blake3
 from safetensors import safe_open
 
-from .. import __version__
 from ..errors import ArtifactError, CanaryFailed
 from ..layout import to_heads
-from ..manifest import Canary, Manifest, Provenance
+from ..manifest import Canary, Manifest
 from ..writer import ArtifactWriter
 from .model import CausalModel
 
@@ -74,16 +71,7 @@ def build(
                 f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
                 "nearly tied, try another --canary text or --dtype float32; nothing was registered"
             )
-        return writer.commit(
-            Provenance(
-                tool=f"lmcache-cartridge {__version__} build",
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                model=model.name,
-                document=document.name,
-                document_blake3=blake3(raw).hexdigest(),
-                canary=result,
-            )
-        )
+        return writer.commit(model.provenance("build", document, raw, result))
 
 
 def run_canary(model: CausalModel, ids: list[int], payload: Path, question: str) -> Canary:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 
-from .. import __version__
 from ..errors import ArtifactError
-from ..manifest import Manifest, Provenance
+from ..manifest import Manifest
 from ..writer import ArtifactWriter
 from .model import CausalModel
 
@@ -35,15 +32,7 @@ def build(model: CausalModel, source: Path, root: Path, *, cartridge_id: str, ve
         token_ids=np.array(ids),
     )  # fmt: skip
     with writer:
-        return writer.commit(
-            Provenance(
-                tool=f"lmcache-cartridge {__version__} register",
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                model=model.name,
-                document=source.name,
-                document_blake3=blake3(source.read_bytes()).hexdigest(),
-            )
-        )
+        return writer.commit(model.provenance("register", source, source.read_bytes()))
 
 
 def read_token_ids(source: Path) -> list[int]:

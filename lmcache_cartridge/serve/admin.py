@@ -28,7 +28,7 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
     @router.get("")
     async def every() -> Any:
         ranks = await plugin.rpc("cartridge_status")
-        rows = await asyncio.to_thread(_rows, plugin)
+        rows = await asyncio.to_thread(_registry(plugin).all)
         return {"object": "list", "data": [_state(row, ranks, plugin) for row in rows]}
 
     @router.get("/{name}")
@@ -67,10 +67,6 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
 
 def _registry(plugin: CartridgePlugin) -> Registry:
     return Registry(plugin.settings.registry_path, read_only=True)
-
-
-def _rows(plugin: CartridgePlugin) -> list[Location]:
-    return _registry(plugin).all()
 
 
 def _state(row: Location, ranks: list[dict[str, Any]], plugin: CartridgePlugin) -> dict[str, Any]:

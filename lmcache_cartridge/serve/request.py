@@ -232,9 +232,7 @@ def _stamp(root: Path) -> int:
 @lru_cache(maxsize=128)
 def _load(root: Path, digest: str | None, stamp: int) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
     """Return a cartridge's manifest, token ids and document ids, remembered while its manifest stays as it is."""
-    manifest = artifact.load_manifest(root)
-    if digest is not None and manifest.digest != digest:
-        raise CartridgeError(f"{root} was replaced after it was registered")
+    manifest = artifact.load_manifest(root, digest)
     ids = tuple(artifact.load_token_ids(manifest, root).tolist())
     if manifest.kind != "trained":
         return manifest, ids, ids
