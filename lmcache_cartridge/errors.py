@@ -5,7 +5,11 @@
     ├── ManifestError       (ValueError)        a manifest is missing, malformed, or of an unknown format
     ├── ArtifactError       (ValueError)        an artefact cannot be written or read as it stands
     │   ├── TruncatedPayload                    the payload is shorter than its manifest says
-    │   └── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
+    │   ├── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
+    │   ├── WrongShape                          the payload holds tensors of other shapes than its manifest says
+    │   ├── WrongDtype                          the payload holds tensors of another dtype than its manifest says
+    │   ├── NonFiniteKV                         a chunk holds NaN or infinity
+    │   └── ReplacedArtifact                    another artefact lies where this one was registered
     ├── CartridgeNotFound   (KeyError)          no such id, version or label
     ├── CartridgeExists     (FileExistsError)   the id and version are taken
     ├── RegistryError       (RuntimeError)      the registry cannot be opened or is of a newer schema
@@ -52,6 +56,22 @@ class TruncatedPayload(ArtifactError):
 
 class CorruptChunk(ArtifactError):
     """Bytes of a chunk do not have the checksum its manifest names."""
+
+
+class WrongShape(ArtifactError):
+    """The payload's header names tensors of other shapes than the manifest."""
+
+
+class WrongDtype(ArtifactError):
+    """The payload's header names tensors of another dtype than the manifest."""
+
+
+class NonFiniteKV(ArtifactError):
+    """A chunk holds NaN or infinity, which attention would spread over the whole answer."""
+
+
+class ReplacedArtifact(ArtifactError):
+    """Another artefact lies where this one was registered."""
 
 
 class CartridgeNotFound(CartridgeError, KeyError):
