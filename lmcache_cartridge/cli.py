@@ -249,11 +249,11 @@ def _describe(arguments: argparse.Namespace) -> None:
 
     location = _registry(arguments).find(arguments.name)
     reason = Quarantine(_settings(arguments).quarantine_dir).reason(location.digest)
-    result = json.loads(artifact.load_manifest(location.root, location.digest).encode())
+    result = json.loads(artifact.load_manifest(Path(location.location), location.digest).encode())
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
-    result |= {"location": str(location.root), "registered": location.registered, "quarantined": reason}
+    result |= {"location": location.location, "registered": location.registered, "quarantined": reason}
     show(result, fields(result), arguments.format)
 
 
@@ -270,10 +270,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         problem = None
         try:
             with tqdm(unit=" chunks", desc=location.name, disable=arguments.format == "json") as bar:
-                for done, total in artifact.verify(location.root):
+                for done, total in artifact.verify(Path(location.location)):
                     bar.total = total
                     bar.update(done - bar.n)
-            artifact.load_manifest(location.root, location.digest)
+            artifact.load_manifest(Path(location.location), location.digest)
         except CartridgeError as error:
             problem = str(error)
         if problem is None:
