@@ -44,19 +44,28 @@ class Settings(BaseModel):
 
     home: Path = Field(default_factory=default_home)
     """Directory of the registry and of cartridges built here."""
+    device_bytes: Bytes | None = None
+    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default eight times the largest
+    cartridge, 1 GiB or half of what is free, whichever is least; none on a CPU engine."""
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier."""
-    disk_bytes: Bytes = 0
-    """Budget of the disk tier, a local copy of slower sources; 0 switches it off."""
+    disk_bytes: Bytes = 16 << 30
+    """Budget of the disk tier, the download cache of remote sources; 0 switches it off."""
+    disk_local: bool = False
+    """Whether the disk tier keeps copies of artefacts in directories too: for those on slow network storage."""
     disk_dir: Path | None = None
     """Where the disk tier lies; `cache` under `home` by default."""
-    lookup_timeout_s: float = Field(default=1.0, gt=0, le=60)
-    """How long a lookup may wait for chunks to be loaded; it holds up the scheduler, so keep it below LMCache's
-    own `lookup_timeout_ms`."""
+    lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
+    """How long a lookup may wait for chunks to be loaded. It holds up the scheduler and every other request; requests
+    that name cartridges wait in the API server instead."""
     lease_s: float = Field(default=300.0, gt=0)
     """How long a looked-up chunk stays in memory for a request that never comes for it."""
     load_threads: int = Field(default=4, ge=1, le=256)
-    """Chunks loaded at once."""
+    """Chunks loaded at once from directories."""
+    s3_connections: int = 16
+
+    reload_s: float = Field(default=1.0, ge=0)
+    """How often changes of the registry are looked for; 0 is never."""
 
     # What requests may ask for; read by the API server.
 
@@ -92,6 +101,11 @@ class Settings(BaseModel):
     def quarantine_dir(self) -> Path:
         """Where quarantined cartridges are noted."""
         return self.home / "quarantine"
+
+    @property
+    def mirror_dir(self) -> Path:
+        """Where manifests and token ids of remote artefacts are kept."""
+        return self.cache_dir / "manifests"
 
     @property
     def cache_dir(self) -> Path:

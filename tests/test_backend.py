@@ -213,14 +213,14 @@ def test_a_request_gets_exactly_its_cartridges_kv_and_owes_nothing(serving: Serv
     assert _serve(serving, name) == serving.cartridges[name].whole
     assert nothing_is_owed(serving.store)
     stats = serving.store.stats()
-    assert stats.loaded == stats.resident == serving.cartridges[name].whole // CHUNK
+    assert stats.promoted == stats.resident == serving.cartridges[name].whole // CHUNK
 
 
 def test_a_second_request_gets_the_same_from_memory(serving: Serving) -> None:
     for request in ("first", "second"):
         _serve(serving, "short", request)
     stats = serving.store.stats()
-    assert (stats.loaded, stats.hits) == (5, 5)
+    assert (stats.promoted, stats.hits) == (5, 5)
     assert nothing_is_owed(serving.store)
 
 
@@ -383,7 +383,7 @@ def test_only_leading_keys_are_counted(serving: Serving) -> None:
 def test_asking_without_pinning_loads_nothing(serving: Serving) -> None:
     assert serving.plugin.batched_contains(serving.keys("short")) == 0
     assert serving.plugin.contains(serving.keys("short")[0]) is False
-    assert serving.store.stats().loaded == 0
+    assert serving.store.stats().promoted == 0
 
 
 def test_a_pin_is_counted_and_ends_once_for_each_unpin(serving: Serving) -> None:
@@ -423,7 +423,7 @@ def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str
     assert serving.plugin.batched_get_blocking(keys) == [None] * len(keys)
     assert [serving.plugin.pin(key) for key in keys] == [False] * len(keys)
     assert [serving.plugin.unpin(key) for key in keys] == [False] * len(keys)
-    assert serving.store.stats().loaded == 0
+    assert serving.store.stats().promoted == 0
     assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
 
 
@@ -706,7 +706,7 @@ def test_a_plugin_that_lmcache_builds_again_shares_the_store(serving: Serving, c
     assert serving.plugin is not first
     assert serving.plugin.store is first.store, "the memory budget would be spent twice"
     _serve(serving, "short")
-    assert serving.store.stats().loaded == 5
+    assert serving.store.stats().promoted == 5
     first.close()
 
 
