@@ -56,10 +56,10 @@ def checksum(data: memoryview | bytes) -> str:
     return blake3(data).hexdigest(CHECKSUM_BYTES)
 
 
-def load_manifest(root: Path, digest: str | None = None) -> Manifest:
+def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:
     """Return the checked manifest of the artefact at `root`, which must have `digest` if that is given.
 
-    Raises `ManifestError` when it is missing or wrong, `TruncatedPayload` when the payload has another size,
+    With `payload` false the payload need not lie beside it. Raises `ManifestError` when it is missing or wrong, `TruncatedPayload` when the payload has another size,
     `ArtifactError` when it is another artefact.
     """
     path = root / MANIFEST
@@ -71,16 +71,16 @@ def load_manifest(root: Path, digest: str | None = None) -> Manifest:
     manifest = decode(data, str(path))
     if digest is not None and manifest.digest != digest:
         raise ArtifactError(f"{root} was replaced after it was registered; register it again as a new version")
-    if manifest.payload is None:
+    if manifest.payload is None or not payload:
         return manifest
-    payload = root / manifest.payload.file
+    file = root / manifest.payload.file
     try:
-        size = payload.stat().st_size if payload.is_file() else 0
+        size = file.stat().st_size if file.is_file() else 0
     except OSError as error:
-        raise ArtifactError(f"cartridge {manifest.name}: {payload}: {error.strerror}") from error
+        raise ArtifactError(f"cartridge {manifest.name}: {file}: {error.strerror}") from error
     if size != manifest.payload.size_bytes:
         raise TruncatedPayload(
-            f"cartridge {manifest.name}: {payload} has {size} bytes, its manifest says "
+            f"cartridge {manifest.name}: {file} has {size} bytes, its manifest says "
             f"{manifest.payload.size_bytes}. Copy the file again"
         )
     return manifest

@@ -104,7 +104,7 @@ class ChunkLoader:
             except CorruptChunk:
                 self._disk.discard(key)
         where = artifact.chunk_range(manifest, stored, self._heads)
-        self._source.read_into(root, manifest.payload.file, where, out)
+        self._source.read_into(str(root), manifest.payload.file, where, out)
         artifact.verify_chunk(manifest, stored, self._heads, out, path)
         if self._disk is not None:
             self._disk.write(key, out)

@@ -27,10 +27,10 @@ class _Counting:
         self.reads: list[ByteRange] = []
         self.addresses: list[int] = []
 
-    def read_into(self, root: Path, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
         self.reads.append(where)
         self.addresses.append(torch.frombuffer(out, dtype=torch.uint8).data_ptr())
-        LocalSource().read_into(root, file, where, out)
+        LocalSource().read_into(location, file, where, out)
 
 
 def _loader(
