@@ -92,7 +92,10 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
         raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
     manifest = decode(data, str(path))
     if digest is not None and manifest.digest != digest:
-        raise ReplacedArtifact(f"{root} was replaced after it was registered; register it again as a new version")
+        raise ReplacedArtifact(
+            f"{root} was replaced after it was registered: it is {manifest.name} with digest {manifest.digest[:16]}... "
+            f"now, not {digest[:16]}...; register it again as a new version"
+        )
     if manifest.payload is None or not payload:
         return manifest
     file = root / manifest.payload.file

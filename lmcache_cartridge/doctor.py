@@ -164,7 +164,10 @@ def _check_registry(settings: Settings) -> Iterator[Check]:
     for row in rows:
         if not (Path(row.location) / "manifest.json").is_file():
             yield Check(
-                "warn", row.name, f"its artefact is not at {row.location}", "mount or restore it, or register it elsewhere"
+                "warn",
+                row.name,
+                f"its artefact is not at {row.location}",
+                "mount or restore it, or register it elsewhere",
             )
         elif reason := quarantine.reason(row.digest):
             yield Check("warn", row.name, f"quarantined: {reason}", f"lmcache-cartridge verify {row.name}")

@@ -19,6 +19,10 @@
     ├── UnsupportedEngine   (RuntimeError)      this engine would corrupt or lose cartridges, with the fix
     ├── CanaryFailed        (RuntimeError)      the stored KV does not answer as the document does
     ├── SourceError         (OSError)           a byte source failed; the foreign error is the cause
+    │   ├── SourceNotFound  (FileNotFoundError) there is no such file, object or bucket
+    │   ├── SourceDenied    (PermissionError)   the source may not be read, or without other credentials
+    │   ├── SourceTimeout   (TimeoutError)      a read did not end by its deadline
+    │   └── MalformedLocation (ValueError)      neither an absolute path nor `s3://bucket/prefix`
     └── OverBudget          (MemoryError)       a tier's byte budget cannot hold what was asked
 
 Each is also the builtin in brackets, so a caller may catch either. A message says what went wrong, for which
@@ -108,6 +112,22 @@ class CanaryFailed(CartridgeError, RuntimeError):
 
 class SourceError(CartridgeError, OSError):
     """A byte source failed; `__cause__` is the foreign error."""
+
+
+class SourceNotFound(SourceError, FileNotFoundError):
+    """There is no such file, object or bucket."""
+
+
+class SourceDenied(SourceError, PermissionError):
+    """The source may not be read, or not with the credentials found."""
+
+
+class SourceTimeout(SourceError, TimeoutError):
+    """A read did not end by its deadline."""
+
+
+class MalformedLocation(SourceError, ValueError):
+    """A location is neither an absolute path nor `s3://bucket/prefix`."""
 
 
 class OverBudget(CartridgeError, MemoryError):

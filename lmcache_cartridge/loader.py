@@ -128,6 +128,7 @@ class ChunkLoader:
     def _read(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
         """Fill `out` with this rank's heads of a stored chunk and verify them, from the disk tier if it can."""
         manifest, _, location = cartridge
+        path = f"{location}/{manifest.payload.file}"
         key = PieceKey(manifest.digest, stored, self._heads.start, self._heads.stop)
         disk = self._disk if self._keep_local or self._sources.is_remote(location) else None
         if disk is not None and disk.read_into(key, out):
@@ -138,12 +139,12 @@ class ChunkLoader:
                 disk.discard(key)
         self._fetch(cartridge, stored, out)
         try:
-            self._check(manifest, stored, out, location)
+            self._check(manifest, stored, out, path)
         except CorruptChunk:
             # Once more: it may have been damaged on its way, or be in the middle of being written.
             self._fetch(cartridge, stored, out)
             try:
-                self._check(manifest, stored, out, location)
+                self._check(manifest, stored, out, path)
             except CorruptChunk:
                 self._diagnose(cartridge)
                 raise

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from .errors import SettingsError
 
@@ -62,15 +63,28 @@ class Settings(BaseModel):
     """How long a looked-up chunk stays in memory for a request that never comes for it."""
     load_threads: int = Field(default=4, ge=1, le=256)
     """Chunks loaded at once from directories."""
-    s3_connections: int = 16
-
     reload_s: float = Field(default=1.0, ge=0)
     """How often changes of the registry are looked for; 0 is never."""
+
+    # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
+
+    s3_endpoint_url: str | None = None
+    """Server for `s3://` locations, `https://minio:9000`; by default `$AWS_ENDPOINT_URL_S3`, a profile's, or AWS."""
+    s3_region: str | None = None
+    """Region; by default that of the environment or profile."""
+    s3_connections: int = Field(default=16, ge=1, le=256)
+    """Connections at once, and threads that read from them."""
+    s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
+    """What one request asks for; larger reads are split and their parts read at once."""
+    s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """How long one read may take with all its retries."""
 
     # What requests may ask for; read by the API server.
 
     roots: tuple[Path, ...] = ()
     """Directories under which requests may name artefacts by absolute path."""
+    buckets: tuple[str, ...] = ()
+    """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
     """Where a request's cartridges come from when it names none itself: nowhere; a label in `label_field`; `static`;
     or a label in `label_field` that stands for a chain in `composites`."""
@@ -86,6 +100,29 @@ class Settings(BaseModel):
     """How long a request waits in the API server for its cartridges to be loaded."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
+
+    @field_validator("s3_endpoint_url")
+    @classmethod
+    def _check_endpoint(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            sound = False
+        if not sound or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+            raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
+        return url
+
+    @field_validator("buckets")
+    @classmethod
+    def _check_buckets(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
+        from .s3 import parse
+
+        for bucket in buckets:
+            parse(f"s3://{bucket}/x")
+        return buckets
 
     @property
     def registry_path(self) -> Path:

@@ -55,7 +55,7 @@ def test_a_size_that_is_none_is_refused_by_its_full_key(value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lookup_timeout_s", 0), ("lookup_timeout_s", -1), ("lookup_timeout_s", 61), ("lookup_timeout_s", float("nan")),
+        ("lookup_timeout_s", -1), ("lookup_timeout_s", 61), ("lookup_timeout_s", float("nan")),
         ("lookup_timeout_s", "soon"), ("lease_s", 0), ("lease_s", float("nan")), ("load_threads", 0),
         ("load_threads", 257), ("load_threads", 1.5), ("disk_bytes", "-1"), ("home", 7),
     ],

@@ -231,7 +231,7 @@ class Resolver:
             raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
         if not Sources.is_remote(row.location):
             return Path(row.location), row.location, row.digest
-        root = None if reference.force_redownload else self._mirror.find(row.digest)
+        root = None if reference.force_redownload else self._mirror.known(row.location)
         return root or self._fetched(reference, row.location, network), row.location, row.digest
 
     def _fetched(self, reference: Reference, location: str, network: bool) -> Path:
