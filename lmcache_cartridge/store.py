@@ -255,7 +255,9 @@ class CartridgeStore:
             claim = self._claims.get(tag)
             if claim is None:
                 claim = self._claims[tag] = self.claim(tag, places)
-        return claim.poll()
+            state = claim.poll()
+            self._settle(tag, claim)
+        return state
 
     def pin(self, digest: str) -> int:
         """Keep a cartridge in memory until `unpin`, loading what is missing; return how many chunks it has.
@@ -286,6 +288,9 @@ class CartridgeStore:
 
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory."""
+        with self._lock:
+            if claim := self._claims.pop(digest, None):
+                claim.close()
         if self._disk is not None:
             self._disk.discard_cartridge(digest)
         if self._device is not None:
@@ -416,17 +421,19 @@ class CartridgeStore:
                 self.preload(digest, {})
         self._warmed &= rows.keys()
 
+    def _settle(self, tag: str, claim: Claim) -> None:
+        """End a fetch in the background that has nothing left to do. The lock is held."""
+        if claim.is_done():
+            claim.close()
+            del self._claims[tag]
+
     def _keep(self) -> None:
         """Look after what loads in the background, and after changes of the registry, until the store is closed."""
         refreshed_at, complaint = self._clock(), None
         while not self._stopping.wait(_POLL_S):
             with self._lock:
-                claims = list(self._claims.items())
-            for tag, claim in claims:
-                if claim.is_done():
-                    claim.close()
-                    with self._lock:
-                        self._claims.pop(tag, None)
+                for tag, claim in list(self._claims.items()):
+                    self._settle(tag, claim)
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
                 try:
