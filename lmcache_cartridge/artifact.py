@@ -7,7 +7,7 @@ header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ...
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,46 +141,51 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     return ids
 
 
-def verify(root: Path) -> Iterator[tuple[int, int]]:
+Read = Callable[[ByteRange, memoryview], None]
+"""Fills a buffer with some bytes of a payload."""
+
+
+def verify(root: Path, read: Read | None = None, where: str | None = None) -> Iterator[tuple[int, int]]:
     """Check everything an artefact promises, yielding (chunks done, chunks) as it goes.
 
-    Raises `ManifestError` or `ArtifactError` at the first thing that is wrong.
+    With `read` its payload is not beside its manifest but `where` that reads. Raises `ManifestError` or `ArtifactError`
+    at the first thing that is wrong.
     """
-    manifest = load_manifest(root)
+    manifest = load_manifest(root, payload=read is None)
     load_token_ids(manifest, root)
     load_document_ids(manifest, root)
     if manifest.payload is None:
         return
-    check_header(manifest, root)
-    path = root / manifest.payload.file
-    with path.open("rb") as file:
-        heads = range(manifest.fingerprint.kv_heads)
-        for chunk in range(manifest.chunks):
-            start, end = chunk_range(manifest, chunk, heads)
-            file.seek(start)
-            data = memoryview(file.read(end - start))
-            verify_chunk(manifest, chunk, heads, data, str(path))
-            check_finite(manifest, chunk, data, str(path))
-            yield chunk + 1, manifest.chunks
+    read, where = read or _reader(root / manifest.payload.file), where or str(root / manifest.payload.file)
+    check_header(manifest, read, where)
+    heads = range(manifest.fingerprint.kv_heads)
+    buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
+    for chunk in range(manifest.chunks):
+        data = buffer[: len(heads) * manifest.head_bytes(chunk)]
+        read(chunk_range(manifest, chunk, heads), data)
+        verify_chunk(manifest, chunk, heads, data, where)
+        check_finite(manifest, chunk, data, where)
+        yield chunk + 1, manifest.chunks
 
 
-def check_header(manifest: Manifest, root: Path) -> None:
-    """Check that the payload beside a manifest says of itself what the manifest says; no change without a payload.
+def check_local_header(manifest: Manifest, root: Path) -> None:
+    """Do `check_header` for a payload beside its manifest; no change without a payload."""
+    if manifest.payload is not None:
+        path = root / manifest.payload.file
+        check_header(manifest, _reader(path), str(path))
 
-    Serving goes by the manifest alone. Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header that would
-    tell other readers something else.
+
+def check_header(manifest: Manifest, read: Read, where: str) -> None:
+    """Check that a payload says of itself what its manifest says. Serving goes by the manifest alone.
+
+    Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header that would tell other readers something else.
     """
-    if manifest.payload is None:
+    expected = payload_header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens)
+    found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
+    if len(expected) == manifest.payload.data_offset_bytes:
+        read(ByteRange(0, len(expected)), memoryview(found))
+    if found == expected:
         return
-    path, expected = (
-        root / manifest.payload.file,
-        payload_header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens),
-    )
-    with path.open("rb") as file:
-        found = file.read(len(expected))
-    if found == expected and len(expected) == manifest.payload.data_offset_bytes:
-        return
-    about = f"cartridge {manifest.name}: {path}"
     try:
         header = json.loads(found[8 : 8 + int.from_bytes(found[:8], "little")])
         tensors = {
@@ -195,6 +200,22 @@ def check_header(manifest: Manifest, root: Path) -> None:
         if shape != tensor["shape"]:
             raise WrongShape(f"{about}: {name} has shape {shape}, its manifest says {tensor['shape']}")
     raise ArtifactError(f"{about} has a header that its manifest does not describe")
+
+
+def _reader(path: Path) -> Read:
+    def read(where: ByteRange, out: memoryview) -> None:
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(where.start)
+                done = 0
+                while done < len(out) and (count := file.readinto(out[done:])):
+                    done += count
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from error
+        if done < len(out):
+            raise TruncatedPayload(f"{path} ends at byte {where.start + done}, {len(out) - done} bytes early")
+
+    return read
 
 
 def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int) -> bytes:

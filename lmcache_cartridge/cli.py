@@ -68,11 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--canary", help="text after the document whose prediction must not change")
 
     register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
-                    "register /mnt/cartridges/handbook")  # fmt: skip
+                    "register s3://bucket/cartridges/handbook")  # fmt: skip
     register.add_argument(
         "path",
-        type=Path,
-        help="directory of manifest.json and payload.safetensors; or a .json or .pt file of token_ids",
+        help="directory of manifest.json and payload.safetensors, its s3:// location, or a .json or .pt file of token_ids",
     )
     register.add_argument("--label", help="also point this label at it")
     register.add_argument("--id", help="for a file of token ids: name of the cartridge")
@@ -81,7 +80,16 @@ def _parser() -> argparse.ArgumentParser:
     label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
                  "label current handbook@3")  # fmt: skip
     label.add_argument("label")
-    label.add_argument("name", help="id, id@version or another label")
+    label.add_argument("name", nargs="?", help="id, id@version or another label")
+    label.add_argument(
+        "--warm", action="store_true", help="servers bring what it points at into memory when they start"
+    )
+    label.add_argument("--delete", action="store_true", help="remove the label instead")
+
+    remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
+                  "remove handbook@2")  # fmt: skip
+    remove.add_argument("name", help="id (newest version) or id@version")
+    remove.add_argument("--delete-files", action="store_true", help="delete the artefact too, if `build` put it there")
 
     verb("list", _list, "List the registered cartridges.", "list --format json")
 
@@ -119,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("model", help="as for `vllm serve`")
     serve.add_argument("--chunk-size", type=int, default=256, help="LMCache's chunk size in tokens (default 256)")
     serve.add_argument("--cpu-bytes", default="1GiB", help="memory for resident cartridges (default 1GiB)")
-    serve.add_argument("--disk-bytes", default="0", help="local disk for copies of slow artefacts (default 0: none)")
+    serve.add_argument("--disk-bytes", default="16GiB", help="local disk for what comes from S3 (default 16GiB)")
     serve.add_argument(
         "--on-load-failure",
         choices=("recompute", "fail"),
@@ -203,36 +211,82 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _register(arguments: argparse.Namespace) -> None:
+    from .sources import Sources
+
     registry = _registry(arguments)
-    root = arguments.path if arguments.path.is_dir() else _stored_prefix(arguments, registry)
-    manifest = registry.register(root)
+    if Sources.is_remote(arguments.path):
+        manifest = registry.register(_fetched(arguments, arguments.path), arguments.path)
+    else:
+        path = Path(arguments.path)
+        manifest = registry.register(path if path.is_dir() else _stored_prefix(arguments, path, registry))
     if arguments.label:
         registry.label(arguments.label, manifest.name)
     result = {"name": manifest.name, "digest": manifest.digest, "label": arguments.label}
     show(result, f"registered {manifest.name}", arguments.format)
 
 
-def _stored_prefix(arguments: argparse.Namespace, registry: Any) -> Path:
+def _fetched(arguments: argparse.Namespace, location: str) -> Path:
+    """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
+    from .mirror import Mirror
+    from .sources import Sources
+
+    settings = _settings(arguments)
+    sources = Sources(settings)
+    try:
+        return Mirror(settings.mirror_dir, sources).fetch(location, force=True)
+    finally:
+        sources.close()
+
+
+def _root(arguments: argparse.Namespace, location: str) -> Path:
+    """Return the directory that holds the manifest of what lies at a location."""
+    from .sources import Sources
+
+    return _fetched(arguments, location) if Sources.is_remote(location) else Path(location)
+
+
+def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> Path:
     """Make an artefact of a file of token ids and return its directory."""
     from .errors import ArtifactError
     from .manifest import check_id
 
-    if not arguments.path.is_file():
-        raise ArtifactError(f"{arguments.path}: no such file or directory")
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file or directory")
     if not (arguments.id and arguments.model):
-        raise ArtifactError(f"{arguments.path} is a file; for token ids give --id and --model too")
+        raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
     version = registry.next_version(check_id(arguments.id))
     root = _settings(arguments).cartridges_dir / arguments.id / str(version)
     from .make import tokens
     from .make.model import CausalModel
 
-    tokens.build(CausalModel(arguments.model), arguments.path, root, cartridge_id=arguments.id, version=version)
+    tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
     return root
 
 
 def _label(arguments: argparse.Namespace) -> None:
-    target = _registry(arguments).label(arguments.label, arguments.name)
+    from .errors import ArtifactError
+
+    if arguments.delete == (arguments.name is not None):
+        raise ArtifactError("give either a name for the label to point at, or --delete")
+    if arguments.delete:
+        _registry(arguments).unlabel(arguments.label)
+        show({"label": arguments.label, "name": None}, f"removed the label {arguments.label}", arguments.format)
+        return
+    target = _registry(arguments).label(arguments.label, arguments.name, warm=arguments.warm)
     show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    import shutil
+
+    removed = _registry(arguments).remove(arguments.name)
+    ours = Path(removed.location).is_relative_to(_settings(arguments).cartridges_dir)
+    deleted = arguments.delete_files and ours
+    if deleted:
+        shutil.rmtree(removed.location)
+    left = "" if deleted else f"; its files stay at {removed.location}"
+    result = {"name": removed.name, "location": removed.location, "files_deleted": deleted}
+    show(result, f"removed {removed.name}{left}", arguments.format)
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -272,7 +326,9 @@ def _describe(arguments: argparse.Namespace) -> None:
 
     location = _registry(arguments).find(arguments.name)
     reason = Quarantine(_settings(arguments).quarantine_dir).reason(location.digest)
-    result = json.loads(artifact.load_manifest(Path(location.location), location.digest).encode())
+    result = json.loads(
+        artifact.load_manifest(_root(arguments, location.location), location.digest, payload=False).encode()
+    )
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
@@ -281,22 +337,30 @@ def _describe(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from functools import partial
+
     from tqdm import tqdm
 
     from . import artifact
     from .quarantine import Quarantine
+    from .sources import Sources
 
-    registry, quarantine = _registry(arguments), Quarantine(_settings(arguments).quarantine_dir)
+    settings = _settings(arguments)
+    registry, quarantine, sources = _registry(arguments), Quarantine(settings.quarantine_dir), Sources(settings)
     results = []
     for name in arguments.name:
         location = registry.find(name)
         problem = None
         try:
+            root, read, where = _root(arguments, location.location), None, None
+            if Sources.is_remote(location.location):
+                where = f"{location.location}/{artifact.PAYLOAD}"
+                read = partial(sources.read_into, location.location, artifact.PAYLOAD)
+            artifact.load_manifest(root, location.digest, payload=read is None)
             with tqdm(unit=" chunks", desc=location.name, disable=arguments.format == "json") as bar:
-                for done, total in artifact.verify(Path(location.location)):
+                for done, total in artifact.verify(root, read, where):
                     bar.total = total
                     bar.update(done - bar.n)
-            artifact.load_manifest(Path(location.location), location.digest)
         except CartridgeError as error:
             problem = str(error)
         if problem is None:

@@ -185,4 +185,4 @@ class ChunkLoader:
         if not self._sources.is_remote(cartridge.location):
             root = Path(cartridge.location)
             with suppress(ManifestError):
-                artifact.check_header(artifact.load_manifest(root, cartridge.manifest.digest), root)
+                artifact.check_local_header(artifact.load_manifest(root, cartridge.manifest.digest), root)

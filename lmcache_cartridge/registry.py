@@ -123,7 +123,7 @@ class Registry:
         manifest = artifact.load_manifest(root, payload=location is None)
         artifact.load_token_ids(manifest, root)
         if location is None:
-            artifact.check_header(manifest, root)
+            artifact.check_local_header(manifest, root)
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")  # nobody else may take the version between the look and the write
             row = db.execute(
