@@ -80,11 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
                  "label current handbook@3")  # fmt: skip
     label.add_argument("label")
-    label.add_argument("name", nargs="?", help="id, id@version or another label")
-    label.add_argument(
-        "--warm", action="store_true", help="servers bring what it points at into memory when they start"
-    )
-    label.add_argument("--delete", action="store_true", help="remove the label instead")
+    label.add_argument("name", help="id, id@version or another label")
+    label.add_argument("--warm", action="store_true", help="servers bring what it points at into memory when they start")
+
+    unlabel = verb("unlabel", _unlabel, "Remove a label; what it points at stays.", "unlabel current")
+    unlabel.add_argument("label")
 
     remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
                   "remove handbook@2")  # fmt: skip
@@ -264,16 +264,13 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> 
 
 
 def _label(arguments: argparse.Namespace) -> None:
-    from .errors import ArtifactError
-
-    if arguments.delete == (arguments.name is not None):
-        raise ArtifactError("give either a name for the label to point at, or --delete")
-    if arguments.delete:
-        _registry(arguments).unlabel(arguments.label)
-        show({"label": arguments.label, "name": None}, f"removed the label {arguments.label}", arguments.format)
-        return
     target = _registry(arguments).label(arguments.label, arguments.name, warm=arguments.warm)
     show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
+
+
+def _unlabel(arguments: argparse.Namespace) -> None:
+    _registry(arguments).unlabel(arguments.label)
+    show({"label": arguments.label}, f"removed the label {arguments.label}", arguments.format)
 
 
 def _remove(arguments: argparse.Namespace) -> None:
