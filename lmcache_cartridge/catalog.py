@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from . import artifact
-from .errors import CartridgeError, ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
+from .errors import CartridgeError, CartridgeNotFound, ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
 from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher, KeyIndex
 from .loader import Cartridge, Segment
@@ -135,10 +135,10 @@ class Catalog:
             if digest in self.quarantined:
                 return CartridgeError(self.quarantined[digest])
         try:
-            self.derive(tag)
+            known = self.derive(tag) is not None
         except CartridgeError as error:
             return error
-        return None
+        return None if known else CartridgeNotFound(f"a cartridge of {tag} is not there")
 
     def segments(self, tag: str) -> list[Segment]:
         """Return the cartridges that a tag names, each at its place; empty if one is not there or quarantined."""

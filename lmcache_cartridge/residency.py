@@ -191,6 +191,7 @@ class Residency:
         Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting.
         """
         self._slab, self._load, self._on_failure = slab, load, on_failure
+        self.budget_bytes = slab.slots * slab.slot_bytes
         self._is_slow, self._lease_s, self._clock = is_slow, lease_s, clock
         self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
         self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
@@ -301,7 +302,7 @@ class Residency:
                 leased=sum(any(t > now for t in e.leases) for e in entries),
                 lent=sum(e.loans > 0 for e in entries),
                 resident_bytes=resident * self._slab.slot_bytes,
-                budget_bytes=self._slab.slots * self._slab.slot_bytes,
+                budget_bytes=self.budget_bytes,
                 load_seconds=self._load_seconds,
                 load_counts=tuple(self._load_counts),
             )

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,15 +90,18 @@ class Readiness(NamedTuple):
 class Claim:
     """Somebody's claim on a cartridge or chain: what is loaded of it stays in memory until `close()`."""
 
-    def __init__(self, tag: str, hold: Hold | None, refusal: Readiness | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tag: str, hold: Hold | None, refusal: Callable[[], Readiness | None], clock: Callable[[], float]
+    ) -> None:
+        """`refusal` tells why it will never be, None if it may; without a `hold` it must."""
         self.tag, self.closed = tag, False
         self._hold, self._refusal, self._clock = hold, refusal, clock
         self._started_at, self._before = clock(), None
 
     def poll(self) -> Readiness:
         """Start loading what is missing, as far as memory allows, and return how far it is; does not wait."""
-        if self._hold is None:
-            return self._refusal
+        if (refused := self._refusal()) or self._hold is None:
+            return refused
         state = self._hold.poll()
         if self._before is None:
             self._before = state.resident
@@ -234,18 +238,14 @@ class CartridgeStore:
         for digest, place in places.items():
             if not self._catalog.knows(digest):
                 self._catalog.add(None, digest, *place)
-        if error := self._catalog.refusal(tag):
-            return self._refused(tag, str(error), mismatch=isinstance(error, ModelMismatch))
-        needed, keys = self._catalog.derive(tag), self._catalog.index.chunks(tag)
-        if needed is None:
-            return self._refused(tag, "a cartridge of it is not there")
-        size_bytes = len(keys) * self.shape.size_bytes
-        if size_bytes > self._cpu.stats().budget_bytes:
-            return self._refused(tag, f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes", len(keys))
+        refusal = partial(self._refusal, tag)
+        if refusal():
+            return Claim(tag, None, refusal, self._clock)
+        keys = self._catalog.index.chunks(tag)
         tier = self._cpu
         if self._device is not None and self._device.resident(keys) == len(keys):
             tier = self._device
-        claim = Claim(tag, tier.hold(keys, whole=needed > 0), None, self._clock)
+        claim = Claim(tag, tier.hold(keys, whole=self._catalog.derive(tag) > 0), refusal, self._clock)
         self._open.add(claim)
         return claim
 
@@ -367,8 +367,14 @@ class CartridgeStore:
     def _named(self) -> list[tuple[str, Residency]]:
         return [("cpu" if tier is self._cpu else "device", tier) for tier in self._memory()]
 
-    def _refused(self, tag: str, why: str, chunks: int = 0, *, mismatch: bool = False) -> Claim:
-        return Claim(tag, None, Readiness(0, 0, chunks, why, mismatch), self._clock)
+    def _refusal(self, tag: str) -> Readiness | None:
+        if error := self._catalog.refusal(tag):
+            return Readiness(0, 0, 0, str(error), isinstance(error, ModelMismatch))
+        chunks = len(self._catalog.index.chunks(tag))
+        size_bytes, budget_bytes = chunks * self.shape.size_bytes, self._cpu.budget_bytes
+        if size_bytes > budget_bytes:
+            return Readiness(0, 0, chunks, f"{chunks} chunks take {size_bytes} bytes, cpu_bytes is {budget_bytes}")
+        return None
 
     def _open_device(self, settings: Settings) -> Residency | None:
         """Return the device tier, or None where there is none: on a CPU engine unless its size was set."""

@@ -200,7 +200,7 @@ class CartridgePlugin:
                     return False
                 if refused is not None:
                     raise Refusal(422, f"{selection.names} cannot be served; `lmcache-cartridge describe` says why")
-                eta_s = max(rank["eta_s"] or 0 for rank in ranks)
+                eta_s = max(5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks)
                 raise Refusal(
                     503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
                 )
