@@ -47,9 +47,10 @@ class Settings(BaseModel):
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier."""
     disk_bytes: Bytes = 0
-    """Budget of the disk tier, a local copy of slower sources; 0 switches it off."""
+    """Budget of the disk tier, a local copy of slower sources, for all processes that use its directory together; 0
+    switches it off."""
     disk_dir: Path | None = None
-    """Where the disk tier lies; `cache` under `home` by default."""
+    """Where the disk tier lies; `lmcache-cartridge` under the user's cache directory (XDG) by default."""
     lookup_timeout_s: float = Field(default=1.0, gt=0, le=60)
     """How long a lookup may wait for chunks to be loaded; it holds up the scheduler, so keep it below LMCache's
     own `lookup_timeout_ms`."""
@@ -95,8 +96,9 @@ class Settings(BaseModel):
 
     @property
     def cache_dir(self) -> Path:
-        """Where the disk tier lies."""
-        return self.disk_dir or self.home / "cache"
+        """Where the disk tier lies: `disk_dir`, or `lmcache-cartridge` under the user's cache directory (XDG)."""
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return self.disk_dir or Path(cache).expanduser() / "lmcache-cartridge"
 
 
 def from_mapping(values: Mapping[str, Any], prefix: str = "") -> Settings:
