@@ -86,8 +86,6 @@ class DiskTier:
 
     def write(self, key: PieceKey, data: memoryview) -> None:
         """Keep a copy of the piece if the budget allows one of its size. Blocks for the write; never raises."""
-        if len(data) > self._budget_bytes:
-            return
         partial = self._locked(lambda index: self._reserve(index, key, len(data)))
         if partial is None:
             return

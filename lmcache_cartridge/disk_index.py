@@ -85,10 +85,6 @@ class DiskIndex:
         rows = self._db.execute("SELECT digest, chunk, first_head, last_head FROM pieces WHERE digest = ?", (digest,))
         return [PieceKey(*row) for row in rows]
 
-    def has(self, key: PieceKey) -> bool:
-        """Return whether there is a row for the piece."""
-        return self._db.execute(f"SELECT 1 FROM pieces WHERE {_KEY}", key).fetchone() is not None
-
     def add(self, piece: Piece) -> None:
         """Add a row; there must be none for its key."""
         self._db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?, ?, ?)", (*piece.key, piece.bytes, piece.used_ns))

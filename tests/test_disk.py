@@ -126,6 +126,14 @@ def test_writing_a_piece_again_does_not_count_it_twice(tmp_path: Path) -> None:
     assert tier.stats().resident_bytes == SIZE == _on_disk(tier.root)
 
 
+def test_writing_a_piece_again_pushes_out_no_other(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", 3 * SIZE)
+    for number in (0, 1, 2, 1):
+        tier.write(_key(number), memoryview(_data(number)))
+    assert _held(tier, range(3)) == [0, 1, 2]
+    assert (tier.stats().evicted, tier.stats().discarded) == (0, 1)
+
+
 def test_a_discarded_piece_is_gone(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", 3 * SIZE)
     tier.write(_key(1), memoryview(_data(1)))
@@ -259,10 +267,10 @@ def test_the_budget_holds_on_disk_under_eight_writers(tmp_path: Path, pieces: in
 
 def test_a_reader_never_sees_half_a_piece(tmp_path: Path) -> None:
     size = 500_000
-    tier, end, found = DiskTier(tmp_path / "cache", size), time.monotonic() + 0.5, []
+    tier, end, found = DiskTier(tmp_path / "cache", size), time.monotonic() + 20, []
 
     def work(worker: int) -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < end and len(found) < 200:
             if worker < 2:
                 tier.write(_key(worker), memoryview(_data(worker + 1, size)))
             else:

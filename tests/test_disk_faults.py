@@ -84,10 +84,12 @@ def _filled(root: Path, count: int, budget: int = 10 * SIZE) -> DiskTier:
 
 
 def _hammer(root: Path, budget: int, seed: int, results: Connection) -> None:
-    """Write, read and discard pieces, sizes among them, until told to stop; then send the counters."""
+    """Write, read and discard pieces of three sizes, as many steps as told; then send the counters."""
     tier, chance = DiskTier(root, budget), random.Random(seed)
     results.send("started")
-    while not results.poll():
+    steps = results.recv()
+    while steps != 0:
+        steps -= 1
         number = chance.randrange(36)
         size = SIZE * (1 + number % 3)
         if not _read(tier, number, size):
@@ -100,7 +102,8 @@ def _hammer(root: Path, budget: int, seed: int, results: Connection) -> None:
 
 
 @contextmanager
-def _hammering(root: Path, budget: int, processes: int) -> Iterator[list[Connection]]:
+def _hammering(root: Path, budget: int, processes: int, steps: int) -> Iterator[list[Connection]]:
+    """Let processes hammer, each for a number of steps, negative for ever; they are killed at the end."""
     ends, running = [], []
     try:
         for seed in range(processes):
@@ -112,6 +115,8 @@ def _hammering(root: Path, budget: int, processes: int) -> Iterator[list[Connect
         for end in ends:
             assert end.poll(60)
             assert end.recv() == "started"
+        for end in ends:
+            end.send(steps)
         yield ends
     finally:
         for process in running:
@@ -119,22 +124,14 @@ def _hammering(root: Path, budget: int, processes: int) -> Iterator[list[Connect
             process.join()
 
 
-def _stop(ends: list[Connection]) -> list[DiskStats]:
-    for end in ends:
-        end.send("stop")
-    assert all(end.poll(60) for end in ends)
-    return [end.recv() for end in ends]
-
-
 def test_several_processes_keep_one_budget_and_exact_counters(tmp_path: Path) -> None:
     root, budget, most = tmp_path / "cache", 24 * SIZE, 0  # the 36 pieces are 72
-    with _hammering(root, budget, 3) as ends:
-        until = time.monotonic() + 3
-        while time.monotonic() < until:
-            with locked(root / "lock", 10):  # nothing is renamed while this counts
+    with _hammering(root, budget, 3, 500) as ends:
+        while not all(end.poll() for end in ends):
+            with locked(root / "lock", 60):  # nothing is renamed while this counts
                 most = max(most, _bytes_on_disk(root))
             time.sleep(0.001)
-        stats = _stop(ends)
+        stats = [end.recv() for end in ends]
     assert 20 * SIZE < most <= budget
     tier = DiskTier(root, budget)
     tier.check()
@@ -145,23 +142,24 @@ def test_several_processes_keep_one_budget_and_exact_counters(tmp_path: Path) ->
 
 def test_a_directory_deleted_while_processes_use_it_is_used_again(tmp_path: Path) -> None:
     root, budget = tmp_path / "cache", 24 * SIZE
-    with _hammering(root, budget, 2) as ends:
-        for _ in range(5):
+    with _hammering(root, budget, 2, 500) as ends:
+        while not all(end.poll() for end in ends):
             time.sleep(0.2)
             shutil.rmtree(root, ignore_errors=True)
-        time.sleep(0.3)
-        _stop(ends)
+        assert all(end.recv().hits > 10 for end in ends)
     tier = DiskTier(root, budget)
     for number in range(36):
         _read(tier, number, SIZE * (1 + number % 3))
     tier.check()
-    assert tier.stats().pieces > 5
+    for number in range(24):
+        _write(tier, number)
+    assert tier.stats().pieces == 24
 
 
 def test_processes_killed_at_any_moment_leave_a_directory_that_holds_its_budget(tmp_path: Path) -> None:
     root, budget, chance = tmp_path / "cache", 24 * SIZE, random.Random(0)
     for _ in range(6):
-        with _hammering(root, budget, 2):
+        with _hammering(root, budget, 2, -1):
             time.sleep(chance.random() / 3)
         assert _bytes_on_disk(root) <= budget
     tier = DiskTier(root, budget)
@@ -399,6 +397,16 @@ def test_a_deleted_piece_that_is_never_asked_for_makes_room_without_an_eviction(
     _write(tier, 3)
     assert _held(tier.root) == [1, 2, 3]
     assert (tier.stats().evicted, tier.stats().discarded) == (0, 1)
+    tier.check()
+
+
+def test_a_piece_that_was_copied_in_is_served_and_discarded(tmp_path: Path) -> None:
+    tier = _filled(tmp_path / "cache", 6)
+    _file(tier.root, 5).rename(_file(tier.root, 10))
+    _file(tier.root, 10).write_bytes(_data(10))
+    assert _read(tier, 10)
+    tier.discard_cartridge(_key(10).digest)
+    assert _held(tier.root) == [1, 2, 3, 4]
     tier.check()
 
 
