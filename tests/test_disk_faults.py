@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_cartridge import disk as disk_module
+from lmcache_cartridge import disk_index
 from lmcache_cartridge.disk import DiskStats, DiskTier, PieceKey
 from lmcache_cartridge.disk_index import locked
 from lmcache_cartridge.pieces import Partial, PieceFiles
@@ -278,6 +279,22 @@ def test_while_another_process_holds_the_lock_pieces_are_read_and_none_are_writt
     tier.check()
 
 
+def test_a_lock_file_deleted_while_it_is_locked_is_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(descriptor: int) -> bool:
+        monkeypatch.setattr(disk_index, "_lock", really_lock)
+        path.unlink()
+        return really_lock(descriptor)
+
+    path, really_lock = tmp_path / "lock", disk_index._lock
+    monkeypatch.setattr(disk_index, "_lock", lock)
+    with locked(path, 1):
+        assert path.exists()
+        with pytest.raises(TimeoutError), locked(path, 0.01):
+            pass
+
+
 # The index.
 
 
@@ -468,13 +485,28 @@ def test_a_digest_that_is_none_leads_nowhere(tmp_path: Path, digest: str) -> Non
     outside.mkdir()
     for place in places:
         (place / "0-0-2.bin").write_bytes(_data(0))
+    before = sorted(tier.root.iterdir())
     key = PieceKey(digest, 0, 0, 2)
     assert not tier.read_into(key, memoryview(bytearray(SIZE)))
     tier.write(key, memoryview(_data(1)))
     (tier.root / "partial" / "0-0-2.bin").write_bytes(_data(0))
     tier.discard(key)
     tier.discard_cartridge(digest)
+    assert sorted(tier.root.iterdir()) == before
     assert all((place / "0-0-2.bin").read_bytes() == _data(0) for place in places[:3])
+
+
+def test_a_file_in_place_of_a_cartridge_is_left_alone_and_nothing_is_counted(tmp_path: Path) -> None:
+    tier = _filled(tmp_path / "cache", 1)
+    file = tier.root / _key(1).digest
+    file.write_text("mine")
+    _write(tier, 1)
+    assert not _read(tier, 1)
+    tier.discard(_key(1))
+    assert file.read_text() == "mine"
+    assert (tier.stats().promoted, tier.stats().pieces) == (1, 1)
+    assert list((tier.root / "partial").iterdir()) == []
+    tier.check()
 
 
 def test_a_pipe_in_place_of_a_piece_is_a_miss_and_holds_up_nobody(tmp_path: Path) -> None:
