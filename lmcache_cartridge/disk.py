@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from .disk_index import DiskIndex, Totals, is_broken, locked, make_index, open_index
+from .disk_index import DiskIndex, Totals, locked, make_index, open_index
 from .errors import CartridgeError
 from .pieces import Partial, Piece, PieceFiles, PieceKey
 
@@ -150,11 +150,8 @@ class DiskTier:
                 self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(self.root / "lock", _LOCK_TIMEOUT_S):
                 path = self.root / "index.sqlite"
-                try:
+                with suppress(sqlite3.Error):
                     return self._run(path, work)
-                except sqlite3.Error as error:
-                    if not is_broken(error):
-                        raise
                 make_index(path, self._files)
                 return self._run(path, work)
         except (OSError, sqlite3.Error) as error:

@@ -42,7 +42,6 @@ _TRIGGERS = f"""
     PRAGMA user_version = {_FORMAT};
 """
 _KEY = "digest = ? AND chunk = ? AND first_head = ? AND last_head = ?"
-_UNWRITABLE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM}
 
 
 class Totals(NamedTuple):
@@ -127,9 +126,7 @@ def open_index(path: Path) -> Iterator[DiskIndex]:
 
 def make_index(path: Path, files: PieceFiles) -> None:
     """Put an index of what the files are in place of the one there. Raises `sqlite3.Error` or `OSError`."""
-    # The journal goes second: beside a missing index it is ignored, beside a new one it would be rolled back into it.
-    for old in (path, path.with_name(path.name + "-journal")):
-        old.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # SQLite ignores a journal beside an empty file
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     with closing(_connect(path)) as db:
         db.executescript(_TABLES)
@@ -138,11 +135,6 @@ def make_index(path: Path, files: PieceFiles) -> None:
         db.execute("INSERT INTO totals SELECT COALESCE(SUM(bytes), 0), COUNT(*), ? FROM pieces", (_boot(),))
         db.commit()
         db.executescript(_TRIGGERS)  # its last statement is what makes the file an index
-
-
-def is_broken(error: sqlite3.Error) -> bool:
-    """Return whether a new index may help, as it does not where nothing can be written."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF not in _UNWRITABLE
 
 
 @contextmanager

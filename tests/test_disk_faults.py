@@ -308,18 +308,23 @@ def _scribble(path: Path, offset: int, count: int) -> None:
         file.write(random.Random(1).randbytes(count))
 
 
-def _sql(path: Path, statement: str) -> None:
+def _sql(path: Path, *statements: str) -> None:
     with closing(sqlite3.connect(path)) as db:
-        db.execute(statement)
+        for statement in statements:
+            db.execute(statement)
         db.commit()
 
 
 def _stale_journal(path: Path) -> None:
     journal = path.with_name("index.sqlite-journal")
-    journal.write_bytes(bytes.fromhex("d9d505f920a163d7") + random.Random(2).randbytes(5000))
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("DELETE FROM pieces")
+        content = journal.read_bytes() if journal.exists() else b""
+    journal.write_bytes(content)
     path.unlink()
 
 
+_INCOMPLETE = ("DELETE FROM pieces WHERE chunk IN (2, 3)",)
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "lost": lambda path: path.unlink(),
     "empty": lambda path: _cut(path, 0),
@@ -333,8 +338,8 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "garbage after the first page": lambda path: _scribble(path, 4096, path.stat().st_size - 4096),
     "no tables": lambda path: _sql(path, "DROP TABLE pieces"),
     "no totals": lambda path: _sql(path, "DELETE FROM totals"),
-    "another format": lambda path: _sql(path, "PRAGMA user_version = 7"),
-    "from before the last boot": lambda path: _sql(path, "UPDATE totals SET boot = 'earlier'"),
+    "another format": lambda path: _sql(path, *_INCOMPLETE, "PRAGMA user_version = 7"),
+    "from before the last boot": lambda path: _sql(path, *_INCOMPLETE, "UPDATE totals SET boot = 'earlier'"),
     "a stale journal": _stale_journal,
 }
 SILENT: dict[str, Callable[[Path], None]] = {
@@ -464,18 +469,21 @@ def test_a_link_in_place_of_a_cartridge_is_not_followed(tmp_path: Path, act: str
 @pytest.mark.parametrize("name", ["lock", "index.sqlite", "partial"])
 def test_a_link_in_place_of_our_own_files_is_not_followed(tmp_path: Path, name: str) -> None:
     root, outside = _filled(tmp_path / "cache", 2).root, tmp_path / "outside"
-    path = root / name
-    if path.is_dir():
-        outside.mkdir()
-        path.rmdir()
-    else:
-        outside.write_bytes(b"mine")
-        path.unlink()
-    path.symlink_to(outside)
+    (root / name).rename(outside)
+    if name == "lock":
+        outside.unlink()
+    (root / name).symlink_to(outside)
+    before = outside.read_bytes() if outside.is_file() else None
     tier = DiskTier(root, 10 * SIZE)
     _write(tier, 3)
     assert _read(tier, 1)
-    assert list(outside.iterdir()) == [] if outside.is_dir() else outside.read_bytes() == b"mine"
+    if name == "index.sqlite":
+        assert _read(tier, 3)
+        assert outside.read_bytes() == before
+    elif name == "partial":
+        assert list(outside.iterdir()) == []
+    else:
+        assert not outside.exists()
 
 
 @pytest.mark.parametrize("digest", ["../outside", "..", "", "partial", "AB" * 32, "ab" * 31, "ab" * 32 + "\n", "/tmp"])
