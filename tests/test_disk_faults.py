@@ -497,10 +497,11 @@ def test_a_digest_that_is_none_leads_nowhere(tmp_path: Path, digest: str) -> Non
     key = PieceKey(digest, 0, 0, 2)
     assert not tier.read_into(key, memoryview(bytearray(SIZE)))
     tier.write(key, memoryview(_data(1)))
+    assert sorted(tier.root.iterdir()) == before
+    assert tier.stats().promoted == 1
     (tier.root / "partial" / "0-0-2.bin").write_bytes(_data(0))
     tier.discard(key)
     tier.discard_cartridge(digest)
-    assert sorted(tier.root.iterdir()) == before
     assert all((place / "0-0-2.bin").read_bytes() == _data(0) for place in places[:3])
 
 
