@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from .errors import SettingsError
 
 HOME_VARIABLE = "LMCACHE_CARTRIDGE_HOME"
+CACHE_VARIABLE = "LMCACHE_CARTRIDGE_CACHE"
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -51,11 +52,13 @@ class Settings(BaseModel):
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier."""
     disk_bytes: Bytes = 16 << 30
-    """Budget of the disk tier, the download cache of remote sources; 0 switches it off."""
+    """Budget of the disk tier, the download cache of remote sources, for all processes that use its directory together;
+    0 switches it off."""
     disk_local: bool = False
     """Whether the disk tier keeps copies of artefacts in directories too: for those on slow network storage."""
     disk_dir: Path | None = None
-    """Where the disk tier lies; `cache` under `home` by default."""
+    """Where the disk tier lies; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under the user's cache
+    directory (XDG)."""
     lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
     """How long a lookup may wait for chunks to be loaded. It holds up the scheduler and every other request; requests
     that name cartridges wait in the API server instead."""
@@ -147,7 +150,11 @@ class Settings(BaseModel):
     @property
     def cache_dir(self) -> Path:
         """Where the disk tier lies."""
-        return self.disk_dir or self.home / "cache"
+        if self.disk_dir is not None:
+            return self.disk_dir
+        if cache := os.environ.get(CACHE_VARIABLE):
+            return Path(cache).expanduser().absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-cartridge"
 
 
 def from_mapping(values: Mapping[str, Any], prefix: str = "") -> Settings:

@@ -77,7 +77,19 @@ def _commands(cli: _Cli) -> list[str]:
 
 
 def test_help_names_every_command(cli: _Cli) -> None:
-    expected = {"build", "register", "label", "unlabel", "remove", "list", "describe", "verify", "serve", "demo", "doctor"}
+    expected = {
+        "build",
+        "register",
+        "label",
+        "unlabel",
+        "remove",
+        "list",
+        "describe",
+        "verify",
+        "serve",
+        "demo",
+        "doctor",
+    }
     assert expected <= set(_commands(cli))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -226,7 +227,7 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path
 
 def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "cache", 1 << 20)
-    disk.root.rmdir()
+    shutil.rmtree(disk.root)
     disk.root.write_text("not a directory")
     loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
     assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])
