@@ -62,7 +62,7 @@ def _chain(root: Path, sizes: list[int]) -> Chain:
         first = last
     ids = [model.encode(document.text, special=True) for document in documents]
     cartridges = [
-        Cartridge(save(model, root / str(i), each, name=f"c{i}"), root / str(i)) for i, each in enumerate(ids)
+        Cartridge(save(model, root / str(i), each, name=f"c{i}"), root / str(i), str(root / str(i))) for i, each in enumerate(ids)
     ]
     return Chain(model, documents, cartridges, [ids[0][0], *(i for each in ids for i in each[1:])])
 

@@ -33,7 +33,7 @@ def model() -> CausalModel:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
     """A home with one cartridge: ward-a in chunks of 256."""
-    made = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20})
+    made = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 1})
     root = made.cartridges_dir / "ward-a"
     prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
     Registry(made.registry_path).register(root)

@@ -210,15 +210,17 @@ def _guarded(tmp_path: Path, kind: str, on_miss: str, engine: _Engine, *, docume
     selection: Selection = Resolver(settings).resolve([Reference(id=made.id)])
     if document:
         selection = selection._replace(document_ids=(1, 2, 3))
-    granted = Granted({TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
-    granted.selection = selection
-    plugin = SimpleNamespace(settings=settings, forget=lambda tag: None)
+    claim = SimpleNamespace(release=lambda: released.append(True))
+    granted, released = Granted({}, selection, claim, 1), []
+    plugin = SimpleNamespace(settings=settings)
     prompt = {"prompt_token_ids": [*selection.token_ids, 7, 8]}
 
     async def collect() -> list[str]:
         guard = GuardedEngine(engine, plugin)
         params = _Params(extra_args={"kv_transfer_params": granted})
-        return [o.outputs[0].text async for o in guard.generate(prompt, params, request_id="r")]
+        texts = [o.outputs[0].text async for o in guard.generate(prompt, params, request_id="r")]
+        assert released, "the memory is held for a request that has ended"
+        return texts
 
     return asyncio.run(collect())
 

@@ -77,16 +77,17 @@ class Granted(dict):
     The claim ends when the engine has what it needs of it, at the latest when nobody knows of the request any more.
     """
 
-    selection: Selection
-    claim: Claimed
-    users: int
-    """Prompts of the request that the engine has not got yet."""
+    def __init__(self, own: dict[str, Any], selection: Selection, claim: Claimed, prompts: int) -> None:
+        """`own` are the client's own parameters, `prompts` those of the request that the engine has to get."""
+        super().__init__(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
+        self.selection, self._claim, self._prompts = selection, claim, prompts
+        weakref.finalize(self, claim.release)
 
     def used(self) -> None:
         """Note that the engine needs the memory for one prompt less."""
-        self.users -= 1
-        if self.users <= 0:
-            self.claim.release()
+        self._prompts -= 1
+        if self._prompts <= 0:
+            self._claim.release()
 
 
 class CartridgePlugin:
@@ -414,10 +415,7 @@ def _grant(
     own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}
     if claim is None or selection.tag is None:
         return own or None
-    granted = Granted(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
-    granted.selection, granted.claim, granted.users = selection, claim, prompts
-    weakref.finalize(granted, claim.release)
-    return granted
+    return Granted(own, selection, claim, prompts)
 
 
 def _http(refusal: Refusal) -> GracefulHTTPError:
