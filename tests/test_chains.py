@@ -21,7 +21,8 @@ from lmcache_cartridge.layout import ChunkShape, heads_view
 from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall.ward import Document, write_document
-from lmcache_cartridge.sources import LocalSource
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources import Sources
 
 MARGIN = 0.05
 """By this share of all questions a chain may do worse than the concatenated documents. Measured: it does better."""
@@ -43,7 +44,7 @@ class Chain(NamedTuple):
         model = self.cartridges[0].manifest.fingerprint
         shape = ChunkShape(model.kv_heads, model.layers, offset, model.head_size, model.dtype)  # all of it in one chunk
         out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-        ChunkLoader(LocalSource(), shape, range(model.kv_heads), "heads").load(segments, 0, out)
+        ChunkLoader(Sources(Settings()), shape, range(model.kv_heads), "heads").load(segments, 0, out)
         return heads_view(out, shape)
 
     def right(self, kv: torch.Tensor, document: int) -> float:
@@ -62,7 +63,8 @@ def _chain(root: Path, sizes: list[int]) -> Chain:
         first = last
     ids = [model.encode(document.text, special=True) for document in documents]
     cartridges = [
-        Cartridge(save(model, root / str(i), each, name=f"c{i}"), root / str(i), str(root / str(i))) for i, each in enumerate(ids)
+        Cartridge(save(model, root / str(i), each, name=f"c{i}"), root / str(i), str(root / str(i)))
+        for i, each in enumerate(ids)
     ]
     return Chain(model, documents, cartridges, [ids[0][0], *(i for each in ids for i in each[1:])])
 
