@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -76,14 +77,15 @@ class S3Server:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def client(self, **arguments: Any) -> Any:
-        """Return a boto3 client that bypasses the code under test."""
+    @functools.cached_property
+    def client(self) -> Any:
+        """A boto3 client that bypasses the code under test."""
         import boto3
         from botocore.config import Config
 
         return boto3.client(
             "s3", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}, **arguments),
+            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}),
         )  # fmt: skip
 
     def _configure(self) -> None:
@@ -140,6 +142,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
+        server.client.close()
 
 
 @pytest.fixture
@@ -156,7 +159,5 @@ def s3_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Se
 def bucket(s3_server: S3Server) -> str:
     """A new, empty bucket."""
     name = f"bucket-{uuid.uuid4().hex[:12]}"
-    client = s3_server.client()
-    client.create_bucket(Bucket=name)
-    client.close()
+    s3_server.client.create_bucket(Bucket=name)
     return name
