@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,28 @@ def _parser() -> argparse.ArgumentParser:
     verify = verb("verify", _verify, "Read a cartridge whole and check every checksum; lifts a quarantine if sound.",
                   "verify handbook")  # fmt: skip
     verify.add_argument("name", nargs="+", help="id (newest version), id@version or label")
+
+    push = verb("push", _push, "Verify a registered cartridge and store it on S3, whole or not at all.",
+                "push handbook s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    push.add_argument("name", help="id (newest version), id@version or label")
+    push.add_argument("location", help="s3://bucket/prefix that the files go under")
+    push.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an artefact of other content; requests that use the old one fail",
+    )
+
+    pull = verb("pull", _pull, "Bring a cartridge from S3 here, verify every checksum and register it.",
+                "pull s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    pull.add_argument("location", help="s3://bucket/prefix that a cartridge was pushed to")
+    pull.add_argument("--id", help="name of the cartridge here (default: its own)")
+    for remote in (push, pull):
+        remote.add_argument(
+            "--endpoint-url",
+            help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
+            "or a role, as for every AWS tool",
+        )
+        remote.add_argument("--region", help="S3 region (default: that of the environment or profile)")
 
     serve = verb("serve", _serve, "Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are.",
                  "serve ./llama --port 8000 --max-model-len 8192")  # fmt: skip
@@ -282,6 +305,67 @@ def _verify(arguments: argparse.Namespace) -> int:
     lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
     show(results, "\n".join(lines), arguments.format)
     return 0 if all(r["sound"] for r in results) else 1
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from . import s3, transfer
+
+    s3.parse(arguments.location)
+    row = _registry(arguments).find(arguments.name)
+    with _transfer(arguments) as (source, progress):
+        done = transfer.push(Path(row.root), arguments.location, source, force=arguments.force, progress=progress)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
+        "pushed": done.changed,
+    }  # fmt: skip
+    there = (
+        f"pushed {row.name} to"
+        if done.changed
+        else f"the content of {row.name} is there already, as {done.manifest.name}:"
+    )
+    show(result, f"{there} {arguments.location}", arguments.format)
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from . import s3, transfer
+    from .manifest import check_id
+
+    s3.parse(arguments.location)
+    if arguments.id is not None:
+        check_id(arguments.id)
+    registry, directory = _registry(arguments), _settings(arguments).cartridges_dir
+    with _transfer(arguments) as (source, progress):
+        done = transfer.pull(arguments.location, source, registry, directory, progress=progress, name=arguments.id)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
+    }  # fmt: skip
+    text = f"pulled {done.manifest.name}" if done.changed else f"{done.manifest.name} is here already"
+    show(result, f"{text}: {done.root}", arguments.format)
+
+
+@contextmanager
+def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """Lend an S3 source and a progress bar, off with --format json."""
+    from tqdm import tqdm
+
+    from .sources import Sources
+
+    sources = Sources(_settings(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region))
+    bars: dict[str, tqdm] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            of_bytes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            kind = {"unit": " chunks"} if what == "verify" else of_bytes
+            bars[what] = tqdm(desc=what, total=total, disable=arguments.format == "json", **kind)
+        bars[what].update(done - bars[what].n)
+
+    try:
+        yield sources.s3(), progress
+    finally:
+        for bar in bars.values():
+            bar.close()
+        sources.close()
 
 
 def _serve(arguments: argparse.Namespace) -> None:
