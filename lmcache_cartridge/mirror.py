@@ -63,12 +63,15 @@ class Mirror:
     def fetch(self, location: str, *, force: bool = False) -> Path:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
-        Blocks while S3 is asked, at once with `force`. Where S3 cannot be reached the copy there is stands in, unless
-        `force`. Raises `SourceError`, `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another
+        Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. With `force` S3 is
+        asked at once. Where it cannot be reached the copy stands in, unless `force`. Raises `SourceError`, `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another
         size than the manifest says.
         """
         with self._lock:
             entry = self._entries.setdefault(location, _Entry())
+        known = self._sound(entry)
+        if known and not force and entry.lock.locked():
+            return known  # somebody else is asking S3, which may take long
         with entry.lock:
             if entry.copy is None:
                 self._recall(location, entry)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty_proxy import FaultyProxy, reset, status
+from faulty_proxy import FaultyProxy, reset, silence, status
 from making import Made, files_under, make_artifact, run_threads
 from s3 import S3Server
 
@@ -195,6 +196,25 @@ def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
     assert remote.requests() > 0
     mirror.fetch(remote.location)
     assert remote.requests() == 0
+
+
+def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
+    remote.put()
+    patient = Sources(from_mapping({"s3_endpoint_url": remote.proxy.endpoint, "s3_timeout_s": 30}))
+    mirror = Mirror(remote.directory, patient, max_age_s=0)
+    copy = mirror.fetch(remote.location)
+    remote.requests()
+    remote.proxy.always = silence
+    asking = threading.Thread(target=mirror.fetch, args=(remote.location,))
+    asking.start()
+    while not remote.requests():
+        time.sleep(0.01)
+    assert mirror.fetch(remote.location) == copy
+    assert asking.is_alive()
+    remote.proxy.always = None
+    asking.join(30)
+    assert not asking.is_alive()
+    patient.close()
 
 
 def test_without_s3_and_copy_it_is_an_error(remote: _Remote) -> None:
