@@ -203,8 +203,11 @@ class S3Source:
             raise
         data, length = bytearray(), response.get("ContentLength")
         with response["Body"] as body:
-            while len(data) <= limit_bytes >= (length or 0) and (piece := body.read1(_STEP_BYTES)):
+            while len(data) <= limit_bytes >= (length or 0):
+                piece = body.read1(min(_STEP_BYTES, limit_bytes + 1 - len(data)))
                 call.check()
+                if not piece:
+                    break
                 data += piece
         if max(len(data), length or 0) > limit_bytes:
             raise SourceError(f"{call.name} has more than the {limit_bytes} bytes that it may have")

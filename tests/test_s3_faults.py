@@ -14,6 +14,7 @@ from faulty_proxy import (
     FaultyProxy,
     another_range,
     cut,
+    endless,
     flipped,
     range_ignored,
     reset,
@@ -223,6 +224,15 @@ def test_an_object_that_ends_early_is_no_fault_to_try_again(
         _read(source, location, start, end)
     assert len(proxy.requests) == 1
     source.close()
+
+
+@pytest.mark.parametrize("fault", [trickle(0.05), endless], ids=["trickle", "endless"])
+def test_no_more_than_its_limit_is_read_of_a_small_file(
+    proxy: FaultyProxy, hasty: S3Source, location: str, fault: Fault
+) -> None:
+    proxy.always = fault
+    with pytest.raises(SourceError, match="more than the 10 bytes"):
+        hasty.read(location, "payload", 10)
 
 
 def test_an_answer_of_another_range_is_found_out(proxy: FaultyProxy, source: S3Source, location: str) -> None:
