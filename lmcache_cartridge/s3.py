@@ -33,8 +33,9 @@ _BUCKET = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){1,61}[A-Za-z0-9]")
 _MAX_KEY_BYTES = 1000
 """S3 allows 1024, of which a file name takes some."""
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
-_STEP_BYTES = 256 << 10
-"""What is taken from a connection at once; between two steps a read notices that it was given up."""
+_STEP_BYTES = 1 << 20
+"""Most that is taken from a connection at once; between two steps a read notices that it was given up. Measured: 1.6 GB/s,
+1.3 with a quarter of it, 1.4 with four times as much, from a server on the same machine."""
 _LONGEST_BACKOFF_S = 5.0
 
 
