@@ -372,11 +372,15 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _push(arguments: argparse.Namespace) -> None:
     from . import s3, transfer
+    from .errors import ArtifactError
+    from .sources import Sources
 
     s3.parse(arguments.location)
     row = _registry(arguments).find(arguments.name)
+    if Sources.is_remote(row.location):
+        raise ArtifactError(f"{row.name} lies at {row.location} already; pull it first to push it elsewhere")
     with _transfer(arguments) as (source, progress):
-        done = transfer.push(Path(row.root), arguments.location, source, force=arguments.force, progress=progress)
+        done = transfer.push(Path(row.location), arguments.location, source, force=arguments.force, progress=progress)
     result = {
         "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
         "pushed": done.changed,

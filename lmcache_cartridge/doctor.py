@@ -13,6 +13,7 @@ from .errors import CartridgeError
 from .quarantine import Quarantine
 from .registry import Registry
 from .settings import Settings
+from .sources import Sources
 
 PROVEN = {"lmcache": "0.5.6", "vllm": "0.32.0", "torch": "2.13.0"}
 """Versions this release was run with."""
@@ -162,7 +163,7 @@ def _check_registry(settings: Settings) -> Iterator[Check]:
     yield Check("ok", "registry", f"{len(rows)} cartridges in {settings.registry_path}")
     quarantine = Quarantine(settings.quarantine_dir)
     for row in rows:
-        if not (Path(row.location) / "manifest.json").is_file():
+        if not Sources.is_remote(row.location) and not (Path(row.location) / "manifest.json").is_file():
             yield Check(
                 "warn",
                 row.name,

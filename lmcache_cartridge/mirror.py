@@ -65,17 +65,21 @@ class Mirror:
 
     def is_fresh(self, location: str) -> bool:
         """Whether `fetch` without `force` would answer from the copy without asking S3."""
-        return self._is_fresh(self._entry(location)) and self.known(location) is not None
+        entry = self._entry(location)
+        return (entry.lock.locked() or self._is_fresh(entry)) and self.known(location) is not None
 
     def fetch(self, location: str, *, force: bool = False) -> Path:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
-        Blocks while S3 is asked, at once with `force`. Where S3 cannot be reached the copy there is stands in, unless
-        `force`. Raises `SourceError`, `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another
-        size than the manifest says.
+        Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. With `force` S3 is
+        asked at once. Where it cannot be reached the copy stands in, unless `force`. Raises `SourceError`,
+        `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
         self._prepare()
         entry = self._entry(location)
+        known = self._sound(entry)
+        if known and not force and entry.lock.locked():
+            return known  # somebody else is asking S3, which may take long
         with entry.lock:
             if entry.copy is None:
                 self._recall(location, entry)

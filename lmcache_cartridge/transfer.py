@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -66,15 +67,8 @@ def push(root: Path, location: str, source: S3Source, *, force: bool, progress: 
     if decode(data, str(root)).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
     for file in (*_id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
-        total, done = (root / file).stat().st_size, 0
-
-        def count(more: int, file: str = file, total: int = total) -> None:
-            nonlocal done
-            done += more
-            progress(file, done, total)
-
         with (root / file).open("rb") as opened:
-            source.upload(location, file, opened, count)
+            source.upload(location, file, opened, _counted(file, os.fstat(opened.fileno()).st_size, progress))
     if manifest.payload and (size := source.size(location, manifest.payload.file)) != manifest.payload.size_bytes:
         raise TruncatedPayload(f"{location}/{manifest.payload.file} has {size} bytes after the upload; push it again")
     source.upload(location, artifact.MANIFEST, BytesIO(data))
@@ -94,6 +88,10 @@ def pull(
         raise SourceNotFound(f"{location} holds no {artifact.MANIFEST}; is this where a cartridge was pushed?")
     if name is not None:
         manifest = msgspec.structs.replace(manifest, id=check_id(name))
+    if manifest.id in registry.labels():
+        raise CartridgeExists(
+            f"{manifest.id} is a label here and cannot be the id of a cartridge too; give another --id"
+        )
     root = directory / manifest.id / str(manifest.version)
     hint = f"pull it under another id with --id, or remove {manifest.name} first"
     with _alone(root.parent):
@@ -101,7 +99,7 @@ def pull(
             found = registry.find(manifest.name)
             if found.digest != manifest.digest:
                 raise CartridgeExists(f"{manifest.name} is registered with other content; {hint}")
-            here = Path(str(found.root))
+            here = Path(found.location)
             if _holds(here, manifest):
                 return Pulled(manifest, here, False)
         if root.exists() and not _holds(root, manifest):
@@ -190,6 +188,19 @@ def _id_files(manifest: Manifest) -> dict[str, int]:
     return {t.file: t.count for t in (manifest.tokens, manifest.document) if t is not None and t.file is not None}
 
 
+def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Return what turns bytes as they go, told by several threads, into progress."""
+    done, lock = 0, threading.Lock()
+
+    def count(more: int) -> None:
+        nonlocal done
+        with lock:
+            done += more
+            progress(file, done, total)
+
+    return count
+
+
 def _create(path: Path, parts: list[bytes] | Iterator[memoryview]) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         for part in parts:
@@ -208,5 +219,3 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-        with suppress(OSError):
-            directory.rmdir()  # goes only if nothing was put there

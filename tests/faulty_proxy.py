@@ -173,6 +173,14 @@ def silence(handler: Handler, answer: Answer) -> None:
     handler.close_connection = True
 
 
+def endless(handler: Handler, answer: Answer) -> None:
+    """Answer without a length, and without an end for as long as the fault lasts."""
+    handler.head(answer, content_length=None, connection="close")
+    while handler.proxy.always is not None:
+        handler.wfile.write(bytes(1 << 16))
+    handler.close_connection = True
+
+
 def truncated(count: int) -> Fault:
     """Close the connection after `count` bytes of the body."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -31,6 +32,25 @@ OPTIONS = {
 }
 
 
+END_WITH_PARENT = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Has Linux end a server (PR_SET_PDEATHSIG) with the test run, however that ends, and becomes the server."""
+
+
+MAKE_RINGS = """
+import sys
+from swift.common.ring import RingBuilder
+for kind, port in zip(sys.argv[2:5], sys.argv[5:]):
+    ring = RingBuilder(part_power=4, replicas=1, min_part_hours=1)
+    device = {"id": 0, "region": 1, "zone": 1, "ip": "127.0.0.1", "port": int(port), "device": "d1", "weight": 1}
+    ring.add_dev(device)
+    ring.rebalance()
+    ring.get_ring().save(f"{sys.argv[1]}/{kind}.ring.gz")
+"""
+"""Run in a process of its own: swift brings eventlet, which warns of every fork from then on."""
+
+
 class S3Server:
     """The server under `root`, a directory of a file system with user extended attributes (ext4, xfs, tmpfs)."""
 
@@ -54,10 +74,15 @@ class S3Server:
         """Start what does not run and wait until the server answers."""
         for kind in self._ports:
             if kind not in self._processes:
-                command = [Path(sys.executable).with_name(f"swift-{kind}-server"), self._root / "etc" / f"{kind}.conf"]
+                server = Path(sys.executable).with_name(f"swift-{kind}-server")
+                command = [sys.executable, "-c", END_WITH_PARENT, server, self._root / "etc" / f"{kind}.conf"]
                 with (self._root / f"{kind}.log").open("ab") as log:
                     self._processes[kind] = subprocess.Popen(
-                        command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                        command,
+                        stdout=log,
+                        stderr=log,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
                     )
         for _ in range(300):
             try:
@@ -76,19 +101,18 @@ class S3Server:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def client(self, **arguments: Any) -> Any:
-        """Return a boto3 client that bypasses the code under test."""
+    @functools.cached_property
+    def client(self) -> Any:
+        """A boto3 client that bypasses the code under test."""
         import boto3
         from botocore.config import Config
 
         return boto3.client(
             "s3", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}, **arguments),
+            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}),
         )  # fmt: skip
 
     def _configure(self) -> None:
-        from swift.common.ring import RingBuilder
-
         etc, devices = self._root / "etc", self._root / "node"
         etc.mkdir(parents=True)
         (devices / "d1").mkdir(parents=True)
@@ -98,21 +122,9 @@ class S3Server:
         )
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
         common = f"bind_ip = 127.0.0.1\nworkers = 0\nuser = {user}\nswift_dir = {etc}\nlog_level = WARNING\n"
+        ports = [str(self._ports[kind]) for kind in STORAGE]
+        subprocess.run([sys.executable, "-c", MAKE_RINGS, etc, *STORAGE, *ports], check=True, timeout=60)
         for kind in STORAGE:
-            ring = RingBuilder(part_power=4, replicas=1, min_part_hours=1)
-            ring.add_dev(
-                {
-                    "id": 0,
-                    "region": 1,
-                    "zone": 1,
-                    "ip": "127.0.0.1",
-                    "port": self._ports[kind],
-                    "device": "d1",
-                    "weight": 1,
-                }
-            )
-            ring.rebalance()
-            ring.get_ring().save(str(etc / f"{kind}.ring.gz"))
             (etc / f"{kind}.conf").write_text(
                 f"[DEFAULT]\n{common}bind_port = {self._ports[kind]}\ndevices = {devices}\nmount_check = false\n"
                 f"disable_fallocate = true\n[pipeline:main]\npipeline = {kind}-server\n"
@@ -140,6 +152,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
+        server.client.close()
 
 
 @pytest.fixture
@@ -156,7 +169,5 @@ def s3_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Se
 def bucket(s3_server: S3Server) -> str:
     """A new, empty bucket."""
     name = f"bucket-{uuid.uuid4().hex[:12]}"
-    client = s3_server.client()
-    client.create_bucket(Bucket=name)
-    client.close()
+    s3_server.client.create_bucket(Bucket=name)
     return name

@@ -14,6 +14,7 @@ from faulty_proxy import (
     FaultyProxy,
     another_range,
     cut,
+    endless,
     flipped,
     range_ignored,
     reset,
@@ -26,7 +27,7 @@ from faulty_proxy import (
 from making import make_artifact, run_threads
 from s3 import S3Server
 
-from lmcache_cartridge.artifact import PAYLOAD, ByteRange
+from lmcache_cartridge.artifact import PAYLOAD, ByteRange, chunk_range, verify_chunk
 from lmcache_cartridge.errors import (
     CorruptChunk,
     SourceDenied,
@@ -35,8 +36,6 @@ from lmcache_cartridge.errors import (
     SourceTimeout,
     TruncatedPayload,
 )
-from lmcache_cartridge.layout import ChunkShape
-from lmcache_cartridge.loader import Cartridge, ChunkLoader
 from lmcache_cartridge.sources import S3Source
 
 CONTENT = random.Random(2).randbytes(1 << 20)
@@ -54,7 +53,7 @@ def proxy(s3_credentials: S3Server) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def location(s3_server: S3Server, bucket: str) -> str:
-    s3_server.client().put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
+    s3_server.client.put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
     return f"s3://{bucket}/artefact"
 
 
@@ -145,19 +144,20 @@ def test_an_answer_that_stays_the_same_is_not_asked_for_again(
     assert len(proxy.requests) == 1
 
 
+SLOW = {
+    "body trickles": trickle(0.05), "headers trickle": trickle_headers(0.05), "silence": silence, "500s": status(500),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "fault",
-    [trickle(0.05), trickle_headers(0.05), silence, status(500)],
-    ids=["body trickles", "headers trickle", "silence", "500s"],
+    ("call", "fault"),
+    [("read_into", fault) for fault in SLOW] + [("read", "body trickles"), ("read", "500s"), ("size", "silence")],
 )
-@pytest.mark.parametrize("call", ["read_into", "read", "size"])
 def test_a_read_ends_by_its_deadline_however_slow_the_server(
-    proxy: FaultyProxy, location: str, fault: Fault, call: str
+    proxy: FaultyProxy, location: str, call: str, fault: str
 ) -> None:
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=10**6, timeout_s=1)
-    proxy.always = fault
-    if call == "size" and fault is not silence:
-        fault = proxy.always = silence  # an answer without a body cannot trickle
+    proxy.always = SLOW[fault]
     calls: dict[str, Callable[[], object]] = {
         "read_into": lambda: _read(source, location), "read": lambda: source.read(location, "payload", SIZE),
         "size": lambda: source.size(location, "payload"),
@@ -215,6 +215,26 @@ def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProx
     source.close()
 
 
+@pytest.mark.parametrize(("start", "end"), [(SIZE - 5, SIZE + 1), (0, SIZE + 1), (SIZE, SIZE + 1)])
+def test_an_object_that_ends_early_is_no_fault_to_try_again(
+    proxy: FaultyProxy, location: str, start: int, end: int
+) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=2 * SIZE)
+    with pytest.raises(TruncatedPayload, match=f"payload at {proxy.endpoint} ends "):
+        _read(source, location, start, end)
+    assert len(proxy.requests) == 1
+    source.close()
+
+
+@pytest.mark.parametrize("fault", [trickle(0.05), endless], ids=["trickle", "endless"])
+def test_no_more_than_its_limit_is_read_of_a_small_file(
+    proxy: FaultyProxy, hasty: S3Source, location: str, fault: Fault
+) -> None:
+    proxy.always = fault
+    with pytest.raises(SourceError, match="more than the 10 bytes"):
+        hasty.read(location, "payload", 10)
+
+
 def test_an_answer_of_another_range_is_found_out(proxy: FaultyProxy, source: S3Source, location: str) -> None:
     proxy.always = another_range
     with pytest.raises(SourceError, match="asked for bytes 5 to 10"):
@@ -225,29 +245,15 @@ def test_wrong_bytes_are_found_by_the_checksum_of_their_chunk(
     proxy: FaultyProxy, source: S3Source, s3_server: S3Server, bucket: str, tmp_path: Path
 ) -> None:
     made = make_artifact(tmp_path / "doc", positions=48)
-    s3_server.client().upload_file(str(tmp_path / "doc" / PAYLOAD), bucket, f"doc/{PAYLOAD}")
-    model = made.manifest.fingerprint
-    shape = ChunkShape(model.kv_heads, model.layers, 16, model.head_size, model.dtype)
-    loader = ChunkLoader(source, shape, range(model.kv_heads), "heads")
-    import torch
-
-    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-    cartridge = Cartridge(made.manifest, f"s3://{bucket}/doc")
-    for fault in (flipped, None):
-        proxy.always = fault
-        if fault is None:
-            _read_chunk(loader, cartridge, out)
-        else:
-            with pytest.raises(CorruptChunk, match="cartridge doc@1: chunk 1, KV head 0"):
-                _read_chunk(loader, cartridge, out)
-
-
-def _read_chunk(loader: ChunkLoader, cartridge: Cartridge, out: object) -> None:
-    from lmcache_cartridge import artifact
-
-    where = artifact.chunk_range(cartridge.manifest, 1, range(2))
-    loader._source.read_into(cartridge.root, PAYLOAD, where, memoryview(out.numpy()))
-    artifact.verify_chunk(cartridge.manifest, 1, range(2), memoryview(out.numpy()), f"{cartridge.root}/{PAYLOAD}")
+    s3_server.client.upload_file(str(tmp_path / "doc" / PAYLOAD), bucket, f"doc/{PAYLOAD}")
+    where = chunk_range(made.manifest, 1, range(2))
+    out = memoryview(bytearray(where.end - where.start))
+    proxy.faults = [flipped]
+    source.read_into(f"s3://{bucket}/doc", PAYLOAD, where, out)
+    with pytest.raises(CorruptChunk, match="cartridge doc@1: chunk 1, KV head 0"):
+        verify_chunk(made.manifest, 1, range(2), out, PAYLOAD)
+    source.read_into(f"s3://{bucket}/doc", PAYLOAD, where, out)
+    verify_chunk(made.manifest, 1, range(2), out, PAYLOAD)
 
 
 def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(

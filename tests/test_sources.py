@@ -68,7 +68,7 @@ class S3Place(Place):
     def __init__(self, server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.location, self._server, self._monkeypatch = f"s3://{bucket}/some/artefact", server, monkeypatch
         self.source = S3Source(endpoint_url=server.endpoint, part_bytes=PART)
-        self._bucket, self._client = bucket, server.client()
+        self._bucket, self._client = bucket, server.client
 
     def put(self, file: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=f"some/artefact/{file}", Body=data)

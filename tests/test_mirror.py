@@ -1,0 +1,291 @@
+"""A mirrored copy is whole, private and never changes; it is as new as asked for, and stands in where S3 is away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty_proxy import FaultyProxy, reset, silence, status
+from making import Made, files_under, make_artifact, run_threads
+from s3 import S3Server
+
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, load_manifest, load_token_ids
+from lmcache_cartridge.errors import (
+    ArtifactError,
+    ManifestError,
+    SourceDenied,
+    SourceError,
+    SourceNotFound,
+    TruncatedPayload,
+)
+from lmcache_cartridge.mirror import Mirror
+from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.sources import Sources
+
+
+class _Remote:
+    """An artefact on S3 behind a proxy that counts and breaks requests, and ways to change it."""
+
+    def __init__(self, proxy: FaultyProxy, server: S3Server, bucket: str, tmp_path: Path) -> None:
+        self.proxy, self.client, self.bucket, self._tmp_path = proxy, server.client, bucket, tmp_path
+        self.location = f"s3://{bucket}/some/doc"
+        self.sources = Sources(from_mapping({"s3_endpoint_url": proxy.endpoint, "s3_timeout_s": 0.5}))
+        self.directory = tmp_path / "mirror"
+
+    def put(self, seed: int = 0, **arguments: object) -> Made:
+        """Store an artefact, another one for another seed."""
+        root = self._tmp_path / f"artefact-{seed}-{time.monotonic_ns()}"
+        made = make_artifact(root, **({"positions": 80, "seed": seed} | arguments))
+        for path in root.iterdir():
+            self.put_file(path.name, path.read_bytes())
+        return made
+
+    def put_file(self, file: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=f"some/doc/{file}", Body=data)
+
+    def delete_file(self, file: str) -> None:
+        self.client.delete_object(Bucket=self.bucket, Key=f"some/doc/{file}")
+
+    def get_file(self, file: str) -> bytes:
+        return self.client.get_object(Bucket=self.bucket, Key=f"some/doc/{file}")["Body"].read()
+
+    def mirror(self, max_age_s: float = 10.0) -> Mirror:
+        return Mirror(self.directory, self.sources, max_age_s)
+
+    def requests(self) -> int:
+        """Return how many requests there were since the last call."""
+        count = len(self.proxy.requests)
+        self.proxy.requests.clear()
+        return count
+
+
+@pytest.fixture
+def remote(s3_credentials: S3Server, bucket: str, tmp_path: Path) -> Iterator[_Remote]:
+    with FaultyProxy(s3_credentials.port) as proxy:
+        remote = _Remote(proxy, s3_credentials, bucket, tmp_path)
+        yield remote
+        remote.sources.close()
+
+
+def test_a_copy_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
+    made = remote.put()
+    copy = remote.mirror().fetch(remote.location)
+    assert sorted(files_under(copy)) == [MANIFEST, "token_ids.npy"]
+    manifest = load_manifest(copy, made.manifest.digest, payload=False)
+    assert manifest == made.manifest
+    assert np.array_equal(
+        load_token_ids(manifest, copy), load_token_ids(made.manifest, next(remote._tmp_path.glob("artefact*")))
+    )
+    with pytest.raises(TruncatedPayload):
+        load_manifest(copy)
+
+
+def test_a_copy_is_private(remote: _Remote) -> None:
+    remote.put()
+    remote.mirror().fetch(remote.location)
+    for path in [remote.directory, *remote.directory.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> None:
+    remote.put()
+    mirror = remote.mirror(max_age_s=0.3)
+    copy = mirror.fetch(remote.location)
+    assert remote.requests() == 3, "manifest, size of the payload, ids"
+    assert mirror.fetch(remote.location) == copy
+    assert remote.requests() == 0
+    time.sleep(0.35)
+    assert mirror.fetch(remote.location) == copy
+    assert remote.requests() == 1, "not modified"
+    assert mirror.fetch(remote.location, force=True) == copy
+    assert remote.requests() == 2, "not modified, and the payload's size"
+
+
+def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote: _Remote) -> None:
+    first = remote.put(1)
+    mirror = remote.mirror()
+    old = mirror.fetch(remote.location)
+    before = files_under(old)
+    second = remote.put(2)
+    assert mirror.fetch(remote.location) == old, "young enough"
+    new = mirror.fetch(remote.location, force=True)
+    assert new != old
+    assert load_manifest(new, payload=False) == second.manifest
+    assert load_manifest(old, payload=False) == first.manifest
+    assert files_under(old) == before
+
+
+def test_a_restart_knows_what_was_known(remote: _Remote) -> None:
+    remote.put()
+    copy = remote.mirror().fetch(remote.location)
+    remote.requests()
+    assert remote.mirror().fetch(remote.location) == copy
+    assert remote.requests() == 1, "not modified"
+    remote.proxy.always = reset
+    assert remote.mirror().fetch(remote.location) == copy
+
+
+@pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy"])
+@pytest.mark.parametrize("damage", ["removed", "truncated"])
+def test_a_damaged_copy_is_made_again_by_the_next_process(remote: _Remote, file: str, damage: str) -> None:
+    made = remote.put()
+    copy = remote.mirror().fetch(remote.location)
+    if damage == "removed":
+        (copy / file).unlink()
+    else:
+        os.truncate(copy / file, 100)
+    if file != MANIFEST:
+        (copy / MANIFEST).unlink()  # ids are not looked at as long as the manifest is sound
+    assert remote.mirror().fetch(remote.location) == copy
+    assert load_token_ids(load_manifest(copy, made.manifest.digest, payload=False), copy) is not None
+
+
+def test_a_directory_that_was_deleted_under_us_is_made_again(remote: _Remote) -> None:
+    import shutil
+
+    remote.put()
+    mirror = remote.mirror()
+    copy = mirror.fetch(remote.location)
+    shutil.rmtree(remote.directory)
+    remote.directory.mkdir()
+    assert mirror.fetch(remote.location) == copy
+    assert load_manifest(copy, payload=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"location": 1, "copy": "..", "revision": "x"}'])
+def test_a_damaged_note_of_a_location_is_as_none(remote: _Remote, content: bytes) -> None:
+    remote.put()
+    copy = remote.mirror().fetch(remote.location)
+    (note,) = (remote.directory / "locations").iterdir()
+    note.write_bytes(content)
+    assert remote.mirror().fetch(remote.location) == copy
+    assert json.loads(note.read_bytes())["location"] == remote.location
+
+
+def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(
+    remote: _Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.put()
+    mirror = remote.mirror(max_age_s=0.1)
+    copy = mirror.fetch(remote.location)
+    for fault in (status(500), reset):
+        remote.proxy.always = fault
+        time.sleep(0.15)
+        assert mirror.fetch(remote.location) == copy
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert remote.location in caplog.text
+    with pytest.raises(SourceError):
+        mirror.fetch(remote.location, force=True)
+    remote.proxy.always = None
+    assert mirror.fetch(remote.location, force=True) == copy
+
+
+def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
+    remote.put()
+    remote.mirror().fetch(remote.location)
+    mirror = remote.mirror()
+    remote.proxy.always = reset
+    mirror.fetch(remote.location)
+    assert remote.requests() > 0
+    mirror.fetch(remote.location)
+    assert remote.requests() == 0
+
+
+def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
+    remote.put()
+    patient = Sources(from_mapping({"s3_endpoint_url": remote.proxy.endpoint, "s3_timeout_s": 30}))
+    mirror = Mirror(remote.directory, patient, max_age_s=0)
+    copy = mirror.fetch(remote.location)
+    remote.requests()
+    remote.proxy.always = silence
+    asking = threading.Thread(target=mirror.fetch, args=(remote.location,))
+    asking.start()
+    while not remote.requests():
+        time.sleep(0.01)
+    assert mirror.fetch(remote.location) == copy
+    assert asking.is_alive()
+    remote.proxy.always = None
+    asking.join(30)
+    assert not asking.is_alive()
+    patient.close()
+
+
+def test_without_s3_and_copy_it_is_an_error(remote: _Remote) -> None:
+    remote.proxy.always = reset
+    with pytest.raises(SourceError):
+        remote.mirror().fetch(remote.location)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(404, SourceNotFound), (403, SourceDenied)])
+def test_what_was_removed_or_is_denied_now_is_not_served_from_the_copy(
+    remote: _Remote, code: int, kind: type[SourceError]
+) -> None:
+    remote.put()
+    mirror = remote.mirror(max_age_s=0)
+    mirror.fetch(remote.location)
+    remote.proxy.always = status(code, "X")
+    with pytest.raises(kind):
+        mirror.fetch(remote.location)
+
+
+def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
+    remote.put()
+    payload, ids, manifest = (remote.get_file(file) for file in (PAYLOAD, "token_ids.npy", MANIFEST))
+
+    def refused(kind: type[Exception], words: str) -> None:
+        with pytest.raises(kind, match=words):
+            remote.mirror().fetch(remote.location)
+        assert [p for p in remote.directory.rglob("*") if p.name != "locations"] == []
+
+    remote.put_file(PAYLOAD, payload[:-1])
+    refused(TruncatedPayload, f"{remote.location}/{PAYLOAD} has {len(payload) - 1} bytes")
+    remote.put_file(PAYLOAD, payload + b"x")
+    refused(TruncatedPayload, f"has {len(payload) + 1} bytes")
+    remote.delete_file(PAYLOAD)
+    refused(SourceNotFound, PAYLOAD)
+    remote.put_file(PAYLOAD, payload)
+    remote.put_file("token_ids.npy", ids[:-1] + bytes([ids[-1] ^ 1]))
+    refused(ArtifactError, "token ids do not have the digest")
+    remote.put_file("token_ids.npy", ids + bytes(5000))
+    refused(SourceError, "more than the")
+    remote.delete_file("token_ids.npy")
+    refused(SourceNotFound, "token_ids.npy")
+    remote.put_file("token_ids.npy", ids)
+    remote.put_file(MANIFEST, manifest[:-20])
+    refused(ManifestError, f"{remote.location}/{MANIFEST}")
+    remote.put_file(MANIFEST, manifest)
+    assert remote.mirror().fetch(remote.location)
+
+
+def test_a_cartridge_of_few_ids_has_none_to_fetch(remote: _Remote) -> None:
+    remote.put(positions=32)
+    assert list(files_under(remote.mirror().fetch(remote.location))) == [MANIFEST]
+
+
+def test_threads_and_processes_get_the_same_copy(remote: _Remote) -> None:
+    remote.put()
+    mirrors = [remote.mirror() for _ in range(4)]  # as many processes would; they share nothing but the directory
+    found: list[Path] = []
+    run_threads(16, lambda i: found.append(mirrors[i % 4].fetch(remote.location)), timeout_s=60)
+    assert len(found) == 16
+    assert len(set(found)) == 1
+    assert sorted(files_under(found[0])) == [MANIFEST, "token_ids.npy"]
+    assert not list(remote.directory.glob(".*"))
+
+
+def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -> None:
+    remote.directory.mkdir()
+    old, new = remote.directory / ".a.partial", remote.directory / ".b.partial"
+    for partial in (old, new):
+        partial.mkdir()
+    os.utime(old, (0, 0))
+    remote.mirror()
+    assert not old.exists()
+    assert new.exists()

@@ -1,0 +1,365 @@
+"""What is pushed and pulled is the same cartridge, whole or not at all, on both sides."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from faulty_proxy import FaultyProxy, flipped, reset, status, trickle
+from making import files_under, flip_bit, make_artifact, make_fingerprint, run_threads
+from s3 import S3Server
+
+from lmcache_cartridge import s3, transfer
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
+from lmcache_cartridge.cli import main
+from lmcache_cartridge.errors import SourceError
+from lmcache_cartridge.manifest import Provenance
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.sources import S3Source
+from lmcache_cartridge.writer import ArtifactWriter
+
+
+class _Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+class _Machine:
+    """A machine with a home of its own, and the bucket that all of them share."""
+
+    def __init__(self, home: Path, server: S3Server, bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.home, self.server, self.bucket, self._capsys = home, server, bucket, capsys
+        self.location = f"s3://{bucket}/cartridges/doc"
+
+    def __call__(self, *argv: str | Path) -> _Ran:
+        self._capsys.readouterr()
+        status = main([*map(str, argv), "--home", str(self.home)])
+        return _Ran(status, *self._capsys.readouterr())
+
+    def transfer(self, *argv: str | Path) -> _Ran:
+        return self(*argv, "--endpoint-url", self.server.endpoint, "--region", "us-east-1")
+
+    def json(self, *argv: str | Path) -> Any:
+        ran = (
+            self.transfer(*argv, "--format", "json") if argv[0] in ("push", "pull") else self(*argv, "--format", "json")
+        )
+        assert (ran.status, ran.err) == (0, "")
+        return json.loads(ran.out)
+
+    def remote_files(self) -> dict[str, bytes]:
+        client = self.server.client
+        names = [row["Key"] for row in client.list_objects_v2(Bucket=self.bucket).get("Contents", [])]
+        return {name: client.get_object(Bucket=self.bucket, Key=name)["Body"].read() for name in names}
+
+
+@pytest.fixture
+def here(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Machine:
+    return _Machine(tmp_path / "here", s3_credentials, bucket, capsys)
+
+
+@pytest.fixture
+def there(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Machine:
+    return _Machine(tmp_path / "there", s3_credentials, bucket, capsys)
+
+
+@pytest.fixture
+def proxy(s3_credentials: S3Server) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_credentials.port) as proxy:
+        yield proxy
+
+
+def _registered(machine: _Machine, name: str = "artefact", **arguments: Any) -> Path:
+    root = machine.home / name
+    make_artifact(root, **({"positions": 80} | arguments))
+    machine.json("register", root)
+    return root
+
+
+def _bytes(root: Path) -> dict[str, bytes]:
+    return {name: content for name, (content, _) in files_under(root).items()}
+
+
+def _one_line(ran: _Ran, *words: str) -> None:
+    assert ran.status == 1
+    assert ran.out == ""
+    last = ran.err.splitlines()[-1]
+    assert last.startswith("lmcache-cartridge: ")
+    for word in words:
+        assert word in last
+
+
+def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _Machine) -> None:
+    root = _registered(here)
+    digest = json.loads((root / MANIFEST).read_bytes())["digest"]
+    assert here.json("push", "doc", here.location) == {
+        "name": "doc@1", "digest": digest, "location": here.location, "pushed": True,
+    }  # fmt: skip
+    assert here.remote_files() == {f"cartridges/doc/{name}": content for name, content in _bytes(root).items()}
+    target = there.home / "cartridges" / "doc" / "1"
+    assert there.json("pull", here.location) == {
+        "name": "doc@1", "digest": digest, "path": str(target), "pulled": True,
+    }  # fmt: skip
+    assert _bytes(target) == _bytes(root)
+    assert [row["digest"] for row in there.json("list")] == [digest]
+    assert there.json("verify", "doc")[0]["sound"]
+    assert [path.name for path in target.parent.iterdir()] == ["1"]
+    for path in [target, *target.iterdir()]:
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_payload_of_several_parts_and_windows_arrives(
+    here: _Machine, there: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_WINDOW_BYTES", 10_000_001)
+    root = _registered(here, positions=20_000, layers=4, chunk_tokens=256)
+    assert (root / PAYLOAD).stat().st_size > 2 * (16 << 20), "multipart"
+    here.json("push", "doc", here.location)
+    assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "trained", "few ids"])
+def test_every_kind_of_cartridge_travels(here: _Machine, there: _Machine, kind: str, tmp_path: Path) -> None:
+    import numpy as np
+
+    root, count = tmp_path / "a", 8 if kind == "few ids" else 100
+    ids = np.arange(count, dtype="<u4")
+    shape = make_fingerprint()
+    with ArtifactWriter(
+        root, cartridge_id="doc", version=3, kind="tokens" if kind == "tokens" else "trained", fingerprint=shape,
+        token_ids=ids, document_ids=None if kind == "tokens" else np.arange(3 * count, dtype="<u4"), chunk_tokens=count,
+    ) as writer:  # fmt: skip
+        if kind != "tokens":
+            writer.write(bytes(count * shape.token_bytes))
+        writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+    here.json("register", root)
+    here.json("push", "doc@3", here.location)
+    assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
+
+
+def test_people_see_progress_and_what_was_done(here: _Machine, there: _Machine) -> None:
+    _registered(here)
+    pushed = here.transfer("push", "doc", here.location)
+    assert pushed.out == f"pushed doc@1 to {here.location}\n"
+    pulled = there.transfer("pull", here.location)
+    assert pulled.out == f"pulled doc@1: {there.home / 'cartridges' / 'doc' / '1'}\n"
+    for ran in (pushed, pulled):
+        assert re.search(r"verify: 100%.* 5/5 ", ran.err)
+        assert re.search(r"payload\.safetensors: 100%", ran.err)
+
+
+def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> None:
+    root = _registered(here)
+    here.json("push", "doc", here.location)
+    before = {
+        row["Key"]: row["LastModified"] for row in here.server.client.list_objects_v2(Bucket=here.bucket)["Contents"]
+    }
+    assert here.json("push", "doc", here.location)["pushed"] is False
+    after = {
+        row["Key"]: row["LastModified"] for row in here.server.client.list_objects_v2(Bucket=here.bucket)["Contents"]
+    }
+    assert after == before
+    assert here.json("pull", here.location) == {
+        "name": "doc@1", "digest": here.json("list")[0]["digest"], "path": str(root), "pulled": False,
+    }  # fmt: skip
+    there.json("pull", here.location)
+    files = files_under(there.home / "cartridges")
+    assert there.json("pull", here.location)["pulled"] is False
+    assert files_under(there.home / "cartridges") == files
+
+
+def test_a_push_completes_one_that_lost_a_file(here: _Machine) -> None:
+    root = _registered(here)
+    for lost in (PAYLOAD, "token_ids.npy", MANIFEST):
+        here.json("push", "doc", here.location)
+        here.server.client.delete_object(Bucket=here.bucket, Key=f"cartridges/doc/{lost}")
+        assert here.json("push", "doc", here.location)["pushed"] is True
+        assert here.remote_files()[f"cartridges/doc/{lost}"] == (root / lost).read_bytes()
+
+
+def test_other_content_is_replaced_by_force_only(here: _Machine, there: _Machine) -> None:
+    _registered(here, "one", seed=1)
+    here.json("push", "doc", here.location)
+    before = here.remote_files()
+    new = _registered(here, "two", seed=2, version=2)
+    _one_line(here.transfer("push", "doc", here.location), "holds doc@1 of other content", "--force")
+    assert here.remote_files() == before
+    here.json("push", "doc", here.location, "--force")
+    assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(new)
+
+
+def test_a_corrupt_cartridge_is_not_pushed(here: _Machine) -> None:
+    root = _registered(here)
+    flip_bit(root / PAYLOAD, 9000)
+    _one_line(here.transfer("push", "doc", here.location), "cartridge doc@1: chunk")
+    assert here.remote_files() == {}
+
+
+@pytest.mark.parametrize("broken", [MANIFEST, PAYLOAD, "token_ids.npy"])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_half_push_is_never_seen(
+    here: _Machine, there: _Machine, broken: str, force: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if force:
+        _registered(here, "old", seed=9)
+        here.json("push", "doc", here.location)
+    _registered(here, "new", seed=1, version=2)
+    upload = S3Source.upload
+
+    def break_down(self: S3Source, location: str, file: str, *arguments: Any) -> None:
+        if file == broken:
+            raise SourceError("the network went away")
+        upload(self, location, file, *arguments)
+
+    monkeypatch.setattr(S3Source, "upload", break_down)
+    _one_line(here.transfer("push", "doc@2", here.location, *["--force"] * force), "the network went away")
+    _one_line(there.transfer("pull", here.location), "holds no manifest.json")
+    monkeypatch.undo()
+    for name, value in here.server.environment.items():
+        monkeypatch.setenv(name, value)
+    here.json("push", "doc@2", here.location)
+    there.json("pull", here.location)
+
+
+def _nothing_left(machine: _Machine) -> None:
+    assert files_under(machine.home / "cartridges") == {}
+    assert machine.json("list") == []
+
+
+def test_a_pull_of_wrong_bytes_leaves_nothing(here: _Machine, there: _Machine) -> None:
+    _registered(here)
+    here.json("push", "doc", here.location)
+    key = f"cartridges/doc/{PAYLOAD}"
+    sound = here.remote_files()[key]
+    for damaged, word in (
+        (sound[:9000] + bytes([sound[9000] ^ 1]) + sound[9001:], "chunk"), (sound[:-1], "bytes, its manifest says"),
+        (bytes([sound[0] ^ 1]) + sound[1:], "header"),
+    ):  # fmt: skip
+        here.server.client.put_object(Bucket=here.bucket, Key=key, Body=damaged)
+        _one_line(there.transfer("pull", here.location), "doc@1", word)
+        _nothing_left(there)
+    here.server.client.put_object(Bucket=here.bucket, Key=key, Body=sound)
+    there.json("pull", here.location)
+
+
+def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
+    here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_LONGEST_BACKOFF_S", 0.01)
+    _registered(here)
+    here.json("push", "doc", here.location)
+    for faults in ([None, reset], [None, None, None, flipped]):
+        proxy.faults, proxy.always = list(faults), None if flipped in faults else reset
+        ran = there("pull", here.location, "--endpoint-url", proxy.endpoint)
+        assert ran.status == 1
+        _nothing_left(there)
+    proxy.always, proxy.faults = None, []
+    assert there("pull", here.location, "--endpoint-url", proxy.endpoint).status == 0
+
+
+def test_a_push_outlives_faults_that_pass(here: _Machine, proxy: FaultyProxy) -> None:
+    root = _registered(here)
+    proxy.faults = [None, status(503, "SlowDown"), reset, None, status(500)]
+    assert here("push", "doc", here.location, "--endpoint-url", proxy.endpoint).status == 0
+    assert proxy.faults == []
+    assert here.remote_files() == {f"cartridges/doc/{name}": content for name, content in _bytes(root).items()}
+
+
+def test_pulls_at_the_same_time_download_once(here: _Machine, there: _Machine, proxy: FaultyProxy) -> None:
+    _registered(here)
+    here.json("push", "doc", here.location)
+    source, registry = S3Source(endpoint_url=proxy.endpoint), Registry(there.home / "registry.sqlite")
+    done = []
+    run_threads(4, lambda _: done.append(
+        transfer.pull(here.location, source, registry, there.home / "cartridges", progress=lambda *_: None)
+    ))  # fmt: skip
+    assert sorted(pulled.changed for pulled in done) == [False, False, False, True]
+    assert len({pulled.root for pulled in done}) == 1
+    source.close()
+
+
+def _pull_slowly(endpoint: str, location: str, home: Path) -> None:
+    source = S3Source(endpoint_url=endpoint)
+    transfer.pull(location, source, Registry(home / "registry.sqlite"), home / "cartridges", progress=lambda *_: None)
+
+
+def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(
+    here: _Machine, there: _Machine, proxy: FaultyProxy
+) -> None:
+    _registered(here)
+    here.json("push", "doc", here.location)
+    proxy.faults, proxy.always = [None, None, None], trickle(0.05)
+    child = multiprocessing.get_context("spawn").Process(
+        target=_pull_slowly, args=(proxy.endpoint, here.location, there.home)
+    )
+    child.start()
+    partial = there.home / "cartridges" / "doc" / ".1.pull"
+    while not (partial / PAYLOAD).exists():
+        assert child.is_alive()
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert there.json("list") == []
+    there.json("pull", here.location)
+    assert [path.name for path in partial.parent.iterdir()] == ["1"]
+
+
+def test_an_id_taken_by_other_content_is_refused_with_what_to_do(here: _Machine, there: _Machine) -> None:
+    root = _registered(here)
+    here.json("push", "doc", here.location)
+    mine = _registered(there, seed=5)
+    _one_line(there.transfer("pull", here.location), "doc@1 is registered with other content", "--id")
+    pulled = there.json("pull", here.location, "--id", "theirs")
+    assert pulled["name"] == "theirs@1"
+    assert (Path(pulled["path"]) / PAYLOAD).read_bytes() == (root / PAYLOAD).read_bytes()
+    assert json.loads((Path(pulled["path"]) / MANIFEST).read_bytes())["id"] == "theirs"
+    assert there.json("describe", "doc")["location"] == str(mine)
+    assert there.json("verify", "theirs")[0]["sound"]
+
+
+def test_an_id_that_is_a_label_or_a_directory_is_refused_before_anything_is_downloaded(
+    here: _Machine, there: _Machine
+) -> None:
+    _registered(here)
+    here.json("push", "doc", here.location)
+    _registered(there, cartridge_id="other")
+    there.json("label", "doc", "other")
+    _one_line(there.transfer("pull", here.location), "doc is a label here", "--id")
+    make_artifact(there.home / "cartridges" / "third" / "1", positions=80, seed=7, cartridge_id="third")
+    _one_line(there.transfer("pull", here.location, "--id", "third"), "exists with other content", "--id")
+    (there.home / "cartridges" / "fourth").mkdir()
+    _one_line(there.transfer("pull", here.location, "--id", "../up"), "cannot be a cartridge id")
+
+
+def test_a_cartridge_whose_files_were_lost_is_pulled_again(here: _Machine, there: _Machine) -> None:
+    root = _registered(here)
+    here.json("push", "doc", here.location)
+    path = Path(there.json("pull", here.location)["path"])
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+    assert there.json("pull", here.location)["pulled"] is True
+    assert _bytes(path) == _bytes(root)
+
+
+@pytest.mark.parametrize("verb", ["push", "pull"])
+@pytest.mark.parametrize("location", ["s3://bucket", "/tmp/x", "s3://bucket/a/../b", "s3://bucket/a/"])
+def test_a_malformed_location_is_one_line(here: _Machine, verb: str, location: str) -> None:
+    _one_line(here(*(("push", "doc") if verb == "push" else ("pull",)), location), "is no s3://bucket/prefix")
+
+
+def test_what_is_not_there_is_one_line(here: _Machine) -> None:
+    _registered(here)
+    _one_line(here.transfer("push", "nobody", here.location), "nobody")
+    _one_line(here.transfer("push", "doc", "s3://no-such-bucket/x"), "404 NoSuchBucket")
+    _one_line(here.transfer("pull", "s3://no-such-bucket/x"), "404 NoSuchBucket")
+    _one_line(here.transfer("pull", here.location), "is this where a cartridge was pushed?")
+    _one_line(here("pull", here.location, "--endpoint-url", "http://key:hush@x"), "credentials do not belong")

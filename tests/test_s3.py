@@ -1,0 +1,265 @@
+"""Locations cannot be spelled around, secrets are never told, and any S3 server will do."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from s3 import S3Server
+
+from lmcache_cartridge.artifact import ByteRange
+from lmcache_cartridge.errors import MalformedLocation, SettingsError, SourceDenied, SourceError
+from lmcache_cartridge.s3 import S3Source, allowed, parse
+from lmcache_cartridge.settings import from_mapping
+
+MALFORMED = [
+    "", "s3://", "s3:///key", "s3://bucket", "s3://bucket/", "s3://bucket/key/", "s3://bucket//key", "s3://bucket/a//b",
+    "s3://bucket/../other/key", "s3://bucket/a/../b", "s3://bucket/..", "s3://bucket/.", "s3://bucket/./a",
+    "s3://bucket/a/..", "s3://bucket/%2e%2e/b", "s3://bucket/a%2fb", "s3://bucket/a?versionId=1", "s3://bucket/a#b",
+    "s3://bucket/a\\..\\b", "s3://bucket/a\nb", "s3://bucket/a\0", "s3://bucket/\ud800", "s3://../key", "s3://./key",
+    "s3://a..b/key", "s3://user:secret@bucket/key", "s3://bu cket/key", "s3://-bucket/key", "s3://bucket-/key",
+    "S3://bucket/key", "s3:/bucket/key", "https://bucket/key", "/bucket/key", "bucket/key", " s3://bucket/key",
+    "s3://bucket/" + "k" * 1001, "s3://" + "b" * 64 + "/key", "s3://bu/\u202ekey", "s3://bücket/key",
+]  # fmt: skip
+PARTS = st.sampled_from(
+    [
+        "bucket",
+        "other",
+        "pre",
+        "prefix",
+        "prefix2",
+        "a",
+        "..",
+        ".",
+        "",
+        "%2e%2e",
+        "%2F",
+        "é",
+        "\\",
+        "\0",
+        "PRE",
+        "pre ",
+        "?",
+        " ",
+    ]
+)
+LOCATIONS = st.one_of(
+    st.builds(lambda parts: "s3://" + "/".join(parts), st.lists(PARTS, max_size=6)),
+    st.builds("s3://{}/{}".format, st.sampled_from(["bucket", "other"]), st.text(max_size=20)),
+    st.text(max_size=30),
+)
+BUCKETS = st.lists(
+    st.sampled_from(["bucket", "bucket/pre", "bucket/prefix", "other/a/b", "other/a", "third"]), max_size=3
+)
+
+
+@pytest.mark.parametrize("location", MALFORMED, ids=ascii)
+def test_a_location_with_anything_to_resolve_is_malformed(location: str) -> None:
+    with pytest.raises(MalformedLocation) as caught:
+        parse(location)
+    assert isinstance(caught.value, ValueError)
+    assert not allowed(location, ["bucket", "bucket/a", "..", "", "."])
+
+
+@pytest.mark.parametrize(
+    ("location", "bucket", "key"),
+    [
+        ("s3://bucket/key", "bucket", "key"), ("s3://b-1.x_y/a/b c/d", "b-1.x_y", "a/b c/d"),
+        ("s3://bucket/é/...", "bucket", "é/..."), ("s3://bucket/s3:/x", "bucket", "s3:/x"),
+    ],
+)  # fmt: skip
+def test_bucket_and_key_are_what_is_written(location: str, bucket: str, key: str) -> None:
+    assert parse(location) == (bucket, key)
+
+
+@pytest.mark.parametrize(
+    ("location", "buckets", "expected"),
+    [
+        ("s3://bucket/a", ["bucket"], True), ("s3://bucket/a", [], False), ("s3://bucket/a", ["bucket2"], False),
+        ("s3://bucket2/a", ["bucket"], False), ("s3://bucket/pre", ["bucket/pre"], True),
+        ("s3://bucket/pre/a", ["bucket/pre"], True), ("s3://bucket/prefix2", ["bucket/pre", "bucket/prefix"], False),
+        ("s3://bucket/a", ["bucket/a/b"], False), ("s3://bucket/pre/a", ["bucket/pre/"], True),
+        ("s3://other/bucket/pre", ["bucket/pre"], False), ("s3://bucket/PRE/a", ["bucket/pre"], False),
+        ("s3://bucket/a", ["x", "bucket"], True), ("s3://bucket/a", [""], False), ("s3://bucket/a", ["/"], False),
+    ],
+)  # fmt: skip
+def test_a_location_is_allowed_under_its_bucket_or_prefix_only(
+    location: str, buckets: list[str], expected: bool
+) -> None:
+    assert allowed(location, buckets) is expected
+
+
+@settings(max_examples=3000, deadline=None)
+@given(LOCATIONS, BUCKETS)
+@example("s3://bucket/pre/../other", ["bucket/pre"])
+def test_no_spelling_leaves_what_is_allowed(location: str, buckets: list[str]) -> None:
+    if not allowed(location, buckets):
+        return
+    bucket, key = parse(location)
+    # What the server is asked for, `bucket/key/file`, begins with an allowed root, literally and at a border.
+    asked = f"{bucket}/{key}/manifest.json"
+    assert any(asked.startswith(f"{root}/") for root in buckets)
+    assert "/../" not in f"/{asked}/"
+    assert "/./" not in f"/{asked}/"
+    assert "//" not in asked
+    assert "%" not in asked
+
+
+@settings(max_examples=3000, deadline=None)
+@given(LOCATIONS)
+def test_parsing_loses_nothing_or_refuses(location: str) -> None:
+    try:
+        bucket, key = parse(location)
+    except MalformedLocation:
+        return
+    assert f"s3://{bucket}/{key}" == location
+    assert "/" not in bucket
+    assert allowed(location, [bucket])
+    assert allowed(location, [f"{bucket}/{key}"])
+    assert not allowed(location, [f"{bucket}/{key}x", f"{bucket}x", f"{bucket}/{key}/x"])
+
+
+@pytest.mark.parametrize("value", ["bucket//a", "bucket/../a", "../a", "s3://bucket", "b", "bucket/%2e"])
+def test_a_bucket_setting_that_could_never_match_is_refused(value: str) -> None:
+    with pytest.raises(SettingsError, match="buckets"):
+        from_mapping({"buckets": ["bucket/prefix", value]})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "minio:9000",
+        "ftp://minio",
+        "http://",
+        "http://key:hush@minio",
+        "http://minio/path",
+        "http://minio?a=hush",
+        "http://m:x",
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused_and_its_secrets_not_repeated(url: str) -> None:
+    with pytest.raises(SettingsError, match="s3_endpoint_url.*credentials do not belong") as caught:
+        from_mapping({"s3_endpoint_url": url})
+    assert "hush" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("s3_connections", 0), ("s3_part_bytes", "1KiB"), ("s3_timeout_s", 0), ("s3_timeout_s", float("nan"))],
+)
+def test_an_s3_setting_out_of_range_is_refused(key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=key):
+        from_mapping({key: value})
+
+
+SECRETS = {
+    "wrong secret": {"AWS_SECRET_ACCESS_KEY": "hush-hush"},
+    "wrong key": {"AWS_ACCESS_KEY_ID": "hush-key", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
+    "wrong token": {"AWS_SESSION_TOKEN": "hush-token"},
+    "token that is no header": {"AWS_SESSION_TOKEN": "hush\ntoken"},
+    "key that is no header": {"AWS_ACCESS_KEY_ID": "hush\nkey"},
+}
+
+
+@pytest.mark.parametrize("environment", SECRETS.values(), ids=SECRETS)
+def test_an_error_tells_no_secret(
+    s3_credentials: S3Server, bucket: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    source = S3Source(endpoint_url=s3_credentials.endpoint, attempts=2, backoff_s=0.01)
+    told = []
+    for call in (
+        lambda: source.read_into(f"s3://{bucket}/a", "f", ByteRange(0, 1), memoryview(bytearray(1))),
+        lambda: source.read(f"s3://{bucket}/a", "f", 10),
+        lambda: source.size(f"s3://{bucket}/a", "f"),
+    ):
+        with pytest.raises(SourceError, match=f"s3://{bucket}/a/f at {s3_credentials.endpoint}") as caught:
+            call()
+        told.append("".join(traceback.format_exception(caught.value)))
+    source.close()
+    assert "hush" not in "".join(told) + caplog.text
+    assert "Signature=" not in "".join(told) + caplog.text
+
+
+def test_no_credentials_at_all_are_told_as_that(
+    s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    source = S3Source(endpoint_url=s3_credentials.endpoint)
+    with pytest.raises(SourceDenied, match="no credentials .*; set AWS_ACCESS_KEY_ID"):
+        source.size(f"s3://{bucket}/a", "f")
+    source.close()
+
+
+def test_a_broken_file_of_credentials_is_not_quoted(
+    s3_credentials: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("aws_secret_access_key = hush\n[default")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "config"))
+    with pytest.raises(SourceError, match="no S3 client can be made") as caught:
+        S3Source(endpoint_url=s3_credentials.endpoint)
+    assert "hush" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "style"),
+    [(None, "auto"), ("https://s3.eu-west-1.amazonaws.com", "auto"), ("http://minio:9000", "path"),
+     ("https://amazonaws.com.evil.example", "path")],
+)  # fmt: skip
+def test_servers_other_than_amazons_are_addressed_by_path(
+    s3_credentials: S3Server, endpoint: str | None, style: str
+) -> None:
+    source = S3Source(endpoint_url=endpoint, region="eu-west-1", connections=1)
+    options = source._client.meta.config.s3 or {}
+    assert options.get("addressing_style", "auto") == style
+    source.close()
+
+
+def test_an_endpoint_of_the_environment_is_used(
+    s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_credentials.endpoint)
+    s3_credentials.client.put_object(Bucket=bucket, Key="a/f", Body=b"abc")
+    source = S3Source(connections=1)
+    assert source.size(f"s3://{bucket}/a", "f") == 3
+    source.close()
+
+
+def test_a_closed_source_says_so(s3_credentials: S3Server, bucket: str) -> None:
+    source = S3Source(endpoint_url=s3_credentials.endpoint, connections=1)
+    source.close()
+    source.close()
+    with pytest.raises(SourceError, match="closed"):
+        source.size(f"s3://{bucket}/a", "f")
+
+
+def test_a_missing_boto3_says_how_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['boto3'] = None\n"
+        "from lmcache_cartridge.sources import Sources\nfrom lmcache_cartridge.settings import from_mapping\n"
+        "Sources(from_mapping({})).size('s3://bucket/key', 'file')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "pip install lmcache-cartridge[s3]" in done.stderr.splitlines()[-1]
+
+
+def test_a_process_with_a_stuck_read_can_end(s3_credentials: S3Server) -> None:
+    code = (
+        "import socket, threading\nfrom lmcache_cartridge.s3 import S3Source\nserver = socket.create_server(('127.0.0.1', 0))\n"
+        "source = S3Source(endpoint_url=f'http://127.0.0.1:{server.getsockname()[1]}', timeout_s=300)\n"
+        "threading.Thread(target=source.size, args=('s3://bucket/key', 'f'), daemon=True).start()\n"
+        "server.accept(); print('stuck')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("stuck\n", 0)
