@@ -5,7 +5,8 @@
     ├── ManifestError       (ValueError)        a manifest is missing, malformed, or of an unknown format
     ├── ArtifactError       (ValueError)        an artefact cannot be written or read as it stands
     │   ├── TruncatedPayload                    the payload is shorter than its manifest says
-    │   └── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
+    │   ├── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
+    │   └── ForeignFormatError                  a checkpoint of others is not what its format says, or not safe
     ├── CartridgeNotFound   (KeyError)          no such id, version or label
     ├── CartridgeExists     (FileExistsError)   the id and version are taken
     ├── RegistryError       (RuntimeError)      the registry cannot be opened or is of a newer schema
@@ -52,6 +53,10 @@ class TruncatedPayload(ArtifactError):
 
 class CorruptChunk(ArtifactError):
     """Bytes of a chunk do not have the checksum its manifest names."""
+
+
+class ForeignFormatError(ArtifactError):
+    """A checkpoint that another program wrote is not what its format says, or is not safe to read."""
 
 
 class CartridgeNotFound(CartridgeError, KeyError):
