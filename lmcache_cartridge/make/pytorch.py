@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickletools
 import warnings
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _ALLOWED = {
     "torch.Size",
 }
 """Every name that a pickle may use; a subset of what torch takes for safe, and `ParameterList`."""
+_BROKEN = (ValueError, IndexError, OverflowError)
+"""What pickletools raises on broken pickles."""
 
 
 def load(path: Path) -> Any:
@@ -42,7 +46,16 @@ def load(path: Path) -> Any:
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself does not write
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever torch's restricted unpickler stumbles over in a broken or hostile file
-        raise _refusal(path, (str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise _refusal(path, _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line what torch's unpickler stumbled over."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2]
+    if "not resizable" in text:
+        return "a tensor is larger than what the file holds for it"
+    line = (text.splitlines() or [""])[0]
+    return line if isinstance(error, RuntimeError) and line else f"a broken pickle: {type(error).__name__} {line}"
 
 
 def _refusal(path: Path, reason: str) -> ForeignFormatError:
@@ -79,14 +92,29 @@ def _pickle_of(path: Path, archive: zipfile.ZipFile) -> bytes:
     pickles = [entry for entry in entries if entry.filename.count("/") == 1 and entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
         raise _refusal(path, f"its archive has no one data.pkl of at most {MAX_PICKLE_BYTES} bytes")
+    if damaged := archive.testzip():
+        raise _refusal(path, f"{damaged[:80]} does not have the checksum its archive names. Copy the file again")
     return archive.read(pickles[0])
 
 
 def _strange_names(path: Path, pickled: bytes) -> list[str]:
     """Return every name in a pickle that `_ALLOWED` lacks."""
-    names, strings, tuples = set(), ["?", "?"], 0
+    names: set[str] = set()
     try:
-        for operation, argument, _ in pickletools.genops(pickled):
+        tuples = _scan(io.BytesIO(pickled), names)
+    except _BROKEN as error:
+        raise _refusal(path, f"a broken pickle: {error}") from error
+    if tuples > MAX_TUPLES:
+        raise _refusal(path, f"{tuples} tuples in its pickle, more than {MAX_TUPLES}")
+    return sorted(names - _ALLOWED)
+
+
+def _scan(stream: io.BytesIO, names: set[str]) -> int:
+    """Add every name that the next pickle of a stream uses to `names`, running nothing; return how many tuples it has."""
+    strings, tuples = ["?", "?"], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd escapes in odd strings
+        for operation, argument, _ in pickletools.genops(stream):
             if operation.name in ("GLOBAL", "INST"):
                 names.add(argument.replace(" ", ".").replace("__builtin__", "builtins"))
             elif operation.name == "STACK_GLOBAL":
@@ -96,25 +124,18 @@ def _strange_names(path: Path, pickled: bytes) -> list[str]:
             elif isinstance(argument, str):
                 strings = [strings[-1], argument]
             tuples += operation.name.startswith("TUPLE")
-    except (ValueError, IndexError, OverflowError) as error:
-        raise _refusal(path, f"a broken pickle: {error}") from error
-    if tuples > MAX_TUPLES:
-        raise _refusal(path, f"{tuples} tuples in its pickle, more than {MAX_TUPLES}")
-    return sorted(names - _ALLOWED)
+    return tuples
 
 
 def _legacy(path: Path) -> str:
-    """Return what can be said of a file that is no archive: a pickle of the form before torch 1.6, and its wishes."""
+    """Return what can be said of a file that is no archive: pickles, as torch wrote before 1.6, and what they want."""
     with path.open("rb") as file:
-        head = file.read(MAX_PICKLE_BYTES)
-    if not head.startswith(b"\x80"):
+        stream = io.BytesIO(file.read(MAX_PICKLE_BYTES))
+    if not stream.getvalue().startswith(b"\x80"):
         return ""
     names: set[str] = set()
-    try:
-        for operation, argument, _ in pickletools.genops(head):
-            if operation.name in ("GLOBAL", "INST"):
-                names.add(argument.replace(" ", "."))
-    except (ValueError, IndexError, OverflowError):
-        pass
-    wants = f" that wants {', '.join(sorted(names))}" if names else ""
+    with suppress(*_BROKEN):  # behind its pickles come the bytes of its tensors
+        while stream.tell() < len(stream.getvalue()):
+            _scan(stream, names)
+    wants = f" that wants {', '.join(sorted(names - _ALLOWED))}" if names - _ALLOWED else ""
     return f"a bare pickle{wants}; torch.save has written zip archives since 1.6, so save it again: "
