@@ -258,6 +258,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
     registry = _registry(arguments)
     from .make import adapter, convert
+    from .make.axes import READINGS
     from .make.model import CausalModel
 
     foreign = convert.recognise(adapter.locate(arguments.path), drop_frozen=arguments.drop_frozen)
@@ -297,6 +298,8 @@ def _import(arguments: argparse.Namespace) -> None:
         "bytes": size(result["bytes"]),
         "chunk_sizes": " ".join(map(str, imported.chunk_sizes)) or "none",
     }
+    if imported.axes:
+        readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
     del readable["warnings"]
     show(result, fields({k: v for k, v in readable.items() if v is not None}), arguments.format)
 
