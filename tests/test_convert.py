@@ -353,13 +353,14 @@ def test_it_is_refused_with_the_reason_and_nothing_is_left(model: CausalModel, t
     assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
 
 
-def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model: CausalModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [16, 32])  # 32 are as many as the trainable ones
+def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model: CausalModel, tmp_path: Path, frozen: int) -> None:
     kv = foreign.random_kv(P)
-    path = foreign.hazy(kv, tmp_path / "a.pt", frozen=16)
+    path = foreign.hazy(kv, tmp_path / "a.pt", frozen=frozen)
     kept = bring(model, path, tmp_path / "kept")
-    assert any("16 frozen positions stay in front" in warning for warning in kept.warnings)
+    assert any(f"{frozen} frozen positions stay in front" in warning for warning in kept.warnings)
     dropped = bring(model, path, tmp_path / "dropped", drop_frozen=True)
-    assert torch.equal(stored_kv(tmp_path / "dropped"), kv[:, :, 16:])
+    assert torch.equal(stored_kv(tmp_path / "dropped"), kv[:, :, frozen:])
     assert dropped.warnings == ()
     with pytest.raises(ForeignFormatError, match="no frozen positions"):
         bring(model, foreign.pairs(kv, tmp_path / "b.pt"), tmp_path / "out", drop_frozen=True)
@@ -410,6 +411,13 @@ def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel,
     found = artifact.load_document_ids(done.manifest, tmp_path / "out").tolist()
     assert found == model.encode(text, special=True)
     assert done.manifest.provenance.document == "sheet.txt"
+
+
+def test_a_document_beyond_the_context_is_warned_of(model: CausalModel, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(" ".join([load_sheet("ward-a").text] * 8))
+    done = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out",
+                 document=tmp_path / "long.txt")  # fmt: skip
+    assert "on_miss=document cannot help" in done.warnings[0]
 
 
 def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids: list[int], tmp_path: Path) -> None:

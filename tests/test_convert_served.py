@@ -31,6 +31,9 @@ MAKERS: dict[str, Callable[[torch.Tensor, Path], Path]] = {
     "prefix": lambda kv, p: foreign.peft_adapter(kv, p, kind="PREFIX_TUNING"),
     "hazy": lambda kv, p: foreign.hazy(kv, p.with_suffix(".pt"), prefix="fixed", frozen=1),
     "fork": lambda kv, p: _fork(kv, p.with_suffix(".pt")),
+    "knlp": lambda kv, p: foreign.hazy(kv, p.with_suffix(".pt"), frozen=4, plain=True),
+    "pairs": lambda kv, p: foreign.pairs(kv, p.with_suffix(".pt")),
+    "rounded": lambda kv, p: foreign.peft_adapter(kv.float() * (1 + 2**-12), p),
     "swapped": lambda kv, p: foreign.peft_adapter(kv.flip(0), p),
     "heads": lambda kv, p: foreign.hazy(kv.flip(3), p.with_suffix(".pt")),
     "values-late": lambda kv, p: foreign.hazy(torch.stack([kv[0], kv[1].roll(1, 1)]), p.with_suffix(".pt")),
@@ -73,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name, make in MAKERS.items():
         path = make(kv, home / name)
         assert cli.main(["import", str(path), "--model", MODEL, "--id", name, "--home", str(home), "--format", "json",
-                         "--chunk-size", str(CHUNK)]) == 0  # fmt: skip
+                         "--chunk-size", str(CHUNK), *(["--round"] if name == "rounded" else [])]) == 0  # fmt: skip
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
     launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
     with ServerProcess(launch, home / "server.log") as server, httpx.Client(base_url=server.url, timeout=120) as http:

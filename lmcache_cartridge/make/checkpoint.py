@@ -29,18 +29,15 @@ def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
     inside = content if isinstance(content, dict) else {}
     ids = plain_ids(inside["token_ids"], path) if inside.get("token_ids") is not None else None
     ids = ids_beside(path.parent, IDS) if ids is None else ids
-    frozen = 0
-    if len(segments) == 2:
-        frozen = _positions(segments)
-        segments = segments[1:] if drop_frozen else segments
-    elif drop_frozen:
-        raise ForeignFormatError(f"{path}: has no frozen positions to drop")
+    if drop_frozen:
+        if len(segments) < 2:
+            raise ForeignFormatError(f"{path}: has no frozen positions to drop")
+        segments = segments[1:]
     if not segments and ids is None:
         raise ForeignFormatError(f"{path}: neither KV nor token ids in it")
     document_ids = ids_beside(path.parent, DOCUMENT_IDS)
     return Foreign(
         form, path, segments, token_ids=ids, document_ids=document_ids, base_model=_base_model(path, inside),
-        frozen=frozen,
     )  # fmt: skip
 
 
@@ -135,10 +132,3 @@ def _flat(path: Path, content: dict[Any, Any]) -> Pairs:
     if not all(isinstance(tensor, torch.Tensor) for tensor in planes.values()):
         raise ForeignFormatError(f"{path}: layers.N.attention.prefix holds something that is no tensor")
     return [(planes[layer, "keys"], planes[layer, "values"]) for layer in layers]
-
-
-def _positions(segments: tuple[Pairs, ...]) -> int:
-    """Return how many positions the frozen segment has: the dimension in which it differs from the other."""
-    frozen, trainable = (segment[0][0].shape if segment else () for segment in segments)
-    differing = [a for a, b in zip(frozen, trainable, strict=False) if a != b]
-    return differing[0] if differing else 0

@@ -129,9 +129,11 @@ def build(
             progress(start + chunk.shape[2], kv.positions)
         content = document.read_bytes() if document else b""
         manifest = writer.commit(model.provenance(provenance, document, content))
-    chunk_sizes = servable(manifest)
-    warnings = (*_model_warnings(model, foreign), *_frozen_warnings(foreign), *_chunk_warnings(manifest, chunk_tokens))
-    return Imported(manifest, foreign.form, order, kv.dtype, evidence, chunk_sizes, warnings)
+    warnings = (
+        *_model_warnings(model, foreign), *_frozen_warnings(foreign, order),
+        *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),
+    )  # fmt: skip
+    return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
 
 
 class ForeignKV:
@@ -218,8 +220,12 @@ def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: in
     ), same
 
 
+def _context(model: CausalModel) -> int | None:
+    return getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _check_length(model: CausalModel, foreign: Foreign, positions: int) -> None:
-    limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = _context(model)
     if limit and positions >= limit:
         raise ForeignFormatError(
             f"{foreign.source}: KV of {positions} positions; the model's context is {limit}, less the question"
@@ -254,13 +260,23 @@ def _model_warnings(model: CausalModel, foreign: Foreign) -> tuple[str, ...]:
     return (f"it says it was made for {theirs}, and --model is {model.name}; KV of another model answers nonsense",)
 
 
-def _frozen_warnings(foreign: Foreign) -> tuple[str, ...]:
-    if foreign.frozen <= SINK or len(foreign.segments) < 2:
+def _frozen_warnings(foreign: Foreign, order: str) -> tuple[str, ...]:
+    if len(foreign.segments) < 2:
+        return ()
+    keys, _ = foreign.segments[0][0]
+    if (frozen := keys.shape[order.index("T") - 3]) <= SINK:
         return ()
     return (
-        f"{foreign.frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others "
-        "keeps those others there: import it with --drop-frozen",
+        f"{frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others keeps "
+        "those others there: import it with --drop-frozen",
     )
+
+
+def _document_warnings(model: CausalModel, document_ids: list[int] | None) -> tuple[str, ...]:
+    limit = _context(model)
+    if not limit or document_ids is None or len(document_ids) < limit:
+        return ()
+    return (f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help",)
 
 
 def _chunk_warnings(manifest: Manifest, chunk_tokens: int) -> tuple[str, ...]:

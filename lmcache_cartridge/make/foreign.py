@@ -27,5 +27,3 @@ class Foreign(NamedTuple):
     """Ids of a trained cartridge's document, as `export` writes them."""
     base_model: str | None = None
     """The model it says it is for."""
-    frozen: int = 0
-    """Positions in the frozen segment."""
