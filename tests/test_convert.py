@@ -432,7 +432,7 @@ def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids
     ("positions", "chunk", "sizes", "warning"),
     [(512, 256, (16, 32, 64, 128, 256, 512), None),
      (64, 256, (16, 32, 64), "p = 64 is no multiple of 256.*--chunk-size 64"),
-     (100, 256, (), "p = 100 is no multiple of 256.*no usual chunk size"),
+     (100, 256, (), "p = 100 is no multiple of 256.*no usual chunk size.*--chunk-size 100 does"),
      (48, 16, (16,), None)],
 )  # fmt: skip
 def test_it_says_with_which_chunk_sizes_a_trained_cartridge_is_served(

@@ -287,7 +287,7 @@ def _chunk_warnings(manifest: Manifest, chunk_tokens: int) -> tuple[str, ...]:
             f" (or {', '.join(map(str, fits[:-1]))})" if fits[:-1] else ""
         )
     else:
-        how = f"no usual chunk size ({USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}) divides it"
+        how = f"no usual chunk size ({USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}) divides it, --chunk-size {manifest.positions} does"
     return (
         f"p = {manifest.positions} is no multiple of {chunk_tokens}: a server of that chunk size refuses it; {how}",
     )
