@@ -261,6 +261,11 @@ def _ids(path: Path, ids: list[int]) -> Path:
     return foreign.pairs(foreign.random_kv(P), path / "a.pt")
 
 
+def _document(path: Path, ids: list[int]) -> Path:
+    (path / "document_token_ids.json").write_text(json.dumps(ids))
+    return foreign.pairs(foreign.random_kv(P), path / "a.pt")
+
+
 def _both(path: Path) -> Path:
     content = foreign.quiet_load(foreign.hazy(foreign.random_kv(P), path / "a.pt"))
     content |= {"fixed_keys": content["frozen_keys"], "fixed_values": content["frozen_values"]}
@@ -302,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "batch of two": (
         lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"shape \(2, 2, 64, 64\)"),
     "uneven layers": (_uneven, "values of layer 2 have 63 positions, the first 64"),
-    "length": (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "8192 positions; the model's context is 8192"),
+    "length": (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "KV of 8192 positions; the model's context"),
     "no position": (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
     "int8": (lambda p: _dtyped(p, torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
     "float32 that bfloat16 does not hold": (lambda p: _dtyped(p, torch.float32), "without rounding.*--round"),
@@ -312,6 +317,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "too few ids": (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     "vocabulary": (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
     "ids that are none": (lambda p: _ids(p, [1.5] * 64), "not a list of at least one whole number"),
+    "vocabulary of a document": (lambda p: _document(p, [5, 1 << 40]), "token id 1099511627776 is outside"),
     "frozen and fixed": (_both, "both frozen_keys and fixed_keys"),
     "frozen keys without values": (lambda p: _lost(p, "frozen_values"), "3 frozen_keys and 0 frozen_values"),
     "frozen values without keys": (lambda p: _lost(p, "frozen_keys"), "frozen values but no frozen keys"),

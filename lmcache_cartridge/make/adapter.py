@@ -53,8 +53,9 @@ def read(directory: Path) -> Foreign:
         )
     if config.get("prefix_projection"):
         raise ForeignFormatError(
-            f"{directory}: prefix_projection is on, so its parameters are an MLP and not the KV. PEFT's save_pretrained "
-            f"stores what the MLP puts out; if PEFT saved it, set prefix_projection to false in {CONFIG} and import again"
+            f"{directory}: prefix_projection is on, so its parameters are an MLP and not the KV. PEFT's "
+            "save_pretrained stores what the MLP puts out; if PEFT saved it, set prefix_projection to false in "
+            f"{CONFIG} and import again"
         )
     positions, layers, heads, token_dim = (_number(directory, config, name) for name in _NUMBERS)
     if config.get("num_transformer_submodules", 1) != 1 or token_dim % heads:

@@ -85,8 +85,8 @@ def _misfit(foreign: Foreign, wanted: list[str], shape: Fingerprint) -> str:
     sizes = {"H": str(shape.kv_heads), "T": "p", "D": str(shape.head_size)}
     expected = " or ".join(f"(1, {', '.join(sizes[axis] for axis in reading)})" for reading in wanted)
     return (
-        f"{foreign.source}: {name} have shape {tuple(tensor.shape)}; a model of {shape.kv_heads} KV heads and head size "
-        f"{shape.head_size} has {expected}"
+        f"{foreign.source}: {name} have shape {tuple(tensor.shape)}; a model of {shape.kv_heads} KV heads and head "
+        f"size {shape.head_size} has {expected}"
     )
 
 

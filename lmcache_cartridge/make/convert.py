@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ import torch
 from blake3 import blake3
 
 from ..errors import ArtifactError, ForeignFormatError
-from ..fingerprint import Fingerprint
 from ..identity import Identity
-from ..layout import DTYPES, to_heads
+from ..layout import to_heads
 from ..manifest import Manifest
 from ..writer import ArtifactWriter
 from . import adapter, axes, checkpoint, tokens
-from .foreign import Foreign, Pairs
+from .foreign import Foreign
+from .foreign_kv import ForeignKV
 from .model import CausalModel
 from .ordinary import ordinary_ids
 
@@ -117,6 +117,7 @@ def build(
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
     document_ids = _document_ids(model, document) if document else foreign.document_ids
+    tokens.check_vocabulary(model, document_ids or [], foreign.source)
     writer = ArtifactWriter(
         root, cartridge_id=cartridge_id, version=version, kind="prefill" if prefill else "trained",
         fingerprint=model.fingerprint, chunk_tokens=chunk_tokens,
@@ -134,65 +135,6 @@ def build(
         *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),
     )  # fmt: skip
     return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
-
-
-class ForeignKV:
-    """K and V of each layer as canonical chunks in the model's dtype, every value looked at on the way."""
-
-    def __init__(self, foreign: Foreign, layers: Pairs, shape: Fingerprint, rounding: bool) -> None:
-        """`layers` are `[p, H, D]`. Raises `ForeignFormatError` for dtypes that are no floating point KV."""
-        self.positions = layers[0][0].shape[0]
-        self._source, self._layers, self._rounding = foreign.source, layers, rounding
-        self._target = DTYPES[shape.dtype]
-        self._rounded = False
-        self.source_dtypes = sorted({str(t.dtype).removeprefix("torch.") for pair in layers for t in pair})
-        if strange := set(self.source_dtypes) - {*DTYPES, "float64"}:
-            raise ForeignFormatError(
-                f"{foreign.source}: KV of dtype {', '.join(sorted(strange))}; expected {', '.join(DTYPES)} or float64"
-            )
-        if not self.positions:
-            raise ForeignFormatError(f"{foreign.source}: KV of no position")
-
-    @property
-    def dtype(self) -> str:
-        """What became of the dtype so far."""
-        source, target = " and ".join(self.source_dtypes), str(self._target).removeprefix("torch.")
-        if source == target:
-            return source
-        return f"{source} to {target}, {'rounded' if self._rounded else 'exact'}"
-
-    def chunks(self, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first position, canonical KV `[2, L, T, H, D]`) of each `size` positions.
-
-        Raises `ForeignFormatError` at a value that is not finite, or that the dtype does not hold and may not round.
-        """
-        for start in range(0, self.positions, size):
-            planes = [
-                [self._cast(pair[plane][start : start + size], plane, layer, start)
-                 for layer, pair in enumerate(self._layers)]
-                for plane in (0, 1)
-            ]  # fmt: skip
-            yield start, torch.stack([torch.stack(plane) for plane in planes])
-
-    def _cast(self, part: torch.Tensor, plane: int, layer: int, start: int) -> torch.Tensor:
-        cast = part.to(self._target)
-        name = f"{self._source}: {'values' if plane else 'keys'} of layer {layer}"
-        for stage, found in (("", part), (f" in {str(self._target).removeprefix('torch.')}", cast)):
-            if not (finite := torch.isfinite(found)).all():
-                position, head, element = (~finite).nonzero()[0].tolist()
-                raise ForeignFormatError(
-                    f"{name} at position {start + position}, head {head}, element {element}: "
-                    f"{found[position, head, element].item()}{stage} is not finite"
-                )
-        if not torch.equal(cast.to(part.dtype), part):
-            if not self._rounding:
-                raise ForeignFormatError(
-                    f"{name}: {str(part.dtype).removeprefix('torch.')} does not fit into the model's "
-                    f"{str(self._target).removeprefix('torch.')} without rounding. PEFT rounds so whenever it runs such "
-                    "an adapter; --round does it here, --dtype float32 is for engines whose KV is float32"
-                )
-            self._rounded = True
-        return cast
 
 
 def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: int) -> tuple[str, bool]:
@@ -215,8 +157,8 @@ def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: in
     same = worst <= first and whole <= every
     verdict = "prefill" if same else "trained; the ids are not its tokens"
     return (
-        f"a forward pass over its token ids differs by {worst:.2g} in layer 0 (at most {first:g}) and {whole:.2g} in any "
-        f"(at most {every:g}): {verdict}"
+        f"a forward pass over its token ids differs by {worst:.2g} in layer 0 (at most {first:g}) and {whole:.2g} in "
+        f"any (at most {every:g}): {verdict}"
     ), same
 
 
@@ -287,7 +229,8 @@ def _chunk_warnings(manifest: Manifest, chunk_tokens: int) -> tuple[str, ...]:
             f" (or {', '.join(map(str, fits[:-1]))})" if fits[:-1] else ""
         )
     else:
-        how = f"no usual chunk size ({USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}) divides it, --chunk-size {manifest.positions} does"
+        usual = f"{USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}"
+        how = f"no usual chunk size ({usual}) divides it, --chunk-size {manifest.positions} does"
     return (
         f"p = {manifest.positions} is no multiple of {chunk_tokens}: a server of that chunk size refuses it; {how}",
     )

@@ -109,7 +109,7 @@ class CausalModel:
     def provenance(
         self, verb: str, source: Path | None, content: bytes = b"", canary: Canary | None = None
     ) -> Provenance:
-        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now, of the document `source` if any."""
+        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now of `source`, if of any."""
         return Provenance(
             tool=f"lmcache-cartridge {__version__} {verb}",
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -110,7 +110,7 @@ def _strange_names(path: Path, pickled: bytes) -> list[str]:
 
 
 def _scan(stream: io.BytesIO, names: set[str]) -> int:
-    """Add every name that the next pickle of a stream uses to `names`, running nothing; return how many tuples it has."""
+    """Add every name that the next pickle of a stream uses to `names`, and return how many tuples it makes."""
     strings, tuples = ["?", "?"], 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd escapes in odd strings
