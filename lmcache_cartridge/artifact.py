@@ -7,20 +7,31 @@ header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ...
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
-from .errors import ArtifactError, CorruptChunk, ManifestError, TruncatedPayload
+from .errors import (
+    ArtifactError,
+    CorruptChunk,
+    ManifestError,
+    NonFiniteKV,
+    ReplacedArtifact,
+    TruncatedPayload,
+    WrongDtype,
+    WrongShape,
+)
 from .fingerprint import Fingerprint
 from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode
 
 MANIFEST = "manifest.json"
 PAYLOAD = "payload.safetensors"
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_EXPONENT_WORDS = {"bfloat16": ("<u2", 0xFF00), "float16": ("<u2", 0xF800), "float32": ("<u4", 0xFF000000)}
+"""Of each dtype: an unsigned integer of its size, and infinity's bits in it, shifted left by the sign."""
 
 
 class ByteRange(NamedTuple):
@@ -56,11 +67,22 @@ def checksum(data: memoryview | bytes) -> str:
     return blake3(data).hexdigest(CHECKSUM_BYTES)
 
 
-def load_manifest(root: Path, digest: str | None = None) -> Manifest:
+def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -> None:
+    """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity."""
+    words, infinity = _EXPONENT_WORDS[manifest.fingerprint.dtype]
+    # Without its sign bit an IEEE 754 number is an unsigned integer that grows with it; infinity and NaN are the last.
+    if int((np.frombuffer(data, dtype=words) << 1).max()) >= infinity:
+        raise NonFiniteKV(
+            f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
+            "Build it again, in bfloat16 or float32 if it was float16"
+        )
+
+
+def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:
     """Return the checked manifest of the artefact at `root`, which must have `digest` if that is given.
 
-    Raises `ManifestError` when it is missing or wrong, `TruncatedPayload` when the payload has another size,
-    `ArtifactError` when it is another artefact.
+    Without `payload` its payload may lie elsewhere and is not looked at. Raises `ManifestError` when it is missing or
+    wrong, `TruncatedPayload` when the payload has another size, `ReplacedArtifact` when it is another artefact.
     """
     path = root / MANIFEST
     try:
@@ -70,17 +92,20 @@ def load_manifest(root: Path, digest: str | None = None) -> Manifest:
         raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
     manifest = decode(data, str(path))
     if digest is not None and manifest.digest != digest:
-        raise ArtifactError(f"{root} was replaced after it was registered; register it again as a new version")
-    if manifest.payload is None:
+        raise ReplacedArtifact(
+            f"{root} was replaced after it was registered: it is {manifest.name} with digest {manifest.digest[:16]}... "
+            f"now, not {digest[:16]}...; register it again as a new version"
+        )
+    if manifest.payload is None or not payload:
         return manifest
-    payload = root / manifest.payload.file
+    file = root / manifest.payload.file
     try:
-        size = payload.stat().st_size if payload.is_file() else 0
+        size = file.stat().st_size if file.is_file() else 0
     except OSError as error:
-        raise ArtifactError(f"cartridge {manifest.name}: {payload}: {error.strerror}") from error
+        raise ArtifactError(f"cartridge {manifest.name}: {file}: {error.strerror}") from error
     if size != manifest.payload.size_bytes:
         raise TruncatedPayload(
-            f"cartridge {manifest.name}: {payload} has {size} bytes, its manifest says "
+            f"cartridge {manifest.name}: {file} has {size} bytes, its manifest says "
             f"{manifest.payload.size_bytes}. Copy the file again"
         )
     return manifest
@@ -116,30 +141,81 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     return ids
 
 
-def verify(root: Path) -> Iterator[tuple[int, int]]:
+Read = Callable[[ByteRange, memoryview], None]
+"""Fills a buffer with some bytes of a payload."""
+
+
+def verify(root: Path, read: Read | None = None, where: str | None = None) -> Iterator[tuple[int, int]]:
     """Check everything an artefact promises, yielding (chunks done, chunks) as it goes.
 
-    Raises `ManifestError` or `ArtifactError` at the first thing that is wrong.
+    With `read` its payload is not beside its manifest but `where` that reads. Raises `ManifestError` or `ArtifactError`
+    at the first thing that is wrong.
     """
-    manifest = load_manifest(root)
+    manifest = load_manifest(root, payload=read is None)
     load_token_ids(manifest, root)
     load_document_ids(manifest, root)
     if manifest.payload is None:
         return
-    path = root / manifest.payload.file
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length + 8 != manifest.payload.data_offset_bytes:
-            raise ArtifactError(f"cartridge {manifest.name}: {path} has a header of {length} bytes, not the manifest's")
-        header = payload_header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens)
-        if file.read(length) != header[8:]:
-            raise ArtifactError(f"cartridge {manifest.name}: {path} has a header that its manifest does not describe")
-        heads = range(manifest.fingerprint.kv_heads)
-        for chunk in range(manifest.chunks):
-            start, end = chunk_range(manifest, chunk, heads)
-            file.seek(start)
-            verify_chunk(manifest, chunk, heads, memoryview(file.read(end - start)), str(path))
-            yield chunk + 1, manifest.chunks
+    read, where = read or _reader(root / manifest.payload.file), where or str(root / manifest.payload.file)
+    check_header(manifest, read, where)
+    heads = range(manifest.fingerprint.kv_heads)
+    buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
+    for chunk in range(manifest.chunks):
+        data = buffer[: len(heads) * manifest.head_bytes(chunk)]
+        read(chunk_range(manifest, chunk, heads), data)
+        verify_chunk(manifest, chunk, heads, data, where)
+        check_finite(manifest, chunk, data, where)
+        yield chunk + 1, manifest.chunks
+
+
+def check_local_header(manifest: Manifest, root: Path) -> None:
+    """Do `check_header` for a payload beside its manifest; no change without a payload."""
+    if manifest.payload is not None:
+        path = root / manifest.payload.file
+        check_header(manifest, _reader(path), str(path))
+
+
+def check_header(manifest: Manifest, read: Read, where: str) -> None:
+    """Check that a payload says of itself what its manifest says. Serving goes by the manifest alone.
+
+    Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header that would tell other readers something else.
+    """
+    expected = payload_header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens)
+    found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
+    if len(expected) == manifest.payload.data_offset_bytes:
+        read(ByteRange(0, len(expected)), memoryview(found))
+    if found == expected:
+        return
+    try:
+        header = json.loads(found[8 : 8 + int.from_bytes(found[:8], "little")])
+        tensors = {
+            name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        tensors = {}
+    for name, tensor in json.loads(expected[8:]).items():
+        dtype, shape = tensors.get(name, (tensor["dtype"], tensor["shape"]))
+        if dtype != tensor["dtype"]:
+            raise WrongDtype(f"{about}: {name} has dtype {dtype}, its manifest says {tensor['dtype']}")
+        if shape != tensor["shape"]:
+            raise WrongShape(f"{about}: {name} has shape {shape}, its manifest says {tensor['shape']}")
+    raise ArtifactError(f"{about} has a header that its manifest does not describe")
+
+
+def _reader(path: Path) -> Read:
+    def read(where: ByteRange, out: memoryview) -> None:
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(where.start)
+                done = 0
+                while done < len(out) and (count := file.readinto(out[done:])):
+                    done += count
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from error
+        if done < len(out):
+            raise TruncatedPayload(f"{path} ends at byte {where.start + done}, {len(out) - done} bytes early")
+
+    return read
 
 
 def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int) -> bytes:

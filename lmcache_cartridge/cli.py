@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--canary", help="text after the document whose prediction must not change")
 
     register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
-                    "register /mnt/cartridges/handbook")  # fmt: skip
+                    "register s3://bucket/cartridges/handbook")  # fmt: skip
     register.add_argument(
         "path",
-        type=Path,
-        help="directory of manifest.json and payload.safetensors; or a .json or .pt file of token_ids",
+        help="directory of manifest.json and payload.safetensors, its s3:// location, or a .json or .pt file of token_ids",
     )
     register.add_argument("--label", help="also point this label at it")
     register.add_argument("--id", help="for a file of token ids: name of the cartridge")
@@ -116,6 +116,17 @@ def _parser() -> argparse.ArgumentParser:
                  "label current handbook@3")  # fmt: skip
     label.add_argument("label")
     label.add_argument("name", help="id, id@version or another label")
+    label.add_argument(
+        "--warm", action="store_true", help="servers bring what it points at into memory when they start"
+    )
+
+    unlabel = verb("unlabel", _unlabel, "Remove a label; what it points at stays.", "unlabel current")
+    unlabel.add_argument("label")
+
+    remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
+                  "remove handbook@2")  # fmt: skip
+    remove.add_argument("name", help="id (newest version) or id@version")
+    remove.add_argument("--delete-files", action="store_true", help="delete the artefact too, if `build` put it there")
 
     verb("list", _list, "List the registered cartridges.", "list --format json")
 
@@ -126,12 +137,34 @@ def _parser() -> argparse.ArgumentParser:
                   "verify handbook")  # fmt: skip
     verify.add_argument("name", nargs="+", help="id (newest version), id@version or label")
 
+    push = verb("push", _push, "Verify a registered cartridge and store it on S3, whole or not at all.",
+                "push handbook s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    push.add_argument("name", help="id (newest version), id@version or label")
+    push.add_argument("location", help="s3://bucket/prefix that the files go under")
+    push.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an artefact of other content; requests that use the old one fail",
+    )
+
+    pull = verb("pull", _pull, "Bring a cartridge from S3 here, verify every checksum and register it.",
+                "pull s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    pull.add_argument("location", help="s3://bucket/prefix that a cartridge was pushed to")
+    pull.add_argument("--id", help="name of the cartridge here (default: its own)")
+    for remote in (push, pull):
+        remote.add_argument(
+            "--endpoint-url",
+            help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
+            "or a role, as for every AWS tool",
+        )
+        remote.add_argument("--region", help="S3 region (default: that of the environment or profile)")
+
     serve = verb("serve", _serve, "Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are.",
                  "serve ./llama --port 8000 --max-model-len 8192")  # fmt: skip
     serve.add_argument("model", help="as for `vllm serve`")
     serve.add_argument("--chunk-size", type=int, default=256, help="LMCache's chunk size in tokens (default 256)")
     serve.add_argument("--cpu-bytes", default="1GiB", help="memory for resident cartridges (default 1GiB)")
-    serve.add_argument("--disk-bytes", default="0", help="local disk for copies of slow artefacts (default 0: none)")
+    serve.add_argument("--disk-bytes", default="16GiB", help="local disk for what comes from S3 (default 16GiB)")
     serve.add_argument(
         "--on-load-failure",
         choices=("recompute", "fail"),
@@ -215,30 +248,55 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _register(arguments: argparse.Namespace) -> None:
+    from .sources import Sources
+
     registry = _registry(arguments)
-    root = arguments.path if arguments.path.is_dir() else _stored_prefix(arguments, registry)
-    manifest = registry.register(root)
+    if Sources.is_remote(arguments.path):
+        manifest = registry.register(_fetched(arguments, arguments.path), arguments.path)
+    else:
+        path = Path(arguments.path)
+        manifest = registry.register(path if path.is_dir() else _stored_prefix(arguments, path, registry))
     if arguments.label:
         registry.label(arguments.label, manifest.name)
     result = {"name": manifest.name, "digest": manifest.digest, "label": arguments.label}
     show(result, f"registered {manifest.name}", arguments.format)
 
 
-def _stored_prefix(arguments: argparse.Namespace, registry: Any) -> Path:
+def _fetched(arguments: argparse.Namespace, location: str) -> Path:
+    """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
+    from .mirror import Mirror
+    from .sources import Sources
+
+    settings = _settings(arguments)
+    sources = Sources(settings)
+    try:
+        return Mirror(settings.mirror_dir, sources).fetch(location, force=True)
+    finally:
+        sources.close()
+
+
+def _root(arguments: argparse.Namespace, location: str) -> Path:
+    """Return the directory that holds the manifest of what lies at a location."""
+    from .sources import Sources
+
+    return _fetched(arguments, location) if Sources.is_remote(location) else Path(location)
+
+
+def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> Path:
     """Make an artefact of a file of token ids and return its directory."""
     from .errors import ArtifactError
     from .manifest import check_id
 
-    if not arguments.path.is_file():
-        raise ArtifactError(f"{arguments.path}: no such file or directory")
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file or directory")
     if not (arguments.id and arguments.model):
-        raise ArtifactError(f"{arguments.path} is a file; for token ids give --id and --model too")
+        raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
     version = registry.next_version(check_id(arguments.id))
     root = _settings(arguments).cartridges_dir / arguments.id / str(version)
     from .make import tokens
     from .make.model import CausalModel
 
-    tokens.build(CausalModel(arguments.model), arguments.path, root, cartridge_id=arguments.id, version=version)
+    tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
     return root
 
 
@@ -305,18 +363,46 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from . import artifact
+    from .errors import ArtifactError
+    from .sources import Sources
+
     location = _registry(arguments).find(arguments.name)
+    if Sources.is_remote(location.location):
+        raise ArtifactError(
+            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
+        )
+    root = Path(location.location)
+    artifact.load_manifest(root, location.digest)
     from .make.export import export
 
-    manifest = export(location.root, arguments.format, arguments.output, base_model=arguments.base_model)
+    manifest = export(root, arguments.format, arguments.output, base_model=arguments.base_model)
     result = {"name": manifest.name, "format": arguments.format, "output": str(arguments.output)}
     text = f"{manifest.name} as {arguments.format} in {arguments.output}"
     show(result, text, "json" if arguments.json else "terminal")
 
 
 def _label(arguments: argparse.Namespace) -> None:
-    target = _registry(arguments).label(arguments.label, arguments.name)
+    target = _registry(arguments).label(arguments.label, arguments.name, warm=arguments.warm)
     show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
+
+
+def _unlabel(arguments: argparse.Namespace) -> None:
+    _registry(arguments).unlabel(arguments.label)
+    show({"label": arguments.label}, f"removed the label {arguments.label}", arguments.format)
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    import shutil
+
+    removed = _registry(arguments).remove(arguments.name)
+    ours = Path(removed.location).is_relative_to(_settings(arguments).cartridges_dir)
+    deleted = arguments.delete_files and ours
+    if deleted:
+        shutil.rmtree(removed.location)
+    left = "" if deleted else f"; its files stay at {removed.location}"
+    result = {"name": removed.name, "location": removed.location, "files_deleted": deleted}
+    show(result, f"removed {removed.name}{left}", arguments.format)
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -356,31 +442,41 @@ def _describe(arguments: argparse.Namespace) -> None:
 
     location = _registry(arguments).find(arguments.name)
     reason = Quarantine(_settings(arguments).quarantine_dir).reason(location.digest)
-    result = json.loads(artifact.load_manifest(location.root, location.digest).encode())
+    result = json.loads(
+        artifact.load_manifest(_root(arguments, location.location), location.digest, payload=False).encode()
+    )
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
-    result |= {"location": str(location.root), "registered": location.registered, "quarantined": reason}
+    result |= {"location": location.location, "registered": location.registered, "quarantined": reason}
     show(result, fields(result), arguments.format)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from functools import partial
+
     from tqdm import tqdm
 
     from . import artifact
     from .quarantine import Quarantine
+    from .sources import Sources
 
-    registry, quarantine = _registry(arguments), Quarantine(_settings(arguments).quarantine_dir)
+    settings = _settings(arguments)
+    registry, quarantine, sources = _registry(arguments), Quarantine(settings.quarantine_dir), Sources(settings)
     results = []
     for name in arguments.name:
         location = registry.find(name)
         problem = None
         try:
+            root, read, where = _root(arguments, location.location), None, None
+            if Sources.is_remote(location.location):
+                where = f"{location.location}/{artifact.PAYLOAD}"
+                read = partial(sources.read_into, location.location, artifact.PAYLOAD)
+            artifact.load_manifest(root, location.digest, payload=read is None)
             with tqdm(unit=" chunks", desc=location.name, disable=arguments.format == "json") as bar:
-                for done, total in artifact.verify(location.root):
+                for done, total in artifact.verify(root, read, where):
                     bar.total = total
                     bar.update(done - bar.n)
-            artifact.load_manifest(location.root, location.digest)
         except CartridgeError as error:
             problem = str(error)
         if problem is None:
@@ -389,6 +485,67 @@ def _verify(arguments: argparse.Namespace) -> int:
     lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
     show(results, "\n".join(lines), arguments.format)
     return 0 if all(r["sound"] for r in results) else 1
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from . import s3, transfer
+
+    s3.parse(arguments.location)
+    row = _registry(arguments).find(arguments.name)
+    with _transfer(arguments) as (source, progress):
+        done = transfer.push(Path(row.root), arguments.location, source, force=arguments.force, progress=progress)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
+        "pushed": done.changed,
+    }  # fmt: skip
+    there = (
+        f"pushed {row.name} to"
+        if done.changed
+        else f"the content of {row.name} is there already, as {done.manifest.name}:"
+    )
+    show(result, f"{there} {arguments.location}", arguments.format)
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from . import s3, transfer
+    from .manifest import check_id
+
+    s3.parse(arguments.location)
+    if arguments.id is not None:
+        check_id(arguments.id)
+    registry, directory = _registry(arguments), _settings(arguments).cartridges_dir
+    with _transfer(arguments) as (source, progress):
+        done = transfer.pull(arguments.location, source, registry, directory, progress=progress, name=arguments.id)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
+    }  # fmt: skip
+    text = f"pulled {done.manifest.name}" if done.changed else f"{done.manifest.name} is here already"
+    show(result, f"{text}: {done.root}", arguments.format)
+
+
+@contextmanager
+def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """Lend an S3 source and a progress bar, off with --format json."""
+    from tqdm import tqdm
+
+    from .sources import Sources
+
+    sources = Sources(_settings(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region))
+    bars: dict[str, tqdm] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            of_bytes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            kind = {"unit": " chunks"} if what == "verify" else of_bytes
+            bars[what] = tqdm(desc=what, total=total, disable=arguments.format == "json", **kind)
+        bars[what].update(done - bars[what].n)
+
+    try:
+        yield sources.s3(), progress
+    finally:
+        for bar in bars.values():
+            bar.close()
+        sources.close()
 
 
 def _serve(arguments: argparse.Namespace) -> None:

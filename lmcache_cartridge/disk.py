@@ -1,157 +1,244 @@
-"""DiskTier: payload pieces kept on a local disk, within a byte budget."""
+"""DiskTier: payload pieces kept on a local disk, within a byte budget that all processes share."""
 
 from __future__ import annotations
 
+import logging
 import os
-import re
+import sqlite3
 import threading
-import uuid
-from collections import OrderedDict
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from .disk_index import DiskIndex, Totals, locked, make_index, open_index
 from .errors import CartridgeError
-from .sources import read_exactly
+from .pieces import Partial, Piece, PieceFiles, PieceKey
 
-_FILE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})\.bin")
+__all__ = ["DiskStats", "DiskTier", "PieceKey"]
 
-
-class PieceKey(NamedTuple):
-    """Heads `first_head` to `last_head` (exclusive) of one stored chunk."""
-
-    digest: str
-    chunk: int
-    first_head: int
-    last_head: int
+logger = logging.getLogger(__name__)
+_LOCK_TIMEOUT_S = 2.0
+_GONE_LIMIT = 10_000
+"""Missing pieces remembered until the index is next open, in case it lists one."""
+_Result = TypeVar("_Result")
 
 
 class DiskStats(NamedTuple):
-    """Counters since the tier was opened, and what it holds now."""
+    """What this tier did since it was opened, and what its directory holds now, whoever wrote it.
+
+    Summed over every tier of a directory since it was empty, `promoted - evicted - discarded` is `pieces`.
+    """
 
     hits: int
     misses: int
-    evictions: int
+    promoted: int
+    """Pieces written."""
+    evicted: int
+    """Pieces removed to make room."""
+    discarded: int
+    """Pieces removed by `discard`, replaced by `write`, or found to be gone."""
+    read_bytes: int
+    written_bytes: int
     resident_bytes: int
     budget_bytes: int
+    pieces: int
 
 
 class DiskTier:
     """Pieces as files under `root`, one each, evicted least recently used first.
 
-    Files are named by content digest, so they outlive a restart and are never stale; they appear by rename, so
-    another process sees a whole file or none. A file that cannot be read or written is a miss, never an error.
+    Any number of processes may share `root`. All pieces and those being written never exceed `budget_bytes`
+    together; each process enforces its own budget, when it opens the tier and when it writes, so the smallest one
+    holds whenever its owner is the last to write. The index beside the pieces (some 200 bytes each) is not counted.
+
+    Pieces are named by content digest, so they outlive a restart and are never stale. Whatever fails is a miss, never
+    an error: a piece that another process evicted meanwhile, a full disk, a directory that was deleted or may not be
+    written. The last is served read-only, with what it holds. Trouble with writing is logged once of each kind.
     The bytes are not verified here: whoever loads them into memory does, and calls `discard` on a mismatch.
     """
 
     def __init__(self, root: Path, budget_bytes: int) -> None:
-        """Adopt what `root` holds already, evicting what exceeds the budget."""
+        """Adopt what `root` holds already, evicting what exceeds the budget. Reads the index, not the pieces."""
         self.root = root
         self._budget_bytes = budget_bytes
+        self._files = PieceFiles(root)
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[PieceKey, int] = OrderedDict()
-        self._writing: dict[PieceKey, int] = {}
-        self._hits = self._misses = self._evictions = 0
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = []
-        for path in root.glob("*/*.bin"):
-            piece = _FILE.fullmatch(path.name)
-            with suppress(OSError):  # another process of this tier may evict it meanwhile
-                status = path.stat()
-                if piece:
-                    key = PieceKey(path.parent.name, *map(int, piece.groups()))
-                    found.append((status.st_mtime_ns, key, status.st_size))
-        for _, key, size in sorted(found):
-            self._sizes[key] = size
-        for path in root.glob("*/*.partial"):
-            _unlink(path)
-        with self._lock:
-            self._evict(0)
+        self._counts: Counter[str] = Counter()
+        self._gone: set[PieceKey] = set()
+        self._complaints: set[object] = set()
+        self._totals = self._locked(self._adopt) or self._sum()
 
     def read_into(self, key: PieceKey, out: memoryview) -> bool:
-        """Fill `out` with the piece and return True, or return False on a miss. Blocks for the read."""
+        """Fill `out` with the piece and return True, or return False on a miss. Blocks for the read, for no lock."""
+        try:
+            self._files.read_into(key, out)
+        except (OSError, CartridgeError) as error:
+            with self._lock:
+                self._counts["misses"] += 1
+                if isinstance(error, FileNotFoundError) and len(self._gone) < _GONE_LIMIT:
+                    self._gone.add(key)
+            return False
         with self._lock:
-            known = self._sizes.get(key) == len(out)
-            if known:
-                self._sizes.move_to_end(key)
-        done = known and self._read(key, out)
-        with self._lock:
-            self._hits += done
-            self._misses += not done
-        return done
+            self._counts.update(hits=1, read_bytes=len(out))
+        return True
 
     def write(self, key: PieceKey, data: memoryview) -> None:
         """Keep a copy of the piece if the budget allows one of its size. Blocks for the write; never raises."""
-        # The budget is taken before the bytes exist and given back only when they are gone, so that concurrent writers
-        # cannot exceed it together; who finds it taken by them keeps no copy.
-        with self._lock:
-            if key in self._writing or len(data) > self._budget_bytes - sum(self._writing.values()):
-                return
-            self._forget(key)
-            self._evict(len(data))
-            self._writing[key] = len(data)
-        path = self._path(key)
-        partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+        partial = self._locked(lambda index: self._reserve(index, key, len(data)))
+        if partial is None:
+            return
+        kept = None
         try:
-            path.parent.mkdir(exist_ok=True, mode=0o700)
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
-            with self._lock:
-                partial.rename(path)
-                self._sizes[key] = self._writing.pop(key)
-        except OSError:
-            _unlink(partial)
-            with self._lock:
-                del self._writing[key]
+            piece = Piece(key, len(data), self._files.fill(partial, data))
+            kept = self._locked(lambda index: self._keep(index, partial, piece))
+        except OSError as error:
+            self._complain(error)
+        finally:
+            if kept is None:
+                self._files.abandon(partial)
+            os.close(partial.descriptor)
 
     def discard(self, key: PieceKey) -> None:
         """Forget the piece and remove its file, if there is one."""
-        with self._lock:
-            self._forget(key)
+        if self._locked(lambda index: self._discard(index, [key])) is None:
+            with suppress(OSError):  # the index may list what is gone
+                self._files.remove(key)
 
     def discard_cartridge(self, digest: str) -> None:
         """Forget every piece of a cartridge and remove its files."""
-        with self._lock:
-            keys = [key for key in self._sizes if key.digest == digest]
-        for key in keys:
-            self.discard(key)
+        self._locked(
+            lambda index: self._discard(
+                index, {*index.of_cartridge(digest), *(piece.key for piece in self._files.of_cartridge(digest))}
+            )
+        )
 
     def stats(self) -> DiskStats:
-        """Return the counters; no side effects."""
+        """Return the counters. What the directory holds is as last seen where its index cannot be read."""
+        totals = self._locked(DiskIndex.totals)
         with self._lock:
-            return DiskStats(self._hits, self._misses, self._evictions, sum(self._sizes.values()), self._budget_bytes)
+            self._totals = totals = totals or self._totals
+            counts = self._counts
+            return DiskStats(
+                counts["hits"],
+                counts["misses"],
+                counts["promoted"],
+                counts["evicted"],
+                counts["discarded"],
+                counts["read_bytes"],
+                counts["written_bytes"],
+                totals.bytes,
+                self._budget_bytes,
+                totals.pieces,
+            )
 
-    def _read(self, key: PieceKey, out: memoryview) -> bool:
-        path = self._path(key)
+    def check(self) -> None:
+        """Raise `AssertionError` unless the index says what is on disk and the budget holds. Reads the directory.
+
+        Where files were removed by hand, call it after reading them.
+        """
+        assert self._locked(self._check), f"{self.root} cannot be checked"
+
+    def _locked(self, work: Callable[[DiskIndex], _Result]) -> _Result | None:
+        """Run `work` while no other thread or process changes the directory; None if it cannot be changed.
+
+        Where the index turns out to be broken it is made anew and `work` runs again, so `work` must bear that.
+        """
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if not self.root.exists():
+                self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with locked(self.root / "lock", _LOCK_TIMEOUT_S):
+                path = self.root / "index.sqlite"
+                with suppress(sqlite3.Error):
+                    return self._run(path, work)
+                make_index(path, self._files)
+                return self._run(path, work)
+        except (OSError, sqlite3.Error) as error:
+            self._complain(error)
+            return None
+
+    def _run(self, path: Path, work: Callable[[DiskIndex], _Result]) -> _Result:
+        with open_index(path) as index:
+            with self._lock:
+                gone, self._gone = self._gone, set()
+            self._forget(index, (key for key in gone if self._files.find(key) is None))
+            result = work(index)
+            index.commit()
+            return result
+
+    def _adopt(self, index: DiskIndex) -> Totals:
+        index.verify()
+        self._make_room(index, self._files.partial_bytes())
+        return index.totals()
+
+    def _reserve(self, index: DiskIndex, key: PieceKey, size_bytes: int) -> Partial | None:
+        """Return a partial file of the size, or None if too much is being written already."""
+        needed_bytes = self._files.partial_bytes() + size_bytes
+        if needed_bytes > self._budget_bytes:
+            return None
+        self._discard(index, [key])
+        self._make_room(index, needed_bytes)
+        index.commit()  # nothing may fail after the start
+        return self._files.start(size_bytes)
+
+    def _keep(self, index: DiskIndex, partial: Partial, piece: Piece) -> bool:
+        self._discard(index, [piece.key])
+        index.add(piece)
+        index.commit()  # before the file appears: the index lists all that is there
+        try:
+            self._files.publish(partial, piece.key)
         except OSError:
-            return False
-        try:
-            read_exactly(descriptor, 0, out, str(path))
-        except CartridgeError:
-            return False
-        finally:
-            os.close(descriptor)
+            index.remove(piece.key)
+            index.commit()
+            raise
+        self._count(promoted=1, written_bytes=piece.bytes)
         return True
 
-    def _evict(self, needed_bytes: int) -> None:
-        """Remove the least recently used pieces until the budget has room for more. The lock is held."""
-        total = sum(self._sizes.values()) + sum(self._writing.values()) + needed_bytes
-        while total > self._budget_bytes:
-            key, size = self._sizes.popitem(last=False)
-            _unlink(self._path(key))
-            total -= size
-            self._evictions += 1
+    def _make_room(self, index: DiskIndex, needed_bytes: int) -> None:
+        """Remove the least recently used pieces until the budget has room for more."""
+        while index.totals().bytes > max(self._budget_bytes - needed_bytes, 0):
+            oldest = index.oldest()
+            found = self._files.find(oldest.key)
+            if found is None:
+                self._forget(index, [oldest.key])
+            elif found.used_ns != oldest.used_ns:  # a hit, of whichever process, is noted on the file alone
+                index.use(oldest.key, found.used_ns)
+            else:
+                self._files.remove(oldest.key)
+                index.remove(oldest.key)
+                self._count(evicted=1)
 
-    def _forget(self, key: PieceKey) -> None:
-        self._sizes.pop(key, None)
-        _unlink(self._path(key))
+    def _discard(self, index: DiskIndex, keys: Iterable[PieceKey]) -> bool:
+        keys = list(keys)
+        for key in keys:
+            self._files.remove(key)
+        self._forget(index, keys)
+        return True
 
-    def _path(self, key: PieceKey) -> Path:
-        return self.root / key.digest / f"{key.chunk}-{key.first_head}-{key.last_head}.bin"
+    def _forget(self, index: DiskIndex, keys: Iterable[PieceKey]) -> None:
+        self._count(discarded=sum([index.remove(key) for key in keys]))
 
+    def _check(self, index: DiskIndex) -> bool:
+        on_disk = {piece.key: piece.bytes for piece in self._files.all()}
+        listed = {piece.key: piece.bytes for piece in index.all()}
+        assert listed == on_disk, f"listed or on disk alone: {set(listed.items()) ^ set(on_disk.items())}"
+        assert index.totals() == (sum(on_disk.values()), len(on_disk)), index.totals()
+        assert sum(on_disk.values()) + self._files.partial_bytes() <= self._budget_bytes
+        return True
 
-def _unlink(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+    def _sum(self) -> Totals:
+        sizes = [piece.bytes for piece in self._files.all()]
+        return Totals(sum(sizes), len(sizes))
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _complain(self, error: OSError | sqlite3.Error) -> None:
+        kind = error.errno if isinstance(error, OSError) else error.args
+        with self._lock:
+            known = kind in self._complaints
+            self._complaints.add(kind)
+        if not known:
+            logger.warning("disk tier %s keeps no new copies while this lasts: %s", self.root, error)

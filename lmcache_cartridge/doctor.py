@@ -162,9 +162,12 @@ def _check_registry(settings: Settings) -> Iterator[Check]:
     yield Check("ok", "registry", f"{len(rows)} cartridges in {settings.registry_path}")
     quarantine = Quarantine(settings.quarantine_dir)
     for row in rows:
-        if not (row.root / "manifest.json").is_file():
+        if not (Path(row.location) / "manifest.json").is_file():
             yield Check(
-                "warn", row.name, f"its artefact is not at {row.root}", "mount or restore it, or register it elsewhere"
+                "warn",
+                row.name,
+                f"its artefact is not at {row.location}",
+                "mount or restore it, or register it elsewhere",
             )
         elif reason := quarantine.reason(row.digest):
             yield Check("warn", row.name, f"quarantined: {reason}", f"lmcache-cartridge verify {row.name}")

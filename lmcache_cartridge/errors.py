@@ -6,6 +6,10 @@
     ├── ArtifactError       (ValueError)        an artefact cannot be written or read as it stands
     │   ├── TruncatedPayload                    the payload is shorter than its manifest says
     │   ├── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
+    │   ├── WrongShape                          the payload holds tensors of other shapes than its manifest says
+    │   ├── WrongDtype                          the payload holds tensors of another dtype than its manifest says
+    │   ├── NonFiniteKV                         a chunk holds NaN or infinity
+    │   ├── ReplacedArtifact                    another artefact lies where this one was registered
     │   └── ForeignFormatError                  a checkpoint of others is not what its format says, or not safe
     ├── CartridgeNotFound   (KeyError)          no such id, version or label
     ├── CartridgeExists     (FileExistsError)   the id and version are taken
@@ -16,6 +20,10 @@
     ├── UnsupportedEngine   (RuntimeError)      this engine would corrupt or lose cartridges, with the fix
     ├── CanaryFailed        (RuntimeError)      the stored KV does not answer as the document does
     ├── SourceError         (OSError)           a byte source failed; the foreign error is the cause
+    │   ├── SourceNotFound  (FileNotFoundError) there is no such file, object or bucket
+    │   ├── SourceDenied    (PermissionError)   the source may not be read, or without other credentials
+    │   ├── SourceTimeout   (TimeoutError)      a read did not end by its deadline
+    │   └── MalformedLocation (ValueError)      neither an absolute path nor `s3://bucket/prefix`
     └── OverBudget          (MemoryError)       a tier's byte budget cannot hold what was asked
 
 Each is also the builtin in brackets, so a caller may catch either. A message says what went wrong, for which
@@ -53,6 +61,22 @@ class TruncatedPayload(ArtifactError):
 
 class CorruptChunk(ArtifactError):
     """Bytes of a chunk do not have the checksum its manifest names."""
+
+
+class WrongShape(ArtifactError):
+    """The payload's header names tensors of other shapes than the manifest."""
+
+
+class WrongDtype(ArtifactError):
+    """The payload's header names tensors of another dtype than the manifest."""
+
+
+class NonFiniteKV(ArtifactError):
+    """A chunk holds NaN or infinity, which attention would spread over the whole answer."""
+
+
+class ReplacedArtifact(ArtifactError):
+    """Another artefact lies where this one was registered."""
 
 
 class ForeignFormatError(ArtifactError):
@@ -93,6 +117,22 @@ class CanaryFailed(CartridgeError, RuntimeError):
 
 class SourceError(CartridgeError, OSError):
     """A byte source failed; `__cause__` is the foreign error."""
+
+
+class SourceNotFound(SourceError, FileNotFoundError):
+    """There is no such file, object or bucket."""
+
+
+class SourceDenied(SourceError, PermissionError):
+    """The source may not be read, or not with the credentials found."""
+
+
+class SourceTimeout(SourceError, TimeoutError):
+    """A read did not end by its deadline."""
+
+
+class MalformedLocation(SourceError, ValueError):
+    """A location is neither an absolute path nor `s3://bucket/prefix`."""
 
 
 class OverBudget(CartridgeError, MemoryError):

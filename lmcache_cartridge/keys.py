@@ -30,7 +30,7 @@ class KeyIndex:
 
     Prefill chunks are found by hash alone, since any request with these tokens may have them. Trained chunks are
     found only under their cartridge's tag (its digest): knowing the identity tokens gives nobody the cartridge.
-    Not thread-safe while `add` runs; lookups are plain dict reads.
+    Changes are the caller's to serialise; lookups may run meanwhile, and are plain dict reads.
     """
 
     def __init__(self, hasher: Hasher, chunk_tokens: int) -> None:
@@ -67,6 +67,26 @@ class KeyIndex:
             self._prefill.update(keys)
         return whole
 
+    def hide(self, digest: str) -> None:
+        """Let a cartridge be found under tags only; those who hold one may still come for it."""
+        for chunk_hash in [h for h, key in self._prefill.items() if key.digest == digest]:
+            others = self._others.get(chunk_hash, [])
+            if others:
+                self._prefill[chunk_hash] = others.pop(0)
+            else:
+                del self._prefill[chunk_hash]
+        for chunk_hash, others in list(self._others.items()):
+            others[:] = [key for key in others if key.digest != digest]
+            if not others:
+                del self._others[chunk_hash]
+
+    def forget(self, digest: str) -> None:
+        """Let a cartridge and every chain it is part of be found no more."""
+        self.hide(digest)
+        self._trained.pop(digest, None)
+        for tag in [tag for tag in self._chains if digest in tag.split(".")]:
+            del self._chains[tag]
+
     def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
         """Make the whole chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
 
@@ -91,11 +111,12 @@ class KeyIndex:
     def candidates(self, chunk_hash: int, tag: str | None) -> tuple[ChunkKey, ...]:
         """Return every chunk that answers a hash, the newest cartridge's first; no side effects."""
         if tag is not None:
-            table = self._trained.get(tag) or self._chains.get(tag) or {}
-            return (table[chunk_hash],) if chunk_hash in table else ()
-        if chunk_hash not in self._prefill:
+            key = (self._trained.get(tag) or self._chains.get(tag) or {}).get(chunk_hash)
+        else:
+            key = self._prefill.get(chunk_hash)
+        if key is None:
             return ()
-        return (self._prefill[chunk_hash], *self._others.get(chunk_hash, ()))
+        return (key,) if tag is not None else (key, *self._others.get(chunk_hash, ()))
 
     def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on; no side effects.

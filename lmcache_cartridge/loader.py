@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +13,11 @@ import torch
 
 from . import artifact
 from .disk import DiskTier, PieceKey
-from .errors import CartridgeError, CorruptChunk
+from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
 from .manifest import Manifest
 from .rope import shift_keys
-from .sources import ByteSource
+from .sources import Sources
 
 
 class Cartridge(NamedTuple):
@@ -22,6 +25,20 @@ class Cartridge(NamedTuple):
 
     manifest: Manifest
     root: Path
+    """Directory of the manifest and token ids."""
+    location: str
+    """Where the payload lies: the same directory, or `s3://bucket/key`."""
+
+
+class SourceStats(NamedTuple):
+    """Counters of reads from the sources themselves."""
+
+    reads: int
+    failed: int
+    read_bytes: int
+    read_seconds: float
+    corrupt: int
+    """Copies, in the disk tier or just fetched, that were not what their manifest says."""
 
 
 class Segment(NamedTuple):
@@ -41,17 +58,33 @@ class ChunkLoader:
     """
 
     def __init__(
-        self, source: ByteSource, shape: ChunkShape, heads: range, layout: str, disk: DiskTier | None = None
+        self,
+        sources: Sources,
+        shape: ChunkShape,
+        heads: range,
+        layout: str,
+        disk: DiskTier | None = None,
+        *,
+        keep_local: bool = False,
     ) -> None:
-        """`heads` are the KV heads of this rank, `layout` a key of `layout.VIEWS`."""
-        self.shape = shape
-        self._source, self._heads, self._layout, self._disk = source, heads, layout, disk
+        """`heads` are the KV heads of this rank, `layout` a key of `layout.VIEWS`.
+
+        `disk` keeps copies of what comes from remote sources, with `keep_local` of what comes from directories too.
+        """
+        self.shape, self._keep_local = shape, keep_local
+        self._sources, self._heads, self._layout, self._disk = sources, heads, layout, disk
+        self._lock = threading.Lock()
+        self._stats = SourceStats(0, 0, 0, 0.0, 0)
+
+    def stats(self) -> SourceStats:
+        """Return the counters; no side effects."""
+        return self._stats
 
     def load(self, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> None:
         """Fill `out`, flat uint8 of `shape.size_bytes`, with engine chunk `chunk` of some cartridges in a row.
 
-        Blocks; safe from any thread. Raises `CorruptChunk` when bytes have the wrong checksum, `TruncatedPayload` or
-        `SourceError` when they cannot be had, its `digest` naming the cartridge at fault; `out` is then undefined.
+        Blocks; safe from any thread. Raises a subclass of `ArtifactError` when the bytes are wrong and of `SourceError`
+        when they cannot be had, its `digest` naming the cartridge at fault; `out` is then undefined.
         """
         start, end = chunk * self.shape.tokens, (chunk + 1) * self.shape.tokens
         within = [s for s in segments if s.offset < end and start < s.offset + s.cartridge.manifest.positions]
@@ -94,17 +127,62 @@ class ChunkLoader:
 
     def _read(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
         """Fill `out` with this rank's heads of a stored chunk and verify them, from the disk tier if it can."""
-        manifest, root = cartridge
-        path = str(root / manifest.payload.file)
+        manifest, _, location = cartridge
+        path = f"{location}/{manifest.payload.file}"
         key = PieceKey(manifest.digest, stored, self._heads.start, self._heads.stop)
-        if self._disk is not None and self._disk.read_into(key, out):
+        disk = self._disk if self._keep_local or self._sources.is_remote(location) else None
+        if disk is not None and disk.read_into(key, out):
             try:
-                artifact.verify_chunk(manifest, stored, self._heads, out, path)
+                self._check(manifest, stored, out, str(disk.root))
                 return
+            except ArtifactError:
+                disk.discard(key)
+        self._fetch(cartridge, stored, out)
+        try:
+            self._check(manifest, stored, out, path)
+        except CorruptChunk:
+            # Once more: it may have been damaged on its way, or be in the middle of being written.
+            self._fetch(cartridge, stored, out)
+            try:
+                self._check(manifest, stored, out, path)
             except CorruptChunk:
-                self._disk.discard(key)
+                self._diagnose(cartridge)
+                raise
+        if disk is not None:
+            disk.write(key, out)
+
+    def _fetch(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
+        manifest, _, location = cartridge
         where = artifact.chunk_range(manifest, stored, self._heads)
-        self._source.read_into(root, manifest.payload.file, where, out)
-        artifact.verify_chunk(manifest, stored, self._heads, out, path)
-        if self._disk is not None:
-            self._disk.write(key, out)
+        started, failed = time.perf_counter(), True
+        try:
+            self._sources.read_into(location, manifest.payload.file, where, out)
+            failed = False
+        except (SourceError, ArtifactError) as error:
+            raise type(error)(f"cartridge {manifest.name}: chunk {stored}: {error}") from error
+        finally:
+            took_s = time.perf_counter() - started
+            with self._lock:
+                now = self._stats
+                self._stats = now._replace(
+                    reads=now.reads + 1,
+                    failed=now.failed + failed,
+                    read_bytes=now.read_bytes + (0 if failed else len(out)),
+                    read_seconds=now.read_seconds + took_s,
+                )
+
+    def _check(self, manifest: Manifest, stored: int, data: memoryview, where: str) -> None:
+        try:
+            artifact.verify_chunk(manifest, stored, self._heads, data, where)
+        except CorruptChunk:
+            with self._lock:
+                self._stats = self._stats._replace(corrupt=self._stats.corrupt + 1)
+            raise
+        artifact.check_finite(manifest, stored, data, where)
+
+    def _diagnose(self, cartridge: Cartridge) -> None:
+        """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""
+        if not self._sources.is_remote(cartridge.location):
+            root = Path(cartridge.location)
+            with suppress(ManifestError):
+                artifact.check_local_header(artifact.load_manifest(root, cartridge.manifest.digest), root)

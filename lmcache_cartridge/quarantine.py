@@ -37,8 +37,15 @@ class Quarantine:
         except OSError:
             return None
 
+    def digests(self) -> set[str]:
+        """Return the digests of every quarantined cartridge."""
+        try:
+            return {path.stem for path in self._directory.glob("[!.]*.txt")}
+        except OSError:
+            return set()
+
     def lift(self, digest: str) -> None:
-        """Let a cartridge be served again; no change if it may already. Running engines notice when they restart."""
+        """Let a cartridge be served again; no change if it may already."""
         self._path(digest).unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:

@@ -38,6 +38,17 @@ _MIGRATIONS = (
         ) WITHOUT ROWID
         """,
     ),
+    (
+        "ALTER TABLE labels ADD COLUMN warm INTEGER NOT NULL DEFAULT 0",
+        # What servers read to follow changes; a row for each, so that they need not compare everything.
+        "CREATE TABLE changes (sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, version INTEGER NOT NULL)",
+        "INSERT INTO changes (id, version) SELECT id, version FROM cartridges",
+        *(
+            f"CREATE TRIGGER cartridges_{event.lower()} AFTER {event} ON cartridges BEGIN "
+            f"INSERT INTO changes (id, version) VALUES ({row}.id, {row}.version); END"
+            for event, row in (("INSERT", "new"), ("UPDATE", "new"), ("DELETE", "old"))
+        ),
+    ),
 )
 """Schema changes in order, each a run of statements; `PRAGMA user_version` counts those applied."""
 
@@ -52,8 +63,8 @@ class Location(NamedTuple):
     positions: int
     bytes: int
     """Payload size."""
-    root: Path
-    """Directory of the artefact."""
+    location: str
+    """Where the artefact lies: a directory, or `s3://bucket/key`."""
     registered: str
     """ISO 8601, UTC."""
 
@@ -63,7 +74,20 @@ class Location(NamedTuple):
         return f"{self.id}@{self.version}"
 
 
-_COLUMNS = ", ".join("location" if field == "root" else field for field in Location._fields)
+_COLUMNS = ", ".join(Location._fields)
+
+
+class Changes(NamedTuple):
+    """What a registry came to hold, or ceased to, after some moment."""
+
+    sequence: int
+    """The moment of the last of them; pass it to learn of later ones."""
+    present: list[Location]
+    """New or moved versions; every version if `whole`."""
+    gone: list[str]
+    """`id@version` of those removed; empty if `whole`."""
+    whole: bool
+    """Whether this is all there is, since there is nothing to compare with."""
 
 
 class Registry:
@@ -88,15 +112,18 @@ class Registry:
             with suppress(RegistryError), self._connect() as db:
                 db.execute("PRAGMA journal_mode = WAL")
 
-    def register(self, root: Path) -> Manifest:
+    def register(self, root: Path, location: str | None = None) -> Manifest:
         """Add the artefact at `root` under the id and version of its manifest, and return that.
 
-        The same artefact again is no change. Raises `CartridgeExists` if other content has this id and version,
-        or a label this name, `ManifestError` or `ArtifactError` if the artefact is not sound.
+        With `location` the payload lies there, and `root` holds a copy of its manifest and token ids only. The same
+        artefact again is no change, or a change of its location. Raises `CartridgeExists` if other content has this id
+        and version, or a label this name, `ManifestError` or `ArtifactError` if the artefact is not sound.
         """
         root = root.resolve()
-        manifest = artifact.load_manifest(root)
+        manifest = artifact.load_manifest(root, payload=location is None)
         artifact.load_token_ids(manifest, root)
+        if location is None:
+            artifact.check_local_header(manifest, root)
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")  # nobody else may take the version between the look and the write
             row = db.execute(
@@ -114,15 +141,36 @@ class Registry:
                 "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
                 (
                     manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
-                    manifest.payload_bytes, str(root),
+                    manifest.payload_bytes, location or str(root),
                 ),
             )  # fmt: skip
         return manifest
 
-    def label(self, label: str, name: str) -> Location:
+    def remove(self, name: str) -> Location:
+        """Take one version of a cartridge out, and return what it was. Its files stay.
+
+        Raises `CartridgeNotFound`, and `RegistryError` while labels point at it.
+        """
+        target = self.find(name)
+        with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")
+            mine = (target.id, target.version)
+            rows = db.execute("SELECT label FROM labels WHERE id = ? AND version = ? ORDER BY label", mine)
+            if labels := [label for (label,) in rows]:
+                raise RegistryError(f"{target.name} has the label {', '.join(labels)}; point it elsewhere first")
+            db.execute("DELETE FROM cartridges WHERE id = ? AND version = ?", mine)
+        return target
+
+    def unlabel(self, label: str) -> None:
+        """Remove a label. Raises `CartridgeNotFound` if there is none of this name."""
+        with self._connect() as db:
+            if not db.execute("DELETE FROM labels WHERE label = ?", (label,)).rowcount:
+                raise CartridgeNotFound(f"there is no label {label!r}")
+
+    def label(self, label: str, name: str, *, warm: bool = False) -> Location:
         """Point `label` at the cartridge `name` stands for now, in one step, and return that cartridge.
 
-        Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
+        What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
         """
         check_id(label)
         target = self.find(name)
@@ -131,9 +179,9 @@ class Registry:
             if db.execute("SELECT 1 FROM cartridges WHERE id = ?", (label,)).fetchone():
                 raise CartridgeExists(f"{label} is the id of a cartridge and cannot be a label too")
             db.execute(
-                "INSERT INTO labels VALUES (?, ?, ?) "
-                "ON CONFLICT DO UPDATE SET id = excluded.id, version = excluded.version",
-                (label, target.id, target.version),
+                "INSERT INTO labels VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET id = excluded.id, version = excluded.version, warm = excluded.warm",
+                (label, target.id, target.version, warm),
             )
         return target
 
@@ -164,6 +212,36 @@ class Registry:
             rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
         return [_location(row) for row in rows]
 
+    def changes(self, since: int = 0) -> Changes:
+        """Return what changed after `since`, an earlier answer's sequence; everything there is for 0.
+
+        Everything too where the file is another than the one that answered earlier, such as a backup put back.
+        """
+        with self._connect() as db:
+            db.execute("BEGIN")  # one state of the file for all of it
+            last = db.execute("SELECT coalesce(max(sequence), 0) FROM changes").fetchone()[0]
+            if since == 0 or last < since:
+                rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
+                return Changes(last, [_location(row) for row in rows], [], whole=True)
+            if last == since:
+                return Changes(last, [], [], whole=False)
+            rows = db.execute(
+                f"SELECT c.id, c.version, {', '.join(f'r.{column}' for column in Location._fields)} FROM "
+                "(SELECT DISTINCT id, version FROM changes WHERE sequence > ?) AS c "
+                "LEFT JOIN cartridges AS r USING (id, version)",
+                (since,),
+            ).fetchall()
+        present = [_location(row[2:]) for row in rows if row[2] is not None]
+        return Changes(last, present, [f"{row[0]}@{row[1]}" for row in rows if row[2] is None], whole=False)
+
+    def warm(self) -> list[Location]:
+        """Return the cartridges that warm labels point at."""
+        with self._connect() as db:
+            rows = db.execute(
+                f"SELECT DISTINCT {_COLUMNS} FROM cartridges JOIN labels USING (id, version) WHERE warm ORDER BY id"
+            ).fetchall()
+        return [_location(row) for row in rows]
+
     def labels(self) -> dict[str, str]:
         """Return every label with the `id@version` it points at."""
         with self._connect() as db:
@@ -184,6 +262,7 @@ class Registry:
             if self._read_only and not self.path.exists():
                 db = sqlite3.connect(":memory:")
                 self._migrate(db)
+                db.commit()
             else:
                 mode = "ro" if self._read_only else "rwc"
                 if self._read_only and not os.access(self.path.parent, os.W_OK):
@@ -224,4 +303,4 @@ class Registry:
 
 
 def _location(row: tuple) -> Location:
-    return Location(*row[:6], Path(row[6]), row[7])
+    return Location(*row)

@@ -1,5 +1,6 @@
-"""Residency: which chunks are in memory, who may rely on them, and for how long.
+"""Residency: which chunks are in one tier's memory, who may rely on them, and for how long.
 
+hold(keys)      keeps chunks from when they are admitted until the hold is closed; tells how far loading is
 acquire(keys)   waits until the chunks are resident (or the deadline) and leases them, so that they stay
 release(key)    ends one lease; leases that nobody ends run out by themselves
 lend(key)       hands out the resident bytes; they stay until the loan is closed
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,33 +30,50 @@ Load = Callable[[ChunkKey, torch.Tensor], None]
 """Fills a slot, flat uint8, with the verified bytes of a chunk; raises `CartridgeError` when it cannot."""
 
 
+LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the buckets in which durations of loads are counted; a last bucket holds what took longer."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
+
+
 class ResidencyStats(NamedTuple):
-    """Counters since the start, and what is resident now. Without loads in flight, loaded - evicted = resident."""
+    """Counters since the start, in chunks where no unit is named, and what is resident now.
+
+    promoted - evicted = resident, always.
+    """
 
     hits: int
+    """Chunks that somebody asked for and that were resident."""
     misses: int
-    loaded: int
+    promoted: int
+    """Chunks that became resident."""
     failed: int
+    """Loads that raised."""
     evicted: int
     resident: int
     loading: int
+    held: int
     leased: int
     lent: int
     resident_bytes: int
     budget_bytes: int
+    load_seconds: float
+    """Time spent in loads, failed ones too."""
+    load_counts: tuple[int, ...]
+    """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for what took longer."""
 
 
 class _Entry:
     """The one record of a chunk that is in memory or on its way there."""
 
-    __slots__ = ("leases", "loans", "pinned", "slot", "state")
+    __slots__ = ("error", "holds", "leases", "loans", "slot", "state")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.state: Literal["loading", "resident", "gone"] = "loading"
+        self.error: CartridgeError | None = None
         self.leases: deque[float] = deque()
         self.loans = 0
-        self.pinned = False
+        self.holds = 0
 
     def live_leases(self, now: float) -> int:
         """Forget the leases that have run out and return how many are left."""
@@ -89,11 +108,70 @@ class Loan:
         self.close()
 
 
-class Residency:
-    """The cpu tier: chunks of one size in a slab, evicted least recently used first.
+class HoldState(NamedTuple):
+    """How far a hold is."""
 
-    Leased, lent and loading chunks are never evicted, so the budget may refuse but is never exceeded. However many
-    callers want a chunk, it is loaded once. Every method may be called from any thread; only `acquire` waits.
+    resident: int
+    """Chunks of it that are resident."""
+    admitted: int
+    """Chunks of it that have memory: resident or being loaded."""
+    chunks: int
+    problem: str | None
+    """Why the last load of one of them failed; it is tried again."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether every chunk is resident."""
+        return self.resident == self.chunks
+
+
+class Hold:
+    """Keeps chunks in memory, each from when it is admitted until `close()`.
+
+    Nothing is admitted before the first `poll()`. With `whole` all of them are admitted or none, else as many of the
+    leading ones as idle memory allows.
+    """
+
+    def __init__(self, residency: Residency, keys: Sequence[ChunkKey], whole: bool) -> None:
+        self.keys, self.whole = tuple(keys), whole
+        self._residency = residency
+        self._entries: dict[ChunkKey, _Entry] = {}
+        self._counted = self._closed = False
+        self._problem: str | None = None
+        self._retry_s, self._retry_at = 0.0, 0.0
+
+    def poll(self) -> HoldState:
+        """Admit what is missing, as far as memory allows, and return how far everything is; does not wait.
+
+        What could not be loaded is tried again after a pause that grows from poll to poll. After `close` it tells what
+        was, and changes nothing.
+        """
+        with self._residency._lock:
+            if not self._closed:
+                self._residency._admit_hold(self)
+            resident = sum(entry.state == "resident" for entry in self._entries.values())
+            return HoldState(resident, len(self._entries), len(self.keys), self._problem)
+
+    def close(self) -> None:
+        """Let the chunks go; those being loaded are loaded to their end. Closing twice is no change."""
+        with self._residency._lock:
+            if not self._closed:
+                self._closed = True
+                for entry in self._entries.values():
+                    entry.holds -= 1
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Residency:
+    """One tier: chunks of one size in a slab, evicted least recently used first.
+
+    Held, leased, lent and loading chunks are never evicted, so the budget may refuse but is never exceeded. However
+    many callers want a chunk, it is loaded once. Every method may be called from any thread; only `acquire` waits.
     """
 
     def __init__(
@@ -102,19 +180,47 @@ class Residency:
         load: Load,
         *,
         threads: int = 4,
+        slow_threads: int = 0,
+        is_slow: Callable[[ChunkKey], bool] = lambda key: False,
         lease_s: float = 300.0,
         on_failure: Callable[[ChunkKey, CartridgeError], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_failure` hears of every load that raised, from the loading thread, before any waiter does."""
+        """`on_failure` hears of every load that raised, from the loading thread, before any waiter does.
+
+        Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting.
+        """
         self._slab, self._load, self._on_failure = slab, load, on_failure
-        self._lease_s, self._clock = lease_s, clock
+        self.budget_bytes = slab.slots * slab.slot_bytes
+        self._is_slow, self._lease_s, self._clock = is_slow, lease_s, clock
         self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
         self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
         self._changed = threading.Condition(self._lock)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cartridge-load")
-        self._hits = self._misses = self._loaded = self._failed = self._evicted = 0
+        self._slow_pool = (
+            ThreadPoolExecutor(slow_threads, thread_name_prefix="cartridge-fetch") if slow_threads else self._pool
+        )
+        self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
+        self._load_seconds, self._load_counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._closed = False
+
+    def hold(self, keys: Sequence[ChunkKey], *, whole: bool = False) -> Hold:
+        """Return a hold on `keys`, the caller's to poll and close."""
+        return Hold(self, keys, whole)
+
+    def lease_resident(self, keys: Sequence[ChunkKey]) -> bool:
+        """Lease all of `keys` if every one is resident; else lease and load nothing and return False."""
+        with self._lock:
+            if _resident_run([self._entries[k] for k in takewhile(self._entries.__contains__, keys)]) < len(keys):
+                return False
+            self._admit(keys)
+            return True
+
+    def want(self, keys: Sequence[ChunkKey]) -> None:
+        """Start loading what is missing of `keys`, as far as idle memory allows; lease nothing and do not wait."""
+        with self._lock:
+            for key in keys[: self.acquire(keys, 0.0)]:
+                self.release(key)
 
     def acquire(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> int:
         """Lease the longest leading run of `keys` that is resident within `timeout_s`, and return its length.
@@ -168,15 +274,7 @@ class Residency:
     def resident_by_digest(self) -> dict[str, int]:
         """Return how many chunks of each digest are resident; no side effects."""
         with self._lock:
-            return Counter(key.digest for key, entry in self._entries.items() if entry.state == "resident")
-
-    def pin(self, digest: str, pinned: bool) -> int:
-        """Pin or unpin a cartridge's chunks that are in memory, and return how many. Pinned ones are never evicted."""
-        with self._lock:
-            mine = [entry for key, entry in self._entries.items() if key.digest == digest]
-            for entry in mine:
-                entry.pinned = pinned
-            return len(mine)
+            return dict(Counter(key.digest for key, entry in self._entries.items() if entry.state == "resident"))
 
     def evict(self, digest: str) -> int:
         """Drop the chunks of a cartridge, or of a chain, that nobody relies on and return how many."""
@@ -195,15 +293,18 @@ class Residency:
             return ResidencyStats(
                 hits=self._hits,
                 misses=self._misses,
-                loaded=self._loaded,
+                promoted=self._promoted,
                 failed=self._failed,
                 evicted=self._evicted,
                 resident=resident,
                 loading=len(self._entries) - resident,
+                held=sum(e.holds > 0 for e in entries),
                 leased=sum(any(t > now for t in e.leases) for e in entries),
                 lent=sum(e.loans > 0 for e in entries),
                 resident_bytes=resident * self._slab.slot_bytes,
-                budget_bytes=self._slab.slots * self._slab.slot_bytes,
+                budget_bytes=self.budget_bytes,
+                load_seconds=self._load_seconds,
+                load_counts=tuple(self._load_counts),
             )
 
     def check(self) -> None:
@@ -213,15 +314,17 @@ class Residency:
             assert len(set(slots)) == len(slots), "two chunks share a slot"
             assert len(slots) + self._slab.free_slots == self._slab.slots, "a slot is lost"
             assert all(e.loans >= 0 for e in self._entries.values()), "a loan was closed twice"
+            assert all(e.holds >= 0 for e in self._entries.values()), "a hold was closed twice"
             resident = sum(e.state == "resident" for e in self._entries.values())
-            assert self._loaded - self._evicted == resident, "loaded - evicted != resident"
+            assert self._promoted - self._evicted == resident, "promoted - evicted != resident"
 
     def close(self) -> None:
         """Admit no more chunks and wait for the loads under way. Loans stay valid."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        self._pool.shutdown(wait=True, cancel_futures=False)
+        for pool in (self._pool, self._slow_pool):
+            pool.shutdown(wait=True, cancel_futures=False)
 
     def _fits(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether all of `keys` could be in memory at once, given what must stay. The lock is held."""
@@ -239,8 +342,8 @@ class Residency:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
-                self._hits += entry.state == "resident"
-                self._misses += entry.state == "loading"
+                if not entry.holds:  # what is held was counted when it was
+                    self._count(entry)
                 entry.leases.append(expiry)
         admitted = []
         for count, key in enumerate(keys):
@@ -252,18 +355,65 @@ class Residency:
                         if beyond in self._entries:
                             self._entries[beyond].leases.pop()
                     break
-                entry = self._entries[key] = _Entry(self._slab.take())
+                entry = self._start(key)
                 entry.leases.append(expiry)
-                self._pool.submit(self._run_load, key, entry)
             admitted.append(entry)
-        # Looking up is what counts as use, the last chunk first: when memory runs short a cartridge loses its end, and
-        # the rest of it stays useful.
-        for key in reversed(keys[: len(admitted)]):
-            self._entries.move_to_end(key)
+        self._touch(keys[: len(admitted)])
         return admitted
 
+    def _admit_hold(self, hold: Hold) -> None:
+        """Hold what is there of a hold's chunks, and start loading what is missing of them. The lock is held."""
+        now = self._clock()
+        failed = [key for key, entry in hold._entries.items() if entry.state == "gone"]
+        for key in failed:
+            hold._problem = str(hold._entries.pop(key).error)
+        if failed:
+            hold._retry_s = min(2 * hold._retry_s or _FIRST_RETRY_S, _LAST_RETRY_S)
+            hold._retry_at = now + hold._retry_s
+        if len(hold._entries) == len(hold.keys):
+            if hold._problem is not None and all(e.state == "resident" for e in hold._entries.values()):
+                hold._problem, hold._retry_s = None, 0.0
+            return
+        if self._closed or now < hold._retry_at or (hold.whole and not self._fits(hold.keys)):
+            return
+        for key in hold.keys:
+            entry = self._entries.get(key)
+            if not hold._counted:
+                self._count(entry)
+            if entry is not None and key not in hold._entries:
+                entry.holds += 1
+                hold._entries[key] = entry
+        hold._counted = True
+        for key in hold.keys:
+            if key not in hold._entries:
+                if not (self._slab.free_slots or self._evict_one()):
+                    break
+                entry = hold._entries[key] = self._start(key)
+                entry.holds += 1
+        self._touch([key for key in hold.keys if key in hold._entries])
+
+    def _count(self, entry: _Entry | None) -> None:
+        resident = entry is not None and entry.state == "resident"
+        self._hits += resident
+        self._misses += not resident
+
+    def _touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Make `keys` the most recently used, the first of them most of all.
+
+        When memory runs short a cartridge loses its end, and the rest of it stays useful.
+        """
+        for key in reversed(keys):
+            self._entries.move_to_end(key)
+
+    def _start(self, key: ChunkKey) -> _Entry:
+        """Give a chunk a free slot and have it loaded. The lock is held."""
+        entry = self._entries[key] = _Entry(self._slab.take())
+        pool = self._slow_pool if self._is_slow(key) else self._pool
+        pool.submit(self._run_load, key, entry)
+        return entry
+
     def _run_load(self, key: ChunkKey, entry: _Entry) -> None:
-        error = None
+        error, started = None, time.perf_counter()
         try:
             self._load(key, self._slab.tensor(entry.slot))
         except CartridgeError as caught:
@@ -275,19 +425,22 @@ class Residency:
                 self._on_failure(key, error)
             except Exception:
                 logger.exception("chunk %d of %s was not loaded (%s), and nobody heard", key.chunk, key.digest, error)
+        took_s = time.perf_counter() - started
         with self._changed:
+            self._load_seconds += took_s
+            self._load_counts[bisect_left(LOAD_SECONDS, took_s)] += 1
             if error is None:
                 entry.state = "resident"
-                self._loaded += 1
+                self._promoted += 1
             else:
-                entry.state = "gone"
+                entry.state, entry.error = "gone", error
                 self._failed += 1
                 del self._entries[key]
                 self._slab.give(entry.slot)
             self._changed.notify_all()
 
     def _is_idle(self, entry: _Entry, now: float) -> bool:
-        return entry.state == "resident" and not (entry.live_leases(now) or entry.loans or entry.pinned)
+        return entry.state == "resident" and not (entry.holds or entry.loans or entry.live_leases(now))
 
     def _evict_one(self) -> bool:
         """Free the slot of the least recently used idle chunk; False if there is none. The lock is held."""

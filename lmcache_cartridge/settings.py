@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from .errors import SettingsError
 
 HOME_VARIABLE = "LMCACHE_CARTRIDGE_HOME"
+CACHE_VARIABLE = "LMCACHE_CARTRIDGE_CACHE"
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -44,24 +46,48 @@ class Settings(BaseModel):
 
     home: Path = Field(default_factory=default_home)
     """Directory of the registry and of cartridges built here."""
+    device_bytes: Bytes | None = None
+    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default eight times the largest
+    cartridge, 1 GiB or half of what is free, whichever is least; none on a CPU engine."""
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier."""
-    disk_bytes: Bytes = 0
-    """Budget of the disk tier, a local copy of slower sources; 0 switches it off."""
+    disk_bytes: Bytes = 16 << 30
+    """Budget of the disk tier, the download cache of remote sources, for all processes that use its directory together;
+    0 switches it off."""
+    disk_local: bool = False
+    """Whether the disk tier keeps copies of artefacts in directories too: for those on slow network storage."""
     disk_dir: Path | None = None
-    """Where the disk tier lies; `cache` under `home` by default."""
-    lookup_timeout_s: float = Field(default=1.0, gt=0, le=60)
-    """How long a lookup may wait for chunks to be loaded; it holds up the scheduler, so keep it below LMCache's
-    own `lookup_timeout_ms`."""
+    """Where the disk tier lies; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under the user's cache
+    directory (XDG)."""
+    lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
+    """How long a lookup may wait for chunks to be loaded. It holds up the scheduler and every other request; requests
+    that name cartridges wait in the API server instead."""
     lease_s: float = Field(default=300.0, gt=0)
     """How long a looked-up chunk stays in memory for a request that never comes for it."""
     load_threads: int = Field(default=4, ge=1, le=256)
-    """Chunks loaded at once."""
+    """Chunks loaded at once from directories."""
+    reload_s: float = Field(default=1.0, ge=0)
+    """How often changes of the registry are looked for; 0 is never."""
+
+    # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
+
+    s3_endpoint_url: str | None = None
+    """Server for `s3://` locations, `https://minio:9000`; by default `$AWS_ENDPOINT_URL_S3`, a profile's, or AWS."""
+    s3_region: str | None = None
+    """Region; by default that of the environment or profile."""
+    s3_connections: int = Field(default=16, ge=1, le=256)
+    """Connections at once, and threads that read from them."""
+    s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
+    """What one request asks for; larger reads are split and their parts read at once."""
+    s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """How long one read may take with all its retries."""
 
     # What requests may ask for; read by the API server.
 
     roots: tuple[Path, ...] = ()
     """Directories under which requests may name artefacts by absolute path."""
+    buckets: tuple[str, ...] = ()
+    """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
     """Where a request's cartridges come from when it names none itself: nowhere; a label in `label_field`; `static`;
     or a label in `label_field` that stands for a chain in `composites`."""
@@ -77,6 +103,29 @@ class Settings(BaseModel):
     """How long a request waits in the API server for its cartridges to be loaded."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
+
+    @field_validator("s3_endpoint_url")
+    @classmethod
+    def _check_endpoint(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            sound = False
+        if not sound or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+            raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
+        return url
+
+    @field_validator("buckets")
+    @classmethod
+    def _check_buckets(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
+        from .s3 import parse
+
+        for bucket in buckets:
+            parse(f"s3://{bucket}/x")
+        return buckets
 
     @property
     def registry_path(self) -> Path:
@@ -94,9 +143,18 @@ class Settings(BaseModel):
         return self.home / "quarantine"
 
     @property
+    def mirror_dir(self) -> Path:
+        """Where manifests and token ids of remote artefacts are kept."""
+        return self.cache_dir / "manifests"
+
+    @property
     def cache_dir(self) -> Path:
         """Where the disk tier lies."""
-        return self.disk_dir or self.home / "cache"
+        if self.disk_dir is not None:
+            return self.disk_dir
+        if cache := os.environ.get(CACHE_VARIABLE):
+            return Path(cache).expanduser().absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-cartridge"
 
 
 def from_mapping(values: Mapping[str, Any], prefix: str = "") -> Settings:

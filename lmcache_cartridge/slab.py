@@ -8,12 +8,12 @@ from .errors import OverBudget
 
 
 class Slab:
-    """`budget_bytes // slot_bytes` slots in one allocation, page-locked where CUDA will copy from it.
+    """`budget_bytes // slot_bytes` slots in one allocation on `device`, page-locked where CUDA will copy from it.
 
     Without page-locking the system commits memory only as slots are written. Not thread-safe.
     """
 
-    def __init__(self, slot_bytes: int, budget_bytes: int, *, pin_memory: bool = False) -> None:
+    def __init__(self, slot_bytes: int, budget_bytes: int, *, device: str = "cpu", pin_memory: bool = False) -> None:
         """Raises `OverBudget` when not even one slot fits."""
         self.slot_bytes = slot_bytes
         self.slots = budget_bytes // slot_bytes
@@ -22,7 +22,7 @@ class Slab:
                 f"a budget of {budget_bytes} bytes holds no chunk of {slot_bytes} bytes; raise cpu_bytes to at least "
                 f"{slot_bytes}, better to the size of the cartridges in use"
             )
-        self._memory = torch.empty(self.slots * slot_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        self._memory = torch.empty(self.slots * slot_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
         self._free = list(range(self.slots - 1, -1, -1))
 
     @property

@@ -1,40 +1,120 @@
-"""ByteSource: where payload bytes come from. Ranged reads into a caller's buffer; foreign errors end here."""
+"""Sources: where artefacts come from, local directories or S3, told apart by the form of their location."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .artifact import ByteRange
-from .errors import SourceError, TruncatedPayload
+from .bytesource import ByteSource, Small
+from .errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
+from .s3 import SCHEME, S3Source
 
+if TYPE_CHECKING:
+    from .settings import Settings
 
-class ByteSource(Protocol):
-    """Read-only bytes of artefacts."""
-
-    def read_into(self, root: Path, file: str, where: ByteRange, out: memoryview) -> None:
-        """Fill `out` with bytes `where` of `file` of the artefact at `root`. Blocks; safe from any thread.
-
-        Raises `TruncatedPayload` when the file ends early, `SourceError` when it cannot be read. `out` is then
-        undefined.
-        """
+__all__ = ["ByteSource", "LocalSource", "S3Source", "Small", "Sources", "read_exactly"]
 
 
 class LocalSource:
-    """Artefacts in local directories, read with `preadv` straight into the caller's buffer."""
+    """Artefacts in local directories, read with `preadv` straight into the caller's buffer. See `ByteSource`."""
 
-    def read_into(self, root: Path, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
         """See `ByteSource.read_into`."""
-        path = root / file
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SourceError(f"{path}: {error.strerror}") from error
+        if not len(out):
+            return
+        path = Path(location) / file
+        descriptor = _open(path)
         try:
             read_exactly(descriptor, where.start, out, str(path))
         finally:
             os.close(descriptor)
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
+        """See `ByteSource.read`."""
+        path = Path(location) / file
+        descriptor = _open(path)
+        try:
+            status = os.fstat(descriptor)
+            revision = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+            if revision == known:
+                return None
+            with open(descriptor, "rb", closefd=False) as opened:
+                data = opened.read(min(limit_bytes, status.st_size) + 1)
+        except OSError as error:
+            raise _mapped(error, path) from error
+        finally:
+            os.close(descriptor)
+        if len(data) > limit_bytes:
+            raise SourceError(f"{path} has more than the {limit_bytes} bytes that it may have")
+        return Small(data, revision)
+
+    def size(self, location: str, file: str) -> int:
+        """See `ByteSource.size`."""
+        path = Path(location) / file
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise _mapped(error, path) from error
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Sources:
+    """Local directories and S3 as one `ByteSource`. The S3 client is made when the first `s3://` location is read."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._local = LocalSource()
+        self._s3: S3Source | None = None
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def is_remote(location: str) -> bool:
+        """Return whether a location is on S3."""
+        return location.startswith(SCHEME)
+
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+        """See `ByteSource.read_into`."""
+        self._of(location).read_into(location, file, where, out)
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
+        """See `ByteSource.read`."""
+        return self._of(location).read(location, file, limit_bytes, known=known)
+
+    def size(self, location: str, file: str) -> int:
+        """See `ByteSource.size`."""
+        return self._of(location).size(location, file)
+
+    def s3(self) -> S3Source:
+        """Return the S3 source. Raises `SourceError` where boto3 is not installed."""
+        with self._lock:
+            if self._s3 is None:
+                self._s3 = S3Source(
+                    endpoint_url=self._settings.s3_endpoint_url,
+                    region=self._settings.s3_region,
+                    connections=self._settings.s3_connections,
+                    part_bytes=self._settings.s3_part_bytes,
+                    timeout_s=self._settings.s3_timeout_s,
+                )
+            return self._s3
+
+    def close(self) -> None:
+        """See `ByteSource.close`."""
+        with self._lock:
+            if self._s3 is not None:
+                self._s3.close()
+                self._s3 = None
+
+    def _of(self, location: str) -> ByteSource:
+        if self.is_remote(location):
+            return self.s3()
+        if not location.startswith("/") or "\0" in location:
+            raise MalformedLocation(f"{location!r} is neither an absolute path nor s3://bucket/prefix")
+        return self._local
 
 
 def read_exactly(descriptor: int, offset: int, out: memoryview, path: str) -> None:
@@ -44,7 +124,24 @@ def read_exactly(descriptor: int, offset: int, out: memoryview, path: str) -> No
         try:
             count = os.preadv(descriptor, [out[done:]], offset + done)
         except OSError as error:
-            raise SourceError(f"{path}: {error.strerror}") from error
+            raise _mapped(error, path) from error
         if count == 0:
             raise TruncatedPayload(f"{path} ends at byte {offset + done}, {len(out) - done} bytes early")
         done += count
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _mapped(error, path) from error
+
+
+def _mapped(error: OSError, path: Path | str) -> SourceError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        kind = SourceNotFound
+    elif isinstance(error, PermissionError):
+        kind = SourceDenied
+    else:
+        kind = SourceError
+    return kind(f"{path}: {error.strerror}")

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import artifact
+from .catalog import Catalog
 from .disk import DiskTier
-from .errors import ArtifactError, CartridgeError, ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
+from .errors import ArtifactError, CartridgeError, ModelMismatch, OverBudget
 from .fingerprint import Fingerprint
-from .keys import ChunkKey, Hasher, KeyIndex
+from .keys import ChunkKey, Hasher
 from .layout import ChunkShape, rank_heads
-from .loader import Cartridge, ChunkLoader, Segment
+from .loader import ChunkLoader
+from .mirror import Mirror
 from .quarantine import Quarantine
 from .registry import Registry
-from .residency import Loan, Residency, ResidencyStats
-from .rope import check_shift
+from .residency import Hold, HoldState, Loan, Residency, ResidencyStats
 from .settings import Settings
 from .slab import Slab
-from .sources import LocalSource
+from .sources import Sources
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+"""How often fetches in the background are looked after."""
+_GIVE_UP_S = 600.0
+"""How long a fetch in the background is tried for."""
+_PROMOTE_S = 30.0
+"""How long a chunk on its way to the device may take from the cpu tier."""
 
 
 class Engine(NamedTuple):
@@ -43,248 +53,399 @@ class Engine(NamedTuple):
     pin_memory: bool
     allow_trained: bool
     """False where the engine computes what it could not load, which would answer from identity tokens."""
+    device: str = "cpu"
+    """Where the device tier is, if there is one."""
+
+
+class Place(NamedTuple):
+    """Where a cartridge lies: the directory of its manifest and token ids, and its location."""
+
+    root: Path
+    location: str
 
 
 class Readiness(NamedTuple):
     """How far a cartridge or chain is on its way into memory."""
 
     resident: int
-    """Leading chunks that are resident."""
+    """Chunks that are resident."""
+    admitted: int
+    """Chunks that are resident or being loaded; the others wait for memory."""
     chunks: int
-    refused: str | None
+    refused: str | None = None
     """Why it will never be, None if it may."""
     mismatch: bool = False
     """Whether it was made for another model, so that even its token ids mean nothing here."""
+    problem: str | None = None
+    """Why loading it failed last; it is tried again."""
+    eta_s: float | None = None
+    """Seconds until it is resident at the pace so far, None before the first chunk."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of it is resident."""
+        return self.refused is None and self.resident == self.chunks
+
+
+class Claim:
+    """Somebody's claim on a cartridge or chain: what is loaded of it stays in memory until `close()`."""
+
+    def __init__(
+        self, tag: str, hold: Hold | None, refusal: Callable[[], Readiness | None], clock: Callable[[], float]
+    ) -> None:
+        """`refusal` tells why it will never be, None if it may; without a `hold` it must."""
+        self.tag, self.closed = tag, False
+        self._hold, self._refusal, self._clock = hold, refusal, clock
+        self._started_at, self._before = clock(), None
+
+    def poll(self) -> Readiness:
+        """Start loading what is missing, as far as memory allows, and return how far it is; does not wait."""
+        if (refused := self._refusal()) or self._hold is None:
+            return refused
+        state = self._hold.poll()
+        if self._before is None:
+            self._before = state.resident
+        return Readiness(state.resident, state.admitted, state.chunks, problem=state.problem, eta_s=self._eta_s(state))
+
+    def is_done(self) -> bool:
+        """Whether there is no use in polling on: it is all there, never will be, or is as far as memory allows."""
+        state = self.poll()
+        stuck = state.problem is None and 0 < state.admitted == state.resident
+        return state.ready or state.refused is not None or stuck or self._clock() > self._started_at + _GIVE_UP_S
+
+    def close(self) -> None:
+        """Let it go. Closing twice is no change."""
+        self.closed = True
+        if self._hold is not None:
+            self._hold.close()
+
+    def _eta_s(self, state: HoldState) -> float | None:
+        if state.ready:
+            return 0.0
+        loaded = state.resident - self._before
+        elapsed_s = self._clock() - self._started_at
+        return elapsed_s / loaded * (state.chunks - state.resident) if loaded > 0 else None
 
 
 class CartridgeStore:
-    """The registered cartridges that fit one engine and rank, and the memory they are served from.
+    """The registered cartridges that fit one engine and rank, and the tiers they are served from.
 
-    Safe from any thread. A cartridge that does not fit or is not sound is left out or quarantined, with a reason;
-    the others are served.
+    device -> cpu -> disk -> source. A chunk is looked up in memory, the device's first; it comes into the cpu tier
+    from the disk tier or its source, and from there onto the device. Safe from any thread.
     """
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, settings: Settings, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Read the registry and make its cartridges findable. Blocks for that; loads no payload.
 
         Raises `OverBudget` or `RegistryError`. A cartridge that cannot be served is reported by `refused`.
         """
-        self.engine, self._settings = engine, settings
+        self.engine, self._settings, self._clock = engine, settings, clock
         shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
         self.shape = ChunkShape(len(heads), shape.layers, engine.chunk_tokens, shape.head_size, shape.dtype)
-        disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
-        self._loader = ChunkLoader(LocalSource(), self.shape, heads, engine.layout, disk)
-        self._disk = disk
-        self._index = KeyIndex(engine.hasher, engine.chunk_tokens)
-        self._cartridges: dict[str, Cartridge] = {}
-        self._names: dict[str, list[str]] = {}
-        self._quarantine = Quarantine(settings.quarantine_dir)
-        self._unfit: dict[str, CartridgeError] = {}
-        self._quarantined: dict[str, str] = {}
-        self._lock = threading.Lock()
         slab = Slab(self.shape.size_bytes, settings.cpu_bytes, pin_memory=engine.pin_memory)
-        self._residency = Residency(
-            slab, self._load, threads=settings.load_threads, lease_s=settings.lease_s, on_failure=self._load_failed
+        self._sources = Sources(settings)
+        self._registry = Registry(settings.registry_path, read_only=True)
+        self._catalog = Catalog(
+            self._registry,
+            Quarantine(settings.quarantine_dir),
+            Mirror(settings.mirror_dir, self._sources),
+            fingerprint=engine.fingerprint,
+            hasher=engine.hasher,
+            chunk_tokens=engine.chunk_tokens,
+            allow_trained=engine.allow_trained,
+            grace_s=settings.lease_s,
+            clock=clock,
         )
-        for location in Registry(settings.registry_path, read_only=True).all():
-            self._add(location.name, location.digest, location.root)
+        self._disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
+        self._loader = ChunkLoader(
+            self._sources, self.shape, heads, engine.layout, self._disk, keep_local=settings.disk_local
+        )
+        self._cpu = Residency(
+            slab, self._load, threads=settings.load_threads, slow_threads=settings.s3_connections,
+            is_slow=self._is_remote, lease_s=settings.lease_s, on_failure=self._load_failed, clock=clock,
+        )  # fmt: skip
+        self._catalog.refresh()
+        self._device = self._open_device(settings)
+        self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
+        self._claims: dict[str, Claim] = {}
+        self._pins: dict[str, Claim] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._warmed: set[str] = set()
+        self._warm()
+        self._keeper = threading.Thread(target=self._keep, name="cartridge-keeper", daemon=True)
+        self._keeper.start()
+
+    # What an engine asks.
 
     def lookup(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Lease the leading chunks of a prompt and return how many of its hashes they answer.
 
         `tag` names a cartridge or chain by its digests, joined by dots; without one only prefill cartridges answer,
-        each for its own tokens. Waits up to `lookup_timeout_s` for chunks to be loaded. Where a trained cartridge is
-        part of it, all its chunks answer or none. Every chunk counted is resident, verified, and stays for the lease.
+        each for its own tokens. What is not resident starts loading, and is waited for `lookup_timeout_s` at most.
+        Where a trained cartridge is part of it, all its chunks answer or none. Every chunk counted is resident,
+        verified, and stays for the lease.
         """
-        needed = self._derive(tag)
-        keys = self._index.leading(hashes, tag, self._quarantined)
+        needed = self._catalog.derive(tag)
+        keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         if needed is None or not keys or len(keys) < needed:
             return 0
-        return self._residency.acquire(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        if self._device is not None and self._device.lease_resident(keys):
+            return len(keys)
+        found = self._cpu.acquire(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        if self._device is not None and found:
+            self._device.want(keys[:found])
+        return found
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Return how many leading hashes could be lent now; leases and loads nothing."""
-        if self._derive(tag) is None:
+        if self._catalog.derive(tag) is None:
             return 0
-        return self._residency.resident(self._index.leading(hashes, tag, self._quarantined))
+        keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
+        return max(tier.resident(keys) for tier in self._memory())
 
     def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
         """Return the resident bytes of one chunk, the caller's to close, or None if it cannot be had.
 
         A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
         """
-        servable = self._derive(tag) is not None
+        servable = self._catalog.derive(tag) is not None
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
-        for key in self._index.candidates(chunk_hash, tag):
-            if loan := self._residency.lend(key):
-                return loan
-        keys = self._index.leading((chunk_hash,), tag, self._quarantined)
-        if not servable or not keys or not self._residency.acquire(keys, self._settings.lookup_timeout_s):
+        for key in self._catalog.index.candidates(chunk_hash, tag):
+            for tier in self._memory():
+                if loan := tier.lend(key):
+                    return loan
+        keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
+        if not servable or not keys or not self._cpu.acquire(keys, self._settings.lookup_timeout_s):
             return None
-        loan = self._residency.lend(keys[0])
-        self._residency.release(keys[0])
+        loan = self._cpu.lend(keys[0])
+        self._cpu.release(keys[0])
         return loan
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
-        self._derive(tag)
-        return any(self._residency.release(key) for key in self._index.candidates(chunk_hash, tag))
+        self._catalog.derive(tag)
+        keys = self._catalog.index.candidates(chunk_hash, tag)
+        return any(tier.release(key) for key in keys for tier in self._memory())
 
-    def prepare(self, tag: str, roots: Mapping[str, Path]) -> Readiness:
-        """Start bringing a cartridge or chain into memory and return how far it is; does not wait.
+    # What the request layer asks.
 
-        `roots` tells by digest where artefacts lie that were not registered when this store was opened. Leases
-        nothing: a lookup soon after finds the chunks, one much later may find them evicted and loads them again.
+    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
+        """Return a claim on a cartridge or chain, the caller's to poll and close.
+
+        `places` tells by digest where those lie that the registry did not know of when it was last looked at.
         """
-        for digest, root in roots.items():
-            if digest not in self._cartridges:
-                self._add(None, digest, root)
-        for digest in tag.split("."):
-            if digest in self._unfit:
-                error = self._unfit[digest]
-                return Readiness(0, 0, str(error), mismatch=isinstance(error, ModelMismatch))
-            if digest in self._quarantined:
-                return Readiness(0, 0, self._quarantined[digest])
-        try:
-            self._derive(tag)
-        except CartridgeError as error:
-            return Readiness(0, 0, str(error))
-        keys = self._index.chunks(tag)
-        if len(keys) * self.shape.size_bytes > self._residency.stats().budget_bytes:
-            return Readiness(0, len(keys), f"{len(keys)} chunks of {self.shape.size_bytes} bytes exceed cpu_bytes")
-        leased = self._residency.acquire(keys, 0.0)
-        for key in keys[:leased]:
-            self._residency.release(key)
-        return Readiness(leased, len(keys), None)
+        for digest, place in places.items():
+            if not self._catalog.knows(digest):
+                self._catalog.add(None, digest, *place)
+        refusal = partial(self._refusal, tag)
+        if refusal():
+            return Claim(tag, None, refusal, self._clock)
+        keys = self._catalog.index.chunks(tag)
+        tier = self._cpu
+        if self._device is not None and self._device.resident(keys) == len(keys):
+            tier = self._device
+        claim = Claim(tag, tier.hold(keys, whole=self._catalog.derive(tag) > 0), refusal, self._clock)
+        self._open.add(claim)
+        return claim
 
-    def resident_chunks(self) -> dict[str, int]:
-        """Return how many chunks of each cartridge or chain are resident, by digests."""
-        return self._residency.resident_by_digest()
+    def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
+        """Start bringing a cartridge or chain into memory in the background; return how far it is."""
+        with self._lock:
+            claim = self._claims.get(tag)
+            if claim is None:
+                claim = self._claims[tag] = self.claim(tag, places)
+            state = claim.poll()
+            self._settle(tag, claim)
+        return state
 
     def pin(self, digest: str) -> int:
-        """Keep a cartridge's resident chunks in memory until `unpin`; return how many there are."""
-        return self._residency.pin(digest, True)
+        """Keep a cartridge in memory until `unpin`, loading what is missing; return how many chunks it has.
+
+        Raises `OverBudget`, and pins nothing, where memory has no room for all of them.
+        """
+        with self._lock:
+            claim = self._pins.get(digest) or self.claim(digest, {})
+            state = claim.poll()
+            if state.refused is None and state.admitted == state.chunks:
+                self._pins[digest] = claim
+                return state.chunks
+            claim.close()
+            self._pins.pop(digest, None)
+        raise OverBudget(
+            f"only {state.admitted} of {state.chunks} chunks can be pinned: {state.refused or 'others hold the memory'}"
+        )
 
     def unpin(self, digest: str) -> int:
-        """Let a cartridge's chunks be evicted again; return how many there are."""
-        return self._residency.pin(digest, False)
+        """Let a cartridge's chunks be evicted again; return how many were pinned."""
+        with self._lock:
+            claim = self._pins.pop(digest, None)
+        if claim is None:
+            return 0
+        chunks = claim.poll().admitted
+        claim.close()
+        return chunks
 
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory."""
+        with self._lock:
+            if claim := self._claims.pop(digest, None):
+                claim.close()
         if self._disk is not None:
             self._disk.discard_cartridge(digest)
-        return self._residency.evict(digest)
+        if self._device is not None:
+            self._device.evict(digest)
+        return self._cpu.evict(digest)
+
+    def refresh(self) -> None:
+        """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
+
+        A new version is found from now on, and warm labels are followed. What was removed is found no more; requests
+        that have it already are served to their end. Raises `RegistryError`.
+        """
+        for digest in self._catalog.refresh():
+            self.unpin(digest)
+            self.evict(digest)
+        self._warm()
+
+    # What people ask.
+
+    def status(self) -> dict[str, Any]:
+        """Return what this rank serves and holds, as plain values; no side effects."""
+        with self._lock:
+            pinned = list(self._pins)
+        loading = {claim.tag: claim.poll() for claim in list(self._open) if not claim.closed}
+        return {
+            "rank": self.engine.rank,
+            "chunk_tokens": self.engine.chunk_tokens,
+            "allow_trained": self.engine.allow_trained,
+            "served": self.names(),
+            "refused": self.refused(),
+            "quarantined": len(self._catalog.quarantined),
+            "resident": {name: tier.resident_by_digest() for name, tier in self._named()},
+            "pinned": pinned,
+            "loading": {tag: state._asdict() for tag, state in loading.items() if not state.ready},
+            "tiers": self.tiers(),
+        }
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Return the counters of every tier there is, fastest first; no side effects."""
+        tiers = {name: tier.stats()._asdict() for name, tier in self._named()}
+        if self._disk is not None:
+            tiers["disk"] = self._disk.stats()._asdict()
+        return tiers | {"source": self._loader.stats()._asdict()}
 
     def names(self) -> list[str]:
         """Return `id@version` of every cartridge that is served now."""
-        served = [digest for digest in self._cartridges if digest not in self._quarantined]
-        return [name for digest in served for name in self._names[digest]]
+        return self._catalog.names()
 
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
-        reasons = {digest: str(error) for digest, error in self._unfit.items()} | dict(self._quarantined)
-        return {name: why for digest, why in reasons.items() for name in self._names[digest]}
+        return self._catalog.refused()
 
     def stats(self) -> ResidencyStats:
         """Return the cpu tier's counters."""
-        return self._residency.stats()
+        return self._cpu.stats()
 
     def check(self) -> None:
         """Assert the invariants of the tiers."""
-        self._residency.check()
+        for tier in self._memory():
+            tier.check()
 
     def close(self) -> None:
         """Stop loading. Loans stay valid."""
-        self._residency.close()
+        self._stopping.set()
+        self._keeper.join()
+        self._catalog.close()
+        for tier in self._memory():
+            tier.close()
+        self._sources.close()
 
-    def _add(self, name: str | None, digest: str, root: Path) -> None:
-        """Make the cartridge at `root` findable, or note why not. `name` is its `id@version`, if it is registered."""
-        self._names.setdefault(digest, []).extend([name] if name else [])
-        try:
-            manifest = artifact.load_manifest(root, digest)
-            self._check_fits(manifest.fingerprint, manifest.kind)
-            if reason := self._quarantine.reason(manifest.digest):
-                raise CartridgeError(f"quarantined: {reason}")
-            if manifest.kind != "tokens":
-                self._index.add(manifest, artifact.load_token_ids(manifest, root).tolist())
-        except CartridgeError as error:
-            if digest not in self._cartridges:  # the same content may lie elsewhere, sound
-                self._unfit[digest] = error
-            logger.warning("cartridge %s is not served: %s", name or digest, error)
-            return
-        self._unfit.pop(digest, None)
-        self._cartridges[manifest.digest] = Cartridge(manifest, root)
+    def _memory(self) -> tuple[Residency, ...]:
+        return (self._cpu,) if self._device is None else (self._device, self._cpu)
 
-    def _segments(self, tag: str) -> list[Segment]:
-        """Return the cartridges that a tag names, each at its place; empty if one is not there or quarantined."""
-        segments, offset = [], 0
-        for digest in tag.split("."):
-            cartridge = self._cartridges.get(digest)
-            if cartridge is None or digest in self._quarantined:
-                return []
-            segments.append(Segment(cartridge, offset))
-            offset += cartridge.manifest.positions
-        return segments
+    def _named(self) -> list[tuple[str, Residency]]:
+        return [("cpu" if tier is self._cpu else "device", tier) for tier in self._memory()]
 
-    def _derive(self, tag: str | None) -> int | None:
-        """Make the chunks of a tag findable and return how many of them must be had together or not at all.
+    def _refusal(self, tag: str) -> Readiness | None:
+        if error := self._catalog.refusal(tag):
+            return Readiness(0, 0, 0, str(error), isinstance(error, ModelMismatch))
+        chunks = len(self._catalog.index.chunks(tag))
+        size_bytes, budget_bytes = chunks * self.shape.size_bytes, self._cpu.budget_bytes
+        if size_bytes > budget_bytes:
+            return Readiness(0, 0, chunks, f"{chunks} chunks take {size_bytes} bytes, cpu_bytes is {budget_bytes}")
+        return None
 
-        None for a tag of which a cartridge is not there or quarantined: the others must not answer in its place.
-        Raises `ChunkSizeMismatch` or `UnsupportedModel` for cartridges that cannot stand in that order.
-        """
-        if tag is None:
-            return 0
-        segments = self._segments(tag)
-        if not segments:
+    def _open_device(self, settings: Settings) -> Residency | None:
+        """Return the device tier, or None where there is none: on a CPU engine unless its size was set."""
+        budget = settings.device_bytes
+        if budget is None:
+            if self.engine.device == "cpu":
+                return None
+            free, _ = torch.cuda.mem_get_info(self.engine.device)
+            largest = max((row.bytes // self.engine.world for row in self._registry.all()), default=0)
+            budget = min(8 * largest, 1 << 30, free // 2)
+        if budget < self.shape.size_bytes:
             return None
-        end = trained_end = 0
-        for segment in segments:
-            end = segment.offset + segment.cartridge.manifest.positions
-            if segment.cartridge.manifest.kind == "trained":
-                trained_end = end
-        chunk = self.engine.chunk_tokens
-        whole = end // chunk
-        needed = -(-trained_end // chunk)
-        if needed > whole:
-            raise ChunkSizeMismatch(
-                f"the chain has {end} positions, of which the last {end % chunk} end in a trained cartridge and do not "
-                f"fill a chunk of {chunk}; put a document of at least {chunk - end % chunk} tokens behind it"
-            )
-        if not self._index.has(tag):
-            first = segments[0].cartridge.manifest
-            for segment in segments[1:]:
-                check_shift(segment.cartridge.manifest.fingerprint.rope)
-            ids = [i for s in segments for i in artifact.load_token_ids(*s.cartridge).tolist()]
-            own = first.positions // chunk
-            keys = [ChunkKey(first.digest if i < own else tag, i) for i in range(whole)]
-            with self._lock:
-                self._index.add_chain(tag, ids, keys)
-        return needed
+        slab = Slab(self.shape.size_bytes, budget, device=self.engine.device)
+        return Residency(slab, self._promote, threads=1, lease_s=settings.lease_s, clock=self._clock)
 
-    def _check_fits(self, fingerprint: Fingerprint, kind: str) -> None:
-        if differences := fingerprint.differences(self.engine.fingerprint):
-            raise ModelMismatch(f"made for another model than the one served: {'; '.join(differences)}")
-        if kind == "trained" and not self.engine.allow_trained:
-            raise UnsupportedEngine(
-                "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
-                "recomputes what it cannot load"
-            )
+    def _promote(self, key: ChunkKey, out: torch.Tensor) -> None:
+        """Fill a slot of the device tier from the cpu tier. Returns when the bytes are there."""
+        if not self._cpu.acquire([key], _PROMOTE_S):
+            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
+        try:
+            with self._cpu.lend(key) as loan:
+                out.copy_(loan.bytes)
+                if out.is_cuda:
+                    torch.cuda.current_stream(out.device).synchronize()
+        finally:
+            self._cpu.release(key)
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
-        segments = self._segments(key.digest)
+        segments = self._catalog.segments(key.digest)
         if not segments:
-            raise CartridgeError(f"a cartridge of {key.digest} was quarantined meanwhile")
+            raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
         self._loader.load(segments, key.chunk, out)
+
+    def _is_remote(self, key: ChunkKey) -> bool:
+        return any(Sources.is_remote(s.cartridge.location) for s in self._catalog.segments(key.digest))
 
     def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
         """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""
-        digest = error.digest
-        if digest is None or not isinstance(error, ArtifactError):
+        if error.digest is not None and isinstance(error, ArtifactError):
+            self._catalog.quarantine(error.digest, str(error))
+        else:
             logger.warning("chunk %d of %s was not loaded: %s", key.chunk, key.digest, error)
-            return
-        with self._lock:
-            if digest in self._quarantined:
-                return
-            self._quarantined[digest] = str(error)
-        logger.error("cartridge %s is quarantined: %s", self._cartridges[digest].manifest.name, error)
-        self._quarantine.put(digest, str(error))
+
+    def _warm(self) -> None:
+        """Bring what warm labels point at into memory, once each time they come to point at it."""
+        rows = {row.digest: row for row in self._registry.warm()}
+        for digest in rows.keys() - self._warmed:
+            if self._catalog.knows(digest):
+                self._warmed.add(digest)
+                self.preload(digest, {})
+        self._warmed &= rows.keys()
+
+    def _settle(self, tag: str, claim: Claim) -> None:
+        """End a fetch in the background that has nothing left to do. The lock is held."""
+        if claim.is_done():
+            claim.close()
+            del self._claims[tag]
+
+    def _keep(self) -> None:
+        """Look after what loads in the background, and after changes of the registry, until the store is closed."""
+        refreshed_at, complaint = self._clock(), None
+        while not self._stopping.wait(_POLL_S):
+            with self._lock:
+                for tag, claim in list(self._claims.items()):
+                    self._settle(tag, claim)
+            if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
+                refreshed_at = self._clock()
+                try:
+                    self.refresh()
+                    complaint = None
+                except CartridgeError as error:
+                    if str(error) != complaint:
+                        logger.warning("changes are not followed: %s", error)
+                    complaint = str(error)

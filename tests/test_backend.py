@@ -213,14 +213,14 @@ def test_a_request_gets_exactly_its_cartridges_kv_and_owes_nothing(serving: Serv
     assert _serve(serving, name) == serving.cartridges[name].whole
     assert nothing_is_owed(serving.store)
     stats = serving.store.stats()
-    assert stats.loaded == stats.resident == serving.cartridges[name].whole // CHUNK
+    assert stats.promoted == stats.resident == serving.cartridges[name].whole // CHUNK
 
 
 def test_a_second_request_gets_the_same_from_memory(serving: Serving) -> None:
     for request in ("first", "second"):
         _serve(serving, "short", request)
     stats = serving.store.stats()
-    assert (stats.loaded, stats.hits) == (5, 5)
+    assert (stats.promoted, stats.hits) == (5, 5)
     assert nothing_is_owed(serving.store)
 
 
@@ -295,7 +295,7 @@ def test_the_schedulers_hashes_are_those_the_store_knows(serving: Serving, confi
 def test_what_is_handed_out_is_the_resident_memory_itself(serving: Serving) -> None:
     keys = serving.keys("short")
     first, second = _get(serving, keys), _get(serving, keys)
-    memory = serving.store._residency._slab._memory
+    memory = serving.store._cpu._slab._memory
     for chunk, (one, other) in enumerate(zip(first, second, strict=True)):
         assert one is not other, "LMCache counts references in the object"
         assert one.tensor.data_ptr() == other.tensor.data_ptr() == one.meta.address
@@ -377,13 +377,13 @@ def test_only_leading_keys_are_counted(serving: Serving) -> None:
         assert serving.plugin.batched_contains(asked) == count
         assert [serving.plugin.unpin(key) for key in asked] == [i < count for i in range(len(asked))]
         assert nothing_is_owed(serving.store)
-        serving.store._residency.evict(serving.cartridges["short"].made.manifest.digest)
+        serving.store._cpu.evict(serving.cartridges["short"].made.manifest.digest)
 
 
 def test_asking_without_pinning_loads_nothing(serving: Serving) -> None:
     assert serving.plugin.batched_contains(serving.keys("short")) == 0
     assert serving.plugin.contains(serving.keys("short")[0]) is False
-    assert serving.store.stats().loaded == 0
+    assert serving.store.stats().promoted == 0
 
 
 def test_a_pin_is_counted_and_ends_once_for_each_unpin(serving: Serving) -> None:
@@ -423,7 +423,7 @@ def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str
     assert serving.plugin.batched_get_blocking(keys) == [None] * len(keys)
     assert [serving.plugin.pin(key) for key in keys] == [False] * len(keys)
     assert [serving.plugin.unpin(key) for key in keys] == [False] * len(keys)
-    assert serving.store.stats().loaded == 0
+    assert serving.store.stats().promoted == 0
     assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
 
 
@@ -598,7 +598,7 @@ class Clock:
 
     def __init__(self, store: CartridgeStore) -> None:
         self.now = 0.0
-        store._residency._clock = lambda: self.now
+        store._cpu._clock = lambda: self.now
 
 
 def test_memory_leased_for_a_request_that_never_comes_is_free_again_when_the_lease_runs_out(
@@ -706,7 +706,7 @@ def test_a_plugin_that_lmcache_builds_again_shares_the_store(serving: Serving, c
     assert serving.plugin is not first
     assert serving.plugin.store is first.store, "the memory budget would be spent twice"
     _serve(serving, "short")
-    assert serving.store.stats().loaded == 5
+    assert serving.store.stats().promoted == 5
     first.close()
 
 

@@ -77,7 +77,19 @@ def _commands(cli: _Cli) -> list[str]:
 
 
 def test_help_names_every_command(cli: _Cli) -> None:
-    expected = {"build", "register", "label", "list", "describe", "verify", "serve", "demo", "doctor"}
+    expected = {
+        "build",
+        "register",
+        "label",
+        "unlabel",
+        "remove",
+        "list",
+        "describe",
+        "verify",
+        "serve",
+        "demo",
+        "doctor",
+    }
     assert expected <= set(_commands(cli))
 
 
@@ -283,3 +295,32 @@ def test_the_installed_command_is_this_one() -> None:
     command = Path(sys.executable).with_name("lmcache-cartridge")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == f"{__version__}\n"
+
+
+def test_a_removed_version_is_gone_and_its_files_stay(cli: _Cli, tmp_path: Path) -> None:
+    roots = [_make(tmp_path, version=version, seed=version) for version in (1, 2)]
+    for root in roots:
+        cli.json("register", root)
+    removed = cli.json("remove", "doc@2", "--delete-files")
+    assert removed == {"name": "doc@2", "location": str(roots[1]), "files_deleted": False}
+    assert [row["version"] for row in cli.json("list")] == [1]
+    assert (roots[1] / PAYLOAD).is_file(), "an artefact that was not built here is not ours to delete"
+    _assert_one_line(cli("remove", "doc@2"), "doc@2")
+
+
+def test_files_under_home_are_deleted_with_their_version_if_asked(cli: _Cli) -> None:
+    root = cli.home / "cartridges" / "doc" / "1"
+    make_artifact(root, positions=40)
+    cli.json("register", root)
+    assert cli.json("remove", "doc", "--delete-files")["files_deleted"] is True
+    assert not root.exists()
+
+
+def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path), "--label", "current")
+    _assert_one_line(cli("remove", "doc"), "current")
+    assert [row["id"] for row in cli.json("list")] == ["doc"]
+    cli.json("unlabel", "current")
+    _assert_one_line(cli("unlabel", "current"), "current")
+    cli.json("remove", "doc")
+    assert cli.json("list") == []

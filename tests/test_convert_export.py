@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,22 @@ def test_the_command_exports(
     assert cli.main(["export", "gone", "--format", "peft", *options]) == 1
     with pytest.raises(SystemExit):
         cli.main(["export", "it", "--format", "json", *options])
+
+
+def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
+    model: CausalModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    settings = from_mapping({"home": tmp_path / "home"})
+    registry, root = Registry(settings.registry_path), settings.cartridges_dir / "it"
+    save(model, settings.cartridges_dir / "far", ids[:P], name="far")
+    registry.register(settings.cartridges_dir / "far", "s3://bucket/far")
+    save(model, root, ids[:P], name="it")
+    registry.register(root)
+    shutil.rmtree(root)
+    save(model, root, ids[1 : P + 1], name="it")
+    for name, message in (("far", "lmcache-cartridge pull s3://bucket/far"), ("it", "was replaced")):
+        output = tmp_path / "out"
+        options = ["--format", "hazy", "--output", str(output), "--home", str(tmp_path / "home")]
+        assert cli.main(["export", name, *options]) == 1
+        assert message in capsys.readouterr().err
+        assert not output.exists()

@@ -14,6 +14,7 @@ import pytest
 from making import run_threads
 
 from lmcache_cartridge.disk import DiskTier, PieceKey
+from lmcache_cartridge.disk_index import locked
 
 SIZE = 1000
 
@@ -37,9 +38,9 @@ def _held(tier: DiskTier, numbers: range) -> list[int]:
 
 
 def _on_disk(root: Path) -> int:
-    """Return the bytes of every file under `root`, finished or not."""
+    """Return the bytes of every piece under `root`, finished or not."""
     total = 0
-    for path in root.rglob("*-*"):
+    for path in root.glob("*/*"):
         with suppress(FileNotFoundError):  # a file may go while it is counted
             total += path.stat().st_size
     return total
@@ -49,7 +50,10 @@ def test_a_piece_that_was_written_is_read_back_exactly(tmp_path: Path) -> None:
     tier, data = DiskTier(tmp_path / "cache", 10 * SIZE), os.urandom(SIZE)
     tier.write(_key(1), memoryview(data))
     assert _read(tier, 1) == data
-    assert tier.stats() == (1, 0, 0, SIZE, 10 * SIZE)
+    assert tier.stats()._asdict() == {
+        "hits": 1, "misses": 0, "promoted": 1, "evicted": 0, "discarded": 0, "read_bytes": SIZE, "written_bytes": SIZE,
+        "resident_bytes": SIZE, "budget_bytes": 10 * SIZE, "pieces": 1,
+    }  # fmt: skip
 
 
 def test_a_piece_that_was_not_written_is_a_miss(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_the_least_recently_used_piece_goes_first(tmp_path: Path) -> None:
     assert _held(tier, range(5)) == [0, 2, 3]
     tier.write(_key(4), memoryview(_data(4)))
     assert _held(tier, range(5)) == [0, 3, 4]
-    assert tier.stats().evictions == 2
+    assert tier.stats().evicted == 2
     assert tier.stats().resident_bytes == 3 * SIZE
 
 
@@ -122,6 +126,14 @@ def test_writing_a_piece_again_does_not_count_it_twice(tmp_path: Path) -> None:
     assert tier.stats().resident_bytes == SIZE == _on_disk(tier.root)
 
 
+def test_writing_a_piece_again_pushes_out_no_other(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", 3 * SIZE)
+    for number in (0, 1, 2, 1):
+        tier.write(_key(number), memoryview(_data(number)))
+    assert _held(tier, range(3)) == [0, 1, 2]
+    assert (tier.stats().evicted, tier.stats().discarded) == (0, 1)
+
+
 def test_a_discarded_piece_is_gone(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", 3 * SIZE)
     tier.write(_key(1), memoryview(_data(1)))
@@ -154,7 +166,7 @@ def test_a_restart_with_a_smaller_budget_keeps_the_newest(tmp_path: Path) -> Non
 def test_a_leftover_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", 10 * SIZE)
     tier.write(_key(1), memoryview(_data(1)))
-    leftover = tier.root / _key(1).digest / "7-0-2.0123.partial"
+    leftover = tier.root / "partial" / "0123"
     leftover.write_bytes(_data(7))
     again = DiskTier(tmp_path / "cache", 10 * SIZE)
     assert not leftover.exists()
@@ -215,9 +227,10 @@ def test_a_file_cut_short_is_a_miss(tmp_path: Path) -> None:
 def test_files_are_private_to_their_user(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", 2 * SIZE)
     tier.write(_key(1), memoryview(_data(1)))
-    modes = {path.stat().st_mode & 0o777 for path in tier.root.rglob("*.bin")}
-    assert modes == {0o600}
-    assert (tier.root.stat().st_mode & 0o777, (tier.root / _key(1).digest).stat().st_mode & 0o777) == (0o700, 0o700)
+    entries = [tier.root, *tier.root.rglob("*")]
+    assert len(entries) == 6, "the directory, its lock, its index, two directories and a piece"
+    assert {path.stat().st_mode & 0o777 for path in entries if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in entries if path.is_file()} == {0o600}
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
@@ -229,7 +242,7 @@ def test_the_budget_holds_on_disk_under_eight_writers(tmp_path: Path, pieces: in
     def work(worker: int) -> None:
         if worker == 8:  # the witness
             while not stop.is_set():
-                with tier._lock:  # nothing is removed or renamed while the witness counts
+                with locked(tier.root / "lock", 10):  # nothing is renamed while the witness counts
                     seen[0] = max(seen[0], _on_disk(tier.root))
                 assert tier.stats().resident_bytes <= pieces * size
             return
@@ -248,15 +261,16 @@ def test_the_budget_holds_on_disk_under_eight_writers(tmp_path: Path, pieces: in
     run_threads(9, work)
     assert 0 < seen[0] <= pieces * size
     assert tier.stats().resident_bytes == _on_disk(tier.root)
-    assert not list(tier.root.rglob("*.partial"))
+    assert list((tier.root / "partial").iterdir()) == []
+    tier.check()
 
 
 def test_a_reader_never_sees_half_a_piece(tmp_path: Path) -> None:
     size = 500_000
-    tier, end, found = DiskTier(tmp_path / "cache", size), time.monotonic() + 0.5, []
+    tier, end, found = DiskTier(tmp_path / "cache", size), time.monotonic() + 20, []
 
     def work(worker: int) -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < end and len(found) < 200:
             if worker < 2:
                 tier.write(_key(worker), memoryview(_data(worker + 1, size)))
             else:

@@ -19,7 +19,7 @@ EDGE = {"cli", "demo", "doctor", "output"}
 """Modules directly in the package that are no core."""
 FOREIGN = {"lmcache", "vllm", "transformers", "peft", "boto3", "safetensors"}
 """What the core knows nothing of."""
-TORCH = {"layout", "loader", "residency", "rope", "slab", "store"}
+TORCH = {"catalog", "layout", "loader", "residency", "rope", "slab", "store"}
 """Core modules that hold tensors."""
 
 
@@ -117,7 +117,7 @@ def test_a_core_module_imports_core_modules_only(module: str) -> None:
 
 @pytest.mark.parametrize("module", CORE)
 def test_a_core_module_knows_no_engine_and_no_cloud(module: str) -> None:
-    allowed = {"boto3"} if module == "sources" else set()
+    allowed = {"boto3"} if module == "s3" else set()
     assert {_top(i.name) for i in CORE[module]} & (FOREIGN - allowed) == set()
     assert not [i for i in CORE[module] if _top(i.name) == "boto3" and i.at_load], "boto3 is imported when it is used"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,25 @@ from lmcache_cartridge.disk import DiskTier, PieceKey
 from lmcache_cartridge.errors import CorruptChunk, SourceError, TruncatedPayload
 from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
-from lmcache_cartridge.sources import LocalSource
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources import LocalSource, Sources
 
 POSITIONS = 80
 
 
 class _Counting:
-    """A `LocalSource` that notes what was read and into which memory."""
+    """`Sources` that note what was read and into which memory."""
+
+    is_remote = staticmethod(Sources.is_remote)
 
     def __init__(self) -> None:
         self.reads: list[ByteRange] = []
         self.addresses: list[int] = []
 
-    def read_into(self, root: Path, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
         self.reads.append(where)
         self.addresses.append(torch.frombuffer(out, dtype=torch.uint8).data_ptr())
-        LocalSource().read_into(root, file, where, out)
+        LocalSource().read_into(location, file, where, out)
 
 
 def _loader(
@@ -40,13 +44,13 @@ def _loader(
     model = made.manifest.fingerprint
     heads = rank_heads(model.kv_heads, rank, world)
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
-    return ChunkLoader(source or LocalSource(), shape, heads, layout, disk)
+    return ChunkLoader(source or Sources(Settings()), shape, heads, layout, disk, keep_local=True)
 
 
 def _load(loader: ChunkLoader, made: Made, root: Path, chunk: int) -> torch.Tensor:
     """Return the loaded bytes; the memory held something else before."""
     out = torch.full((loader.shape.size_bytes,), 0xEE, dtype=torch.uint8)
-    loader.load([Segment(Cartridge(made.manifest, root), 0)], chunk, out)
+    loader.load([Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
     return out
 
 
@@ -104,7 +108,7 @@ def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(m
     source = _Counting()
     loader = _loader(made, 16, source=source)
     out = torch.empty(loader.shape.size_bytes, dtype=torch.uint8)
-    loader.load([Segment(Cartridge(made.manifest, tmp_path / "doc"), 0)], 3, out)
+    loader.load([Segment(Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc")), 0)], 3, out)
     assert source.addresses == [out.data_ptr()]
     assert source.reads == [chunk_range(made.manifest, 3, range(4))]
 
@@ -223,7 +227,7 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path
 
 def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "cache", 1 << 20)
-    disk.root.rmdir()
+    shutil.rmtree(disk.root)
     disk.root.write_text("not a directory")
     loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
     assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])

@@ -40,7 +40,7 @@ def test_a_registered_cartridge_is_found_with_everything_its_manifest_says(regis
     assert manifest == load_manifest(root)
     found = registry.find("doc")
     assert found[:6] == ("doc", 1, manifest.digest, "prefill", 16, manifest.payload.size_bytes)
-    assert found.root == root.resolve()
+    assert found.location == str(root.resolve())
     assert found.name == "doc@1"
     assert found.registered.endswith("Z")
 
@@ -131,7 +131,7 @@ def test_a_moved_artefact_can_be_registered_at_its_new_place(registry: Registry,
     root = _make(tmp_path, "doc")
     registry.register(root)
     registry.register(shutil.copytree(root, tmp_path / "elsewhere"))
-    assert [row.root for row in registry.all()] == [tmp_path / "elsewhere"]
+    assert [row.location for row in registry.all()] == [str(tmp_path / "elsewhere")]
 
 
 def test_other_content_under_a_taken_version_is_refused(registry: Registry, tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_of_two_that_register_other_content_as_one_version_at_once_one_is_refuse
         thread.join(20)
     assert len(refused) == 1
     found = registry.find("doc")
-    assert found.root == roots[1 - refused[0]].resolve()
-    assert found.digest == load_manifest(found.root).digest
+    assert found.location == str(roots[1 - refused[0]].resolve())
+    assert found.digest == load_manifest(Path(found.location)).digest
 
 
 def test_next_version_counts_from_the_newest(registry: Registry, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_registry_of_a_newer_release_is_refused_and_left_alone(registry: Regis
     db.execute("PRAGMA user_version = 99")
     db.close()
     before = kept_files(registry.path.parent)
-    with pytest.raises(RegistryError, match=r"has schema 99, this release knows 1; upgrade"):
+    with pytest.raises(RegistryError, match=r"has schema 99, this release knows 2; upgrade"):
         Registry(registry.path, read_only=read_only).all()
     assert kept_files(registry.path.parent) == before
 

@@ -227,7 +227,7 @@ def test_an_artefact_under_a_configured_root_is_found_by_its_path(home: Home) ->
     path = home.settings.roots[0] / "l"
     assert home.resolve(str(path)).manifests == (home.manifests["local"],)
     (home.settings.roots[0] / "link").symlink_to(path)
-    assert home.resolve(str(home.settings.roots[0] / "link")).roots == (str(path),)
+    assert home.resolve(str(home.settings.roots[0] / "link")).places == ((str(path), str(path)),)
 
 
 def _outside(home: Home) -> dict[str, str]:
@@ -279,8 +279,9 @@ def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path
     assert str(path) not in str(refusal)
 
 
-def test_buckets_are_not_served_yet_and_said_so(home: Home) -> None:
-    assert _refusal(home.resolve, "s3://bucket/key").status == 422
+@pytest.mark.parametrize("where", ["s3://bucket/key", "s3://", "s3://bucket/../other", "s3://bücket/key"])
+def test_a_bucket_that_is_not_configured_is_not_found(home: Home, where: str) -> None:
+    assert _refusal(home.resolve, where).status == 404
 
 
 @pytest.mark.parametrize("damage", ["truncate", "manifest", "gone", "ids"])

@@ -17,7 +17,7 @@ from making import run_threads
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.keys import ChunkKey
-from lmcache_cartridge.residency import Loan, Residency
+from lmcache_cartridge.residency import Hold, Loan, Residency
 from lmcache_cartridge.slab import Slab
 
 SLOT = 64
@@ -74,6 +74,13 @@ def _quiet(residency: Residency) -> None:
         time.sleep(0.0005)
 
 
+def _until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.0005)
+
+
 def _held(residency: Residency, keys: list[ChunkKey]) -> list[int]:
     return [key.chunk for key in keys if residency.resident([key])]
 
@@ -115,7 +122,7 @@ def test_acquired_chunks_are_resident_leased_and_have_their_bytes(open_residency
         with residency.lend(key) as loan:
             assert _intact(loan, key)
     stats = residency.stats()
-    assert (stats.resident, stats.leased, stats.lent, stats.loaded, stats.misses, stats.hits) == (4, 4, 0, 4, 4, 0)
+    assert (stats.resident, stats.leased, stats.lent, stats.promoted, stats.misses, stats.hits) == (4, 4, 0, 4, 4, 0)
     assert (stats.resident_bytes, stats.budget_bytes) == (4 * SLOT, 8 * SLOT)
 
 
@@ -522,8 +529,8 @@ def test_check_finds_broken_books(open_residency: Callable, loads: _Loads) -> No
     with pytest.raises(AssertionError, match="a slot is lost"):
         residency.check()
     residency._slab.give(1)
-    residency._loaded += 1
-    with pytest.raises(AssertionError, match="loaded - evicted"):
+    residency._promoted += 1
+    with pytest.raises(AssertionError, match="promoted - evicted"):
         residency.check()
     residency.close()
 
@@ -540,10 +547,10 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
 
     budget = slots * SLOT
     residency = Residency(Slab(SLOT, budget), load, threads=6, lease_s=0.02)
-    end, closed, lent = time.monotonic() + 2, Counter(), Counter()
+    end, closed, lent, held = time.monotonic() + 2, Counter(), Counter(), Counter()
 
     def work(number: int) -> None:
-        chance, loans = random.Random(number), []
+        chance, loans, hold = random.Random(number), [], None
         while time.monotonic() < end:
             keys = _keys(chance.choice("abcd"), chance.randint(1, 5))
             action = chance.random()
@@ -565,6 +572,16 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
                 residency.evict(chance.choice("abcd"))
             elif action < 0.8:
                 assert 0 <= residency.resident(keys) <= len(keys)
+            elif hold is None:
+                hold = residency.hold(keys, whole=chance.random() < 0.5)
+                held[number] += hold.poll().admitted > 0
+            elif action < 0.9:
+                state = hold.poll()
+                assert 0 <= state.resident <= state.admitted <= state.chunks
+                assert not state.ready or all(residency.resident([key]) for key in hold.keys)
+            else:
+                hold.close()
+                hold = None
             while loans and (len(loans) > 2 or chance.random() < 0.8):
                 key, loan = loans.pop(chance.randrange(len(loans)))
                 assert _intact(loan, key), "lent bytes were overwritten"
@@ -578,13 +595,16 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
             assert stats.resident_bytes + stats.loading * SLOT <= stats.budget_bytes == budget
         for _, loan in loans:
             loan.close()
+        if hold is not None:
+            hold.close()
 
     run_threads(16, work)
     _quiet(residency)
     residency.check()
     stats = residency.stats()
-    assert stats.lent == 0
-    assert min(stats.hits, stats.loaded, stats.failed, stats.evicted, sum(lent.values())) > 50, "nothing much was tried"
+    assert (stats.lent, stats.held) == (0, 0)
+    tried = (stats.hits, stats.promoted, stats.failed, stats.evicted, sum(lent.values()), sum(held.values()))
+    assert min(tried) > 50, "nothing much was tried"
     time.sleep(0.03)
     assert sum(residency.evict(digest) for digest in "abcd") == stats.resident
     assert residency.stats().resident == 0
@@ -602,6 +622,7 @@ class _Machine(RuleBasedStateMachine):
         self.residency = Residency(Slab(SLOT, self.slots * SLOT), self.loads, lease_s=100, clock=self.clock)
         self.leases: dict[ChunkKey, list[float]] = {}
         self.loans: list[tuple[ChunkKey, Loan]] = []
+        self.holds: list[tuple[Hold, set[ChunkKey]]] = []
 
     def teardown(self) -> None:
         self.residency.close()
@@ -610,7 +631,48 @@ class _Machine(RuleBasedStateMachine):
         return sum(expiry > self.clock.now for expiry in self.leases.get(key, ()))
 
     def _relied_on(self) -> set[ChunkKey]:
-        return {key for key in self.leases if self._live(key)} | {key for key, _ in self.loans}
+        held = {key for _, keys in self.holds for key in keys}
+        return {key for key in self.leases if self._live(key)} | {key for key, _ in self.loans} | held
+
+    def _admitted(self, keys: list[ChunkKey], whole: bool) -> set[ChunkKey]:
+        """Return which chunks a poll of a hold on `keys` will keep, those that cannot be loaded left out."""
+        present = {key for key in keys if self.residency.resident([key])}
+        free = self.slots - len(self._relied_on() | present)
+        missing = [key for key in keys if key not in present]
+        if whole and len(missing) > free:
+            return set()
+        return present | {key for key in missing[:free] if key not in self.loads.broken}
+
+    @rule(digest=st.sampled_from("abc"), count=st.integers(1, 5), whole=st.booleans())
+    def hold(self, digest: str, count: int, whole: bool) -> None:
+        keys = _keys(digest, count)
+        expected = self._admitted(keys, whole)
+        hold = self.residency.hold(keys, whole=whole)
+        hold.poll()
+        _quiet(self.residency)
+        state = hold.poll()
+        assert state[:3] == (len(expected), len(expected), count)
+        assert state.ready == (len(expected) == count)
+        self.holds.append((hold, expected))
+
+    @precondition(lambda self: self.holds)
+    @rule(which=st.integers(0, 99))
+    def poll_later(self, which: int) -> None:
+        hold, kept = self.holds[which % len(self.holds)]
+        self.clock.now += 6  # longer than any pause after a failure
+        keys = list(hold.keys)
+        expected = kept | self._admitted(keys, hold.whole) if len(kept) < len(keys) else kept
+        hold.poll()
+        _quiet(self.residency)
+        assert hold.poll().resident == len(expected)
+        kept |= expected
+
+    @precondition(lambda self: self.holds)
+    @rule(which=st.integers(0, 99), times=st.integers(1, 2))
+    def close_hold(self, which: int, times: int) -> None:
+        hold, _ = self.holds.pop(which % len(self.holds))
+        for _ in range(times):
+            hold.close()
 
     def _expected(self, keys: list[ChunkKey], whole: bool) -> int:
         present = {key for key in keys if self.residency.resident([key])}
@@ -682,6 +744,7 @@ class _Machine(RuleBasedStateMachine):
         assert stats.resident_bytes <= stats.budget_bytes == self.slots * SLOT
         assert stats.leased == sum(bool(self._live(key)) for key in self.leases)
         assert stats.lent == len({key for key, _ in self.loans})
+        assert stats.held == len({key for _, keys in self.holds for key in keys})
 
     @invariant()
     def what_is_relied_on_is_resident_and_intact(self) -> None:
@@ -693,19 +756,139 @@ class _Machine(RuleBasedStateMachine):
 
 TestAnySequenceOfCallsKeepsTheBooksRight = _Machine.TestCase
 TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=80, stateful_step_count=50, deadline=None, derandomize=True
 )
 
 
-def test_a_cartridge_and_a_chain_it_is_part_of_are_evicted_and_pinned_apart(open_residency: Callable) -> None:
+def test_a_cartridge_and_a_chain_it_is_part_of_are_evicted_and_held_apart(open_residency: Callable) -> None:
     residency, keys = open_residency(4), [*_keys("a", 1), *_keys("a.b", 2), *_keys("b", 1)]
     assert residency.acquire(keys, 10) == 4
     assert all(residency.release(key) for key in keys)
-    assert residency.pin("a.b", True) == 2
-    assert [residency.evict(digest) for digest in ("a", "a.b", "b")] == [1, 0, 1]
-    assert residency.pin("a.b", False) == 2
+    with residency.hold(_keys("a.b", 2)) as hold:
+        assert hold.poll().ready
+        assert [residency.evict(digest) for digest in ("a", "a.b", "b")] == [1, 0, 1]
     assert residency.evict("a.b") == 2
     assert residency.stats().resident == 0
+
+
+def test_what_is_held_is_loaded_without_waiting_and_stays_until_it_is_let_go(
+    open_residency: Callable, loads: _Loads
+) -> None:
+    residency, keys = open_residency(4), _keys("a", 3)
+    loads.held = {key: threading.Event() for key in keys}
+    with residency.hold(keys) as hold:
+        assert residency.stats().loading == 0, "nothing before the first poll"
+        assert hold.poll()[:3] == (0, 3, 3)
+        loads.held[keys[0]].set()
+        _until(lambda: hold.poll().resident == 1)
+        assert not hold.poll().ready
+        for event in loads.held.values():
+            event.set()
+        _until(lambda: hold.poll().ready)
+        assert residency.acquire(_keys("b", 4), 10) == 1, "one slot is not held"
+        assert residency.evict("a") == 0
+        assert residency.stats().held == 3
+    assert residency.stats().held == 0
+    assert residency.evict("a") == 3
+    assert loads.counts == dict.fromkeys([*keys, ChunkKey("b", 0)], 1)
+
+
+def test_a_hold_of_everything_or_nothing_waits_for_room(open_residency: Callable, loads: _Loads) -> None:
+    residency = open_residency(4)
+    with residency.hold(_keys("a", 3)) as first, residency.hold(_keys("b", 2), whole=True) as second:
+        _until(lambda: first.poll().ready)
+        assert second.poll() == (0, 0, 2, None)
+        assert residency.resident(_keys("b", 2)) == 0
+        first.close()
+        _until(lambda: second.poll().ready)
+
+
+def test_a_hold_of_what_leads_takes_what_room_there_is(open_residency: Callable) -> None:
+    residency = open_residency(4)
+    with residency.hold(_keys("a", 3)) as first, residency.hold(_keys("b", 2)) as second:
+        _until(lambda: first.poll().ready)
+        _until(lambda: second.poll()[:3] == (1, 1, 2))
+        first.close()
+        _until(lambda: second.poll().ready)
+
+
+def test_two_holds_share_chunks_which_stay_until_both_are_gone(open_residency: Callable, loads: _Loads) -> None:
+    residency, keys = open_residency(4), _keys("a", 2)
+    first, second = residency.hold(keys), residency.hold(keys)
+    _until(lambda: first.poll().ready and second.poll().ready)
+    first.close()
+    first.close()
+    assert residency.evict("a") == 0
+    assert first.poll().ready, "a closed hold tells what was"
+    second.close()
+    assert residency.evict("a") == 2
+    assert set(loads.counts.values()) == {1}
+
+
+def test_a_hold_tries_what_failed_again_after_a_growing_pause(
+    open_residency: Callable, loads: _Loads, clock: _Clock
+) -> None:
+    residency, keys = open_residency(4), _keys("a", 2)
+    loads.broken = {keys[1]}
+    with residency.hold(keys, whole=True) as hold:
+        hold.poll()
+        for tried, pause_s in enumerate((0.25, 0.5, 1.0), start=1):
+            _until(lambda: not residency.stats().loading)
+            assert "is broken" in hold.poll().problem
+            clock.now += 0.99 * pause_s
+            assert hold.poll()[:2] == (1, 1)
+            assert loads.counts[keys[1]] == tried
+            clock.now += 0.02 * pause_s
+            assert hold.poll().admitted == 2
+        loads.broken.clear()
+        _until(lambda: not residency.stats().loading)
+        clock.now += 10
+        _until(lambda: hold.poll().ready)
+        assert hold.poll().problem is None
+        assert loads.counts == {keys[0]: 1, keys[1]: 4}
+
+
+def test_what_a_hold_asked_for_counts_once_as_hit_or_miss(open_residency: Callable) -> None:
+    residency, keys = open_residency(4), _keys("a", 3)
+    residency.acquire(keys[:1], 10)
+    with residency.hold(keys) as hold:
+        _until(lambda: hold.poll().ready)
+        assert residency.acquire(keys, 10) == 3
+        assert residency.stats()[:2] == (1, 1 + 2)
+
+
+def test_wanting_chunks_loads_them_and_ends_nobodys_lease(open_residency: Callable) -> None:
+    residency, keys = open_residency(4), _keys("a", 2)
+    assert residency.acquire(keys[:1], 10) == 1
+    residency.want(keys)
+    _quiet(residency)
+    assert (residency.resident(keys), residency.stats().leased) == (2, 1)
+
+
+def test_leasing_what_is_resident_leases_all_or_nothing_and_loads_nothing(
+    open_residency: Callable, loads: _Loads
+) -> None:
+    residency, keys = open_residency(4), _keys("a", 3)
+    residency.acquire(keys[:2], 10)
+    assert not residency.lease_resident(keys)
+    assert residency.lease_resident(keys[:2])
+    assert [residency.release(key) for key in [*keys, *keys]] == [True, True, False] * 2
+    assert sum(loads.counts.values()) == 2
+
+
+def test_slow_chunks_keep_no_others_waiting(loads: _Loads) -> None:
+    residency = Residency(
+        Slab(SLOT, 8 * SLOT), loads, threads=1, slow_threads=1, is_slow=lambda key: key.digest == "slow"
+    )
+    loads.held = {key: threading.Event() for key in _keys("slow", 3)}
+    with residency.hold(_keys("slow", 3)) as hold:
+        hold.poll()
+        assert residency.acquire(_keys("a", 3), 10) == 3
+        for event in loads.held.values():
+            event.set()
+        _until(lambda: hold.poll().ready)
+    residency.check()
+    residency.close()
 
 
 def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_residency: Callable, clock: _Clock) -> None:

@@ -55,7 +55,7 @@ def test_a_size_that_is_none_is_refused_by_its_full_key(value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lookup_timeout_s", 0), ("lookup_timeout_s", -1), ("lookup_timeout_s", 61), ("lookup_timeout_s", float("nan")),
+        ("lookup_timeout_s", -1), ("lookup_timeout_s", 61), ("lookup_timeout_s", float("nan")),
         ("lookup_timeout_s", "soon"), ("lease_s", 0), ("lease_s", float("nan")), ("load_threads", 0),
         ("load_threads", 257), ("load_threads", 1.5), ("disk_bytes", "-1"), ("home", 7),
     ],
@@ -83,12 +83,16 @@ def test_settings_cannot_be_changed_after_they_were_read() -> None:
         from_mapping({}).cpu_bytes = 1
 
 
-def test_directories_lie_under_home_unless_said_otherwise(tmp_path: Path) -> None:
+def test_directories_lie_under_home_unless_said_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LMCACHE_CARTRIDGE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     settings = from_mapping({"home": str(tmp_path)})
     assert settings.registry_path == tmp_path / "registry.sqlite"
     assert settings.cartridges_dir == tmp_path / "cartridges"
     assert settings.quarantine_dir == tmp_path / "quarantine"
-    assert settings.cache_dir == tmp_path / "cache"
+    assert settings.cache_dir == tmp_path / "xdg" / "lmcache-cartridge"
+    monkeypatch.setenv("LMCACHE_CARTRIDGE_CACHE", str(tmp_path / "own"))
+    assert settings.cache_dir == tmp_path / "own"
     assert from_mapping({"home": tmp_path, "disk_dir": "/ssd"}).cache_dir == Path("/ssd")
 
 

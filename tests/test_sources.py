@@ -1,52 +1,250 @@
-"""A byte source fills the caller's buffer exactly, or says what failed."""
+"""One suite for every byte source: it fills the caller's buffer exactly, or says what failed, wherever the bytes lie."""
 
 from __future__ import annotations
 
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from making import run_threads
+from s3 import S3Server
 
 from lmcache_cartridge.artifact import ByteRange
-from lmcache_cartridge.errors import SourceError, TruncatedPayload
-from lmcache_cartridge.sources import LocalSource
+from lmcache_cartridge.errors import (
+    MalformedLocation,
+    SourceDenied,
+    SourceError,
+    SourceNotFound,
+    TruncatedPayload,
+)
+from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.sources import ByteSource, LocalSource, S3Source, Small, Sources
 
-CONTENT = bytes(range(256)) * 100
+CONTENT = random.Random(1).randbytes(300_000)
+SIZE = len(CONTENT)
+PART = 1 << 16
+"""Parts of the S3 source here, so that larger reads take several."""
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "payload").write_bytes(CONTENT)
-    return tmp_path
+class Place:
+    """A place with files in it, a source to read them with, and ways to change them that bypass it."""
+
+    location: str
+    source: ByteSource
+
+    def put(self, file: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def denied(self) -> AbstractContextManager[ByteSource]:
+        """Return a source that may not read here."""
+        raise NotImplementedError
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, len(CONTENT)), (777, 9999), (len(CONTENT) - 1, len(CONTENT))])
-def test_a_range_fills_the_buffer_and_nothing_beyond_it(root: Path, start: int, end: int) -> None:
+class LocalPlace(Place):
+    def __init__(self, root: Path) -> None:
+        self.location, self.source = str(root), LocalSource()
+
+    def put(self, file: str, data: bytes) -> None:
+        (Path(self.location) / file).write_bytes(data)
+
+    @contextmanager
+    def denied(self) -> Iterator[ByteSource]:
+        (Path(self.location) / "payload").chmod(0)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield self.source
+        finally:
+            os.seteuid(user)
+
+
+class S3Place(Place):
+    def __init__(self, server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.location, self._server, self._monkeypatch = f"s3://{bucket}/some/artefact", server, monkeypatch
+        self.source = S3Source(endpoint_url=server.endpoint, part_bytes=PART)
+        self._bucket, self._client = bucket, server.client()
+
+    def put(self, file: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=f"some/artefact/{file}", Body=data)
+
+    @contextmanager
+    def denied(self) -> Iterator[ByteSource]:
+        self._monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test:reader")
+        self._monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "reading")
+        source = S3Source(endpoint_url=self._server.endpoint)
+        yield source
+        source.close()
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if request.param == "local":
+        place: Place = LocalPlace(tmp_path)
+    else:
+        server = request.getfixturevalue("s3_credentials")
+        place = S3Place(server, request.getfixturevalue("bucket"), monkeypatch)
+    place.put("payload", CONTENT)
+    yield place
+    place.source.close()
+
+
+def _read(place: Place, start: int, end: int, file: str = "payload") -> bytes:
+    """Return what a read brings, having checked that the bytes on both sides of the buffer stay as they were."""
     buffer = bytearray(b"\xee" * (end - start + 2))
-    LocalSource().read_into(root, "payload", ByteRange(start, end), memoryview(buffer)[1:-1])
-    assert buffer[1:-1] == CONTENT[start:end]
+    place.source.read_into(place.location, file, ByteRange(start, end), memoryview(buffer)[1:-1])
     assert buffer[0] == buffer[-1] == 0xEE
+    return bytes(buffer[1:-1])
 
 
-@pytest.mark.parametrize("start", [len(CONTENT) - 9, len(CONTENT), len(CONTENT) + 100])
-def test_a_range_beyond_the_end_is_truncated(root: Path, start: int) -> None:
-    with pytest.raises(TruncatedPayload, match=f"payload ends at byte {max(start, len(CONTENT))}"):
-        LocalSource().read_into(root, "payload", ByteRange(start, start + 10), memoryview(bytearray(10)))
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (0, 1), (SIZE - 1, SIZE), (0, SIZE), (777, 9999), (PART - 1, PART + 1), (PART, 2 * PART), (1, SIZE - 1),
+        (SIZE - PART, SIZE), (5, 5), (SIZE, SIZE),
+    ],
+)  # fmt: skip
+def test_a_range_fills_the_buffer_and_nothing_beyond_it(place: Place, start: int, end: int) -> None:
+    assert _read(place, start, end) == CONTENT[start:end]
 
 
-@pytest.mark.parametrize("name", ["missing", "directory", "payload/below"])
-def test_a_file_that_cannot_be_read_is_a_source_error_with_its_cause(root: Path, name: str) -> None:
-    (root / "directory").mkdir()
-    with pytest.raises(SourceError, match=name) as caught:
-        LocalSource().read_into(root, name, ByteRange(0, 1), memoryview(bytearray(1)))
-    assert isinstance(caught.value.__cause__, OSError)
+@pytest.mark.parametrize(
+    ("start", "length"), [(SIZE - 9, 10), (SIZE, 10), (SIZE + 100, 10), (0, SIZE + 1), (5, 2 * SIZE)]
+)
+def test_a_range_beyond_the_end_is_truncated(place: Place, start: int, length: int) -> None:
+    with pytest.raises(TruncatedPayload, match=r"payload.* ends "):
+        _read(place, start, start + length)
 
 
-def test_reading_leaves_no_descriptor_open(root: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(50):
-        LocalSource().read_into(root, "payload", ByteRange(0, 5), memoryview(bytearray(5)))
-        with pytest.raises(TruncatedPayload):
-            LocalSource().read_into(
-                root, "payload", ByteRange(len(CONTENT), len(CONTENT) + 5), memoryview(bytearray(5))
-            )
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+def test_an_empty_file_has_no_bytes_and_no_others(place: Place) -> None:
+    place.put("empty", b"")
+    assert place.source.size(place.location, "empty") == 0
+    assert place.source.read(place.location, "empty", 10).data == b""
+    assert _read(place, 0, 0, "empty") == b""
+    with pytest.raises(TruncatedPayload):
+        _read(place, 0, 1, "empty")
+
+
+@pytest.mark.parametrize("location", ["{}", "{}/nowhere"])
+@pytest.mark.parametrize("call", ["read_into", "read", "size"])
+def test_a_missing_file_is_not_found_and_named(place: Place, call: str, location: str) -> None:
+    location = location.format(place.location)
+    arguments = {"read_into": (ByteRange(0, 1), memoryview(bytearray(1))), "read": (100,), "size": ()}[call]
+    with pytest.raises(SourceNotFound, match=f"{location}/missing") as caught:
+        getattr(place.source, call)(location, "missing", *arguments)
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("call", ["read_into", "read"])
+def test_a_file_that_may_not_be_read_is_denied_and_named(place: Place, call: str) -> None:
+    arguments = {"read_into": (ByteRange(0, 1), memoryview(bytearray(1))), "read": (100,)}[call]
+    with place.denied() as source, pytest.raises(SourceDenied, match=f"{place.location}/payload") as caught:
+        getattr(source, call)(place.location, "payload", *arguments)
+    assert isinstance(caught.value, PermissionError)
+
+
+def test_many_threads_read_at_once_and_each_gets_its_own_bytes(place: Place) -> None:
+    def work(number: int) -> None:
+        chosen = random.Random(number)
+        for _ in range(5):
+            start = chosen.randrange(SIZE)
+            end = chosen.randrange(start, SIZE)
+            assert _read(place, start, end) == CONTENT[start:end]
+
+    run_threads(32, work, timeout_s=120)
+
+
+def test_a_small_file_is_read_whole_up_to_its_limit(place: Place) -> None:
+    assert place.source.read(place.location, "payload", SIZE).data == CONTENT
+    assert place.source.read(place.location, "payload", 1 << 40).data == CONTENT
+    for limit in (0, 1, SIZE - 1):
+        with pytest.raises(SourceError, match=f"payload.* more than the {limit} bytes"):
+            place.source.read(place.location, "payload", limit)
+
+
+def test_a_known_revision_is_not_read_again_until_the_file_changes(place: Place) -> None:
+    place.put("small", b"one")
+    first = place.source.read(place.location, "small", 100)
+    assert first.data == b"one"
+    assert place.source.read(place.location, "small", 100, known=first.revision) is None
+    assert place.source.read(place.location, "small", 100, known="another") == first
+    time.sleep(0.02)  # a file system's clock may tick slowly
+    place.put("small", b"two")
+    second = place.source.read(place.location, "small", 100, known=first.revision)
+    assert isinstance(second, Small)
+    assert second.data == b"two"
+    assert second.revision != first.revision
+
+
+def test_the_size_is_that_of_the_file(place: Place) -> None:
+    assert place.source.size(place.location, "payload") == SIZE
+
+
+def test_reading_leaves_nothing_open(place: Place) -> None:
+    def read_often() -> None:
+        for _ in range(20):
+            _read(place, 0, SIZE)
+            with pytest.raises(TruncatedPayload):
+                _read(place, SIZE, SIZE + 5)
+            with pytest.raises(SourceNotFound):
+                _read(place, 0, 1, "missing")
+            with pytest.raises(SourceError):
+                place.source.read(place.location, "payload", 100)
+
+    def in_use() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    run_threads(16, lambda _: _read(place, 0, SIZE))
+    read_often()
+    descriptors, threads = in_use()
+    read_often()
+    assert in_use()[1] == threads
+    assert in_use()[0] <= descriptors
+
+
+@pytest.mark.parametrize("name", ["directory", "payload/below"])
+def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path: Path, name: str) -> None:
+    (tmp_path / "payload").write_bytes(CONTENT)
+    (tmp_path / "directory").mkdir()
+    for call, *arguments in (("read_into", ByteRange(0, 1), memoryview(bytearray(1))), ("read", 9)):
+        with pytest.raises(SourceError, match=name) as caught:
+            getattr(LocalSource(), call)(str(tmp_path), name, *arguments)
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_location_is_read_from_where_its_form_says(
+    s3_credentials: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, near = S3Place(s3_credentials, bucket, monkeypatch), LocalPlace(tmp_path)
+    far.put("payload", b"far")
+    near.put("payload", b"near")
+    sources = Sources(from_mapping({"s3_endpoint_url": s3_credentials.endpoint}))
+    for place, data in ((far, b"far"), (near, b"near")):
+        out = bytearray(len(data))
+        sources.read_into(place.location, "payload", ByteRange(0, len(data)), memoryview(out))
+        assert out == data
+        assert sources.read(place.location, "payload", 10).data == data
+        assert sources.size(place.location, "payload") == len(data)
+    assert sources.is_remote(far.location)
+    assert not sources.is_remote(near.location)
+    sources.close()
+    far.source.close()
+
+
+@pytest.mark.parametrize("location", ["", "relative/path", "s3:/bucket/key", "S3://bucket/key", "file:///tmp", "/a\0b"])
+def test_a_location_of_another_form_is_refused(location: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedLocation, match="neither an absolute path nor s3://"):
+        Sources(from_mapping({"home": tmp_path})).size(location, "payload")
+
+
+def test_local_artefacts_start_no_threads_for_s3(tmp_path: Path) -> None:
+    (tmp_path / "payload").write_bytes(CONTENT)
+    before = threading.active_count()
+    sources = Sources(from_mapping({"home": tmp_path}))
+    assert sources.size(str(tmp_path), "payload") == SIZE
+    assert threading.active_count() == before

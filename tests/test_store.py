@@ -28,7 +28,7 @@ from making import (
     sha256_hasher,
 )  # fmt: skip
 
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, load_token_ids
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.errors import OverBudget, RegistryError
 from lmcache_cartridge.fingerprint import Fingerprint
 from lmcache_cartridge.layout import VIEWS, rank_heads
@@ -157,14 +157,14 @@ def test_a_prompt_that_nobody_prepared_is_a_miss(home: _Home) -> None:
     store = home.open()
     _assert_not_served(store, _Prompt(list(sha256_hasher(CHUNK)(make_ids(64, 7))), 4, None))
     assert store.lookup([]) == 0
-    assert store.stats().loaded == 0
+    assert store.stats().promoted == 0
 
 
 def test_asking_what_is_resident_loads_and_leases_nothing(home: _Home) -> None:
     made = home.make()
     store, prompt = home.open(), _prompt(home, made)
     assert store.resident(prompt.hashes) == 0
-    assert store.stats().loaded == 0
+    assert store.stats().promoted == 0
     store.lookup(prompt.hashes)
     before = store.stats()
     assert store.resident(prompt.hashes) == 4
@@ -385,7 +385,8 @@ def test_an_artefact_replaced_while_it_is_served_is_quarantined(
         (tmp_path / "other" / name).replace(home.root() / name)
     assert store.lookup(prompt.hashes) == 0
     _assert_not_served(store, prompt)
-    assert "KV head 0 of " in store.refused()["doc@1"]
+    expected = "was replaced after it was registered" if also_manifest else "KV head 0 of "
+    assert expected in store.refused()["doc@1"]
 
 
 def test_chunks_that_were_resident_before_a_replacement_are_still_the_old_ones(home: _Home, tmp_path: Path) -> None:
@@ -431,7 +432,7 @@ def test_part_of_a_trained_cartridge_is_not_answered(home: _Home) -> None:
     store, prompt = home.open(), _prompt(home, made)
     for count in range(4):
         assert store.lookup(prompt.hashes[:count], prompt.tag) == 0
-    assert store.stats().loaded == 0
+    assert store.stats().promoted == 0
     _assert_served(store, made, prompt)
 
 
@@ -439,7 +440,7 @@ def test_a_trained_cartridge_that_memory_cannot_hold_is_not_begun(home: _Home) -
     made = home.make(kind="trained", positions=64)
     store, prompt = home.open(chunks=3), _prompt(home, made)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
-    assert (store.stats().loaded, store.stats().resident) == (0, 0)
+    assert (store.stats().promoted, store.stats().resident) == (0, 0)
 
 
 def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: _Home) -> None:
@@ -473,7 +474,7 @@ def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(hom
         home.make(name, kind="trained", positions=64, token_ids=ids, seed=seed)
     store = home.open()
     for seed, name in enumerate(("one", "other")):
-        made = Made(store._cartridges[home.registry.find(name).digest].manifest, None)
+        made = Made(load_manifest(home.root(name)), None)
         kv = make_artifact(home.path / f"copy-{name}", positions=64, token_ids=ids, seed=seed, kind="trained").kv
         _assert_served(store, made._replace(kv=kv), _prompt(home, made, name))
 
@@ -567,7 +568,10 @@ def test_serving_changes_no_artefact_and_no_registry(home: _Home) -> None:
 
 def test_the_disk_tier_serves_what_its_source_lost(home: _Home) -> None:
     made = home.make()
-    settings = Settings(home=home.path, cpu_bytes=4 * CHUNK_BYTES, disk_bytes="1MiB", lookup_timeout_s=20)
+    settings = Settings(
+        home=home.path, cpu_bytes=4 * CHUNK_BYTES, disk_bytes="1MiB", disk_dir=home.path / "cache", disk_local=True,
+        lookup_timeout_s=20,
+    )  # fmt: skip
     for expected_misses in (4, 0):
         store = CartridgeStore(settings, make_engine(make_fingerprint()))
         _assert_served(store, made, _prompt(home, made))

@@ -7,8 +7,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.responses import JSONResponse
 
-from ..errors import CartridgeNotFound
+from ..errors import CartridgeError, CartridgeNotFound
 from ..quarantine import Quarantine
 from ..registry import Location, Registry
 from .gate import error
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .api import CartridgePlugin
 
 _PATH = re.compile(r"/\S*/")
-_ACTIONS = {"pin": "cartridge_pin", "unpin": "cartridge_unpin", "evict": "cartridge_evict"}
+_ACTIONS = ("preload", "pin", "unpin", "evict")
 
 
 def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
@@ -27,7 +28,7 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
 
     @router.get("")
     async def every() -> Any:
-        ranks = await plugin.rpc("cartridge_status")
+        ranks = await plugin.call("status")
         rows = await asyncio.to_thread(_registry(plugin).all)
         return {"object": "list", "data": [_state(row, ranks, plugin) for row in rows]}
 
@@ -37,30 +38,36 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
             row = await asyncio.to_thread(_registry(plugin).find, name)
         except CartridgeNotFound:
             return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
-        return _state(row, await plugin.rpc("cartridge_status"), plugin)
+        return _state(row, await plugin.call("status"), plugin)
 
     @router.post("/{name}/{action}")
     async def act(name: str, action: str) -> Any:
         if not plugin.settings.admin:
             return error(Refusal(403, "changing cartridges over HTTP is off; the setting `admin` switches it on"))
-        if action not in ("preload", *_ACTIONS):
+        if action not in _ACTIONS:
             return error(Refusal(404, f"no such action: {action[:80]!r}"))
         try:
-            selection = await asyncio.to_thread(plugin.resolver.resolve, [Reference(id=name[:1024], source="registry")])
-            if selection.tag is None:
-                return error(Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}"))
-            if action in ("preload", "pin"):
-                plugin.forget(selection.tag)
-                await plugin.admit(selection)
+            selection = await plugin.resolve([Reference(id=name[:1024], source="registry")])
         except Refusal as refusal:
             return error(refusal)
+        if selection.tag is None:
+            return error(Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}"))
+        result = {"id": selection.manifests[0].name, "action": action}
         if action == "preload":
-            counts = [rank["resident"] for rank in await plugin.prepare(selection)]
-        else:
-            counts = await plugin.rpc(_ACTIONS[action], selection.manifests[0].digest)
-        if action == "evict":
-            plugin.forget()
-        return {"id": selection.manifests[0].name, "action": action, "chunks": min(counts)}
+            ranks = await plugin.call("preload", selection.tag, selection.located)
+            if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
+                return error(Refusal(409, f"{selection.names} cannot be served: {_PATH.sub('', refused)}"))
+            slowest = min(ranks, key=lambda rank: rank["resident"])
+            body = result | {"chunks": slowest["chunks"], "resident_chunks": slowest["resident"]}
+            body["eta_s"] = slowest["eta_s"]
+            return JSONResponse(body, 200 if slowest["resident"] == slowest["chunks"] else 202)
+        try:
+            counts = await plugin.call(action, selection.tag)
+        except CartridgeError as problem:
+            if action == "pin":
+                await plugin.call("unpin", selection.tag)
+            return error(Refusal(409, str(problem)))
+        return result | {"chunks": min(counts)}
 
     app.include_router(router)
 
@@ -73,9 +80,17 @@ def _state(row: Location, ranks: list[dict[str, Any]], plugin: CartridgePlugin) 
     """Describe one cartridge for a client, without a path."""
     quarantined = Quarantine(plugin.settings.quarantine_dir).reason(row.digest)
     reason = quarantined or next((rank["refused"][row.name] for rank in ranks if row.name in rank["refused"]), None)
-    resident = min(rank["resident"].get(row.digest, 0) for rank in ranks)
     whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0
-    state = "quarantined" if quarantined else "refused" if reason else "resident" if resident >= whole else "cold"
+    tiers = {
+        tier: {"resident_chunks": min(rank["resident"][tier].get(row.digest, 0) for rank in ranks), "chunks": whole}
+        for tier in ranks[0]["resident"]
+    }
+    resident = max(tier["resident_chunks"] for tier in tiers.values())
+    loading = [rank["loading"][row.digest] for rank in ranks if row.digest in rank["loading"]]
+    if quarantined or reason:
+        state = "quarantined" if quarantined else "refused"
+    else:
+        state = "resident" if resident >= whole else "loading" if loading else "cold"
     return {
         "object": "cartridge",
         "id": row.id,
@@ -85,6 +100,21 @@ def _state(row: Location, ranks: list[dict[str, Any]], plugin: CartridgePlugin) 
         "positions": row.positions,
         "bytes": row.bytes,
         "state": state,
-        "reason": reason and _PATH.sub("", reason.replace(str(row.root), row.name)),
-        "cpu": {"resident_chunks": resident, "chunks": whole},
+        "reason": reason and _PATH.sub("", reason.replace(row.location, row.name)),
+        "pinned": all(row.digest in rank["pinned"] for rank in ranks),
+        "tiers": tiers,
+        "loading": _progress(loading),
+    }
+
+
+def _progress(ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Describe how far the slowest rank is with loading; None where none is loading."""
+    if not ranks:
+        return None
+    slowest = min(ranks, key=lambda rank: rank["resident"])
+    return {
+        "resident_chunks": slowest["resident"],
+        "chunks": slowest["chunks"],
+        "eta_s": slowest["eta_s"],
+        "failing": slowest["problem"] is not None,
     }

@@ -8,12 +8,16 @@ where it is missing: a `cartridges` field that nobody reads would be answered wi
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
+import uuid
+import weakref
 from argparse import Namespace
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -31,15 +35,16 @@ from ..errors import CartridgeError, UnsupportedEngine
 from ..settings import Settings
 from . import headers
 from .admin import add_routes
+from .control import Workers
 from .gate import Gate
-from .request import GRANT, TAG, Refusal, Resolver, Selection, check_params
+from .request import GRANT, TAG, NeedsNetwork, Reference, Refusal, Resolver, Selection, check_params
 from .router import Router
 from .yaml_settings import from_environment
 
 logger = init_logger("vllm.lmcache_cartridge.api")
 
-_READY = 4096
-"""Chains remembered as having been ready; others are asked for again."""
+_NETWORK_THREADS = 16
+"""Requests that may wait for manifests from S3 at once; all others are resolved in threads of their own."""
 _HANDLERS = (
     "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
     "anthropic_serving_messages", "cohere_serving_chat_v2", "serving_tokens",
@@ -47,10 +52,41 @@ _HANDLERS = (
 """vLLM's request handlers that take what a client says of KV transfer to the engine."""
 
 
+class Claimed:
+    """A request's claim on its cartridges' memory in every worker; made by `CartridgePlugin.admit`."""
+
+    def __init__(self, workers: Workers, selection: Selection) -> None:
+        self._workers, self._selection = workers, selection
+        self._name = uuid.uuid4().hex
+        self._released = False
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return how far each worker is with it; see `CartridgeStore.claim`. Blocks for the answers."""
+        return self._workers.call("claim", self._name, self._selection.tag, self._selection.located)
+
+    def release(self) -> None:
+        """Let the memory go. Does not wait; releasing twice is no change."""
+        if not self._released:
+            self._released = True
+            self._workers.release(self._name)
+
+
 class Granted(dict):
-    """`kv_transfer_params` as this server made them: no client can send one."""
+    """`kv_transfer_params` as this server made them: no client can send one.
+
+    The claim ends when the engine has what it needs of it, at the latest when nobody knows of the request any more.
+    """
 
     selection: Selection
+    claim: Claimed
+    users: int
+    """Prompts of the request that the engine has not got yet."""
+
+    def used(self) -> None:
+        """Note that the engine needs the memory for one prompt less."""
+        self.users -= 1
+        if self.users <= 0:
+            self.claim.release()
 
 
 class CartridgePlugin:
@@ -81,8 +117,11 @@ class CartridgePlugin:
             raise self._failed
         self.engine = engine_client
         self.resolver, self.router = Resolver(self.settings), Router(self.settings)
-        self._ready: OrderedDict[str, None] = OrderedDict()
-        for rank in await self.rpc("cartridge_status"):
+        paths = await self._control_paths()
+        self._hot, self._calm = Workers(paths), Workers(paths)
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
+        self._network = ThreadPoolExecutor(_NETWORK_THREADS, thread_name_prefix="cartridge-network")
+        for rank in await self.call("status"):
             logger.info("rank %d serves %d cartridges", rank["rank"], len(rank["served"]))
         for name in _HANDLERS:
             serving = getattr(state, name, None)
@@ -94,60 +133,79 @@ class CartridgePlugin:
             serving.engine_client = GuardedEngine(engine_client, self)
         await probe(state)
 
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `CartridgeWorker` on every rank."""
+    async def _control_paths(self) -> list[str]:
         try:
-            return await self.engine.collective_rpc(method, args=args)
+            return await self.engine.collective_rpc("cartridge_control")
         except Exception as error:
             raise UnsupportedEngine(
-                f"the workers do not answer {method}: {error}. Start vLLM with "
+                f"the workers have no cartridges: {error}. Start vLLM with "
                 "--worker-extension-cls lmcache_cartridge.serve.worker.CartridgeWorker"
             ) from error
 
-    async def admit(self, selection: Selection) -> bool:
-        """Return whether the KV may be used: False means that the documents' text takes its place.
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call every worker's store, past the requests that wait for theirs, and return each rank's result."""
+        return await asyncio.get_running_loop().run_in_executor(self._network, self._calm.call, method, *args)
 
-        Waits, for `ready_timeout_s` at most, until the chunks are in memory. Raises `Refusal` where there is no text,
+    async def resolve(self, references: Sequence[Reference]) -> Selection:
+        """Return the selection; only those whose manifest must be fetched wait for the network.
+
+        Raises `Refusal`, 503 where that takes longer than `ready_timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._pool, partial(self.resolver.resolve, references, network=False))
+        except NeedsNetwork:
+            fetch = loop.run_in_executor(self._network, self.resolver.resolve, references)
+        try:
+            return await asyncio.wait_for(fetch, self.settings.ready_timeout_s)
+        except TimeoutError:
+            raise Refusal(503, "the cartridge's manifest is still being fetched", retry_after_s=5) from None
+
+    async def admit(self, selection: Selection) -> Claimed | None:
+        """Return a claim on the KV once it may be used, None where the documents' text takes its place.
+
+        Waits, for `ready_timeout_s` at most, until the chunks are in memory; others pass meanwhile. What can be
+        computed is not waited for where memory is short or its source fails. Raises `Refusal` where there is no text,
         or the settings do not allow it.
         """
         for digest in (*selection.afresh, selection.tag) if selection.afresh else ():
-            await self.rpc("cartridge_evict", digest)
-        if selection.tag is None or (selection.tag in self._ready and not selection.afresh):
-            return True
+            await self.call("evict", digest)
+        claim = Claimed(self._hot, selection)
+        try:
+            if selection.tag is None or await self._wait(claim, selection):
+                return claim
+        except BaseException:
+            claim.release()
+            raise
+        claim.release()
+        return None
+
+    async def _wait(self, claim: Claimed, selection: Selection) -> bool:
+        """Wait until a claim may be used, True, or the documents' text has to do, False. Raises `Refusal`."""
+        loop = asyncio.get_running_loop()
         deadline, pause = time.monotonic() + self.settings.ready_timeout_s, 0.002
         while True:
-            ranks = await self.prepare(selection)
+            ranks = await loop.run_in_executor(self._pool, claim.poll)
             refused = next((rank for rank in ranks if rank["refused"]), None)
             if refused is not None and refused["mismatch"]:
                 raise Refusal(409, f"{selection.names} cannot be used with the model served here")
             late = time.monotonic() > deadline
-            if all(rank["resident"] == rank["chunks"] for rank in ranks) and refused is None:
-                self._ready[selection.tag] = None
-                while len(self._ready) > _READY:
-                    self._ready.popitem(last=False)
+            if all(rank["ready"] for rank in ranks):
                 return True
-            if selection.must_inject == 0 and (late or refused is not None):
+            stuck = any(rank["resident"] == rank["admitted"] for rank in ranks if not rank["ready"])
+            if selection.must_inject == 0 and (late or refused is not None or stuck):
                 return True  # what is missing is computed, from the documents' own tokens
             if late or refused is not None:
                 if self.settings.on_miss == "document" and selection.document_ids is not None:
                     return False
                 if refused is not None:
                     raise Refusal(422, f"{selection.names} cannot be served; `lmcache-cartridge describe` says why")
-                raise Refusal(503, f"{selection.names} is still being loaded", retry_after_s=5)
+                eta_s = max(5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks)
+                raise Refusal(
+                    503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
-
-    async def prepare(self, selection: Selection) -> list[dict[str, Any]]:
-        """Have every rank bring the selection into memory; return how far each is."""
-        roots = {m.digest: root for m, root in zip(selection.manifests, selection.roots, strict=True)}
-        return await self.rpc("cartridge_prepare", selection.tag, roots)
-
-    def forget(self, tag: str | None = None) -> None:
-        """Ask the workers again before the next request for `tag`, or for any."""
-        if tag is None:
-            self._ready.clear()
-        else:
-            self._ready.pop(tag, None)
 
 
 class CartridgeRenderer:
@@ -177,20 +235,25 @@ class CartridgeRenderer:
             return await render(request, **kwargs)
         try:
             check_request(request, selection)
-            granted = await self._plugin.admit(selection)
+            claim = await self._plugin.admit(selection)
         except Refusal as refusal:
             raise _http(refusal) from None
         except CartridgeError:
             logger.exception("%s could not be prepared", selection.names)
             raise GracefulHTTPError("cartridges are not available", HTTPStatus.SERVICE_UNAVAILABLE) from None
-        params = request.kv_transfer_params
-        request.kv_transfer_params = None  # the inner renderer has no use for our keys
-        result = await render(request, **kwargs)
-        engine_inputs = inputs(result) if not hasattr(result, "error") else []
-        for engine_input in engine_inputs:
-            self._prepend(engine_input, request, selection, granted)
-        request.kv_transfer_params = _grant(params, selection if granted else None)
-        headers.note(selection.used if granted else selection.replaced)
+        try:
+            params = request.kv_transfer_params
+            request.kv_transfer_params = None  # the inner renderer has no use for our keys
+            result = await render(request, **kwargs)
+            engine_inputs = inputs(result) if not hasattr(result, "error") else []
+            for engine_input in engine_inputs:
+                self._prepend(engine_input, request, selection, claim is not None)
+            request.kv_transfer_params = _grant(params, selection, claim, len(engine_inputs))
+        except BaseException:
+            if claim is not None:
+                claim.release()
+            raise
+        headers.note(selection.used if claim is not None else selection.replaced)
         return result
 
     async def _select(self, request: Any) -> Selection | None:
@@ -206,7 +269,7 @@ class CartridgeRenderer:
             )
             if not references:
                 return None
-            return await asyncio.to_thread(self._plugin.resolver.resolve, references)
+            return await self._plugin.resolve(references)
         except Refusal as refusal:
             raise _http(refusal) from None
         except CartridgeError:
@@ -258,15 +321,23 @@ class GuardedEngine:
                 yield output
             return
         selection, answered = granted.selection, False
-        async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
-            async for output in outputs:
-                if any(o.finish_reason == "error" for o in output.outputs):
-                    break
-                answered = True
-                yield output
-            else:
-                return
-        self._plugin.forget(selection.tag)
+        # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one prompt
+        # the first may come before the last has begun.
+        to_the_end = selection.must_inject > 0 or (getattr(params, "n", 1) or 1) > 1
+        try:
+            async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    if any(o.finish_reason == "error" for o in output.outputs):
+                        break
+                    if not answered and not to_the_end:
+                        granted.used()
+                    answered = True
+                    yield output
+                else:
+                    return
+        finally:
+            if to_the_end or not answered:
+                granted.used()
         needs_leave = selection.must_inject > 0
         if answered or selection.document_ids is None or (needs_leave and self._plugin.settings.on_miss != "document"):
             headers.retry_after(1)
@@ -336,13 +407,16 @@ def check_request(request: Any, selection: Selection) -> None:
         raise Refusal(422, "nothing to generate")
 
 
-def _grant(params: dict[str, Any] | None, selection: Selection | None) -> dict[str, Any] | None:
-    """Return the client's own parameters, less the names, and with a selection what lets the engine find its KV."""
+def _grant(
+    params: dict[str, Any] | None, selection: Selection, claim: Claimed | None, prompts: int
+) -> dict[str, Any] | None:
+    """Return the client's own parameters, less the names, and with a claim what lets the engine find its KV."""
     own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}
-    if selection is None or selection.tag is None:
+    if claim is None or selection.tag is None:
         return own or None
     granted = Granted(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
-    granted.selection = selection
+    granted.selection, granted.claim, granted.users = selection, claim, prompts
+    weakref.finalize(granted, claim.release)
     return granted
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +14,11 @@ from vllm import LLM, SamplingParams
 
 from ..errors import CartridgeError
 from ..settings import Settings
+from .control import Workers
 from .launch import plan
-from .request import GRANT, TAG, Resolver, read
+from .request import GRANT, TAG, Resolver, Selection, read
+
+_workers: weakref.WeakKeyDictionary[LLM, Workers] = weakref.WeakKeyDictionary()
 
 
 def engine_arguments(settings: Settings, *, chunk_tokens: int = 256, on_load_failure: str = "fail") -> dict[str, Any]:
@@ -37,11 +42,12 @@ def with_cartridges(
     cartridges: Sequence[str],
     prompt: str | list[int] | list[dict[str, str]],
     params: SamplingParams | None = None,
-) -> tuple[dict[str, Any], SamplingParams]:
+) -> tuple[Prompt, SamplingParams]:
     """Return a prompt and sampling parameters for `llm.generate` that put cartridges before text, ids or messages.
 
-    Waits, `ready_timeout_s` at most, until the cartridges are in memory. Raises `Refusal` for unknown ones,
-    `CartridgeError` for those that cannot be served or are not there in time.
+    Waits, `ready_timeout_s` at most, until the cartridges are in memory, where they stay as long as the prompt is
+    referred to. Raises `Refusal` for unknown ones, `CartridgeError` for those that cannot be served or are not there
+    in time.
     """
     selection = Resolver(settings).resolve(read({"cartridges": list(cartridges)}, None))
     tokenizer = llm.get_tokenizer()
@@ -56,23 +62,32 @@ def with_cartridges(
     if not own:
         raise CartridgeError("a prompt must have text beside its cartridges")
     params = params.clone() if params is not None else SamplingParams()
+    result = Prompt(prompt_token_ids=[*selection.token_ids, *own], cache_salt=selection.salt(None))
     if selection.tag is not None:
         if params.prompt_logprobs is not None and selection.must_inject:
             raise CartridgeError("prompt logprobs need the prompt computed, and a trained cartridge cannot be")
-        _wait(llm, settings, selection)
+        _claim(llm, settings, selection, result)
         grant = {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}}
         params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
-    return {"prompt_token_ids": [*selection.token_ids, *own], "cache_salt": selection.salt(None)}, params
+    return result, params
 
 
-def _wait(llm: LLM, settings: Settings, selection: Any) -> None:
-    roots = {m.digest: root for m, root in zip(selection.manifests, selection.roots, strict=True)}
+class Prompt(dict):
+    """A prompt for `LLM.generate` that keeps its cartridges in memory."""
+
+
+def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
+    """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
+    if llm not in _workers:
+        _workers[llm] = Workers(llm.collective_rpc("cartridge_control"))
+    workers, name = _workers[llm], uuid.uuid4().hex
+    weakref.finalize(prompt, workers.release, name).atexit = False
     deadline = time.monotonic() + settings.ready_timeout_s
     while True:
-        ranks = llm.collective_rpc("cartridge_prepare", args=(selection.tag, roots))
+        ranks = workers.call("claim", name, selection.tag, selection.located)
         if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
             raise CartridgeError(f"{selection.names} cannot be served: {refused}")
-        if all(rank["resident"] == rank["chunks"] for rank in ranks):
+        if all(rank["ready"] for rank in ranks):
             return
         if time.monotonic() > deadline:
             raise CartridgeError(f"{selection.names} was not loaded within {settings.ready_timeout_s} s")

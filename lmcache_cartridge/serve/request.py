@@ -1,6 +1,7 @@
 """What a request may ask for, and what it gets: cartridges -> prompt ids, salt, tag; or a refusal with its reason.
 
-Knows no vLLM: `api.py` translates. Everything here is safe to run in a thread, and blocks for small reads only.
+Knows no vLLM: `api.py` translates. Everything here is safe to run in a thread, and blocks for small reads
+only, from S3 too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .. import artifact
-from ..errors import CartridgeError, CartridgeNotFound
+from ..errors import CartridgeError, CartridgeNotFound, SourceError, SourceNotFound
 from ..manifest import Manifest
+from ..mirror import Mirror
 from ..quarantine import Quarantine
 from ..registry import Registry
+from ..s3 import allowed
 from ..settings import Settings
+from ..sources import Sources
 
 TAG = "lmcache.tag.cartridge"
 """The key in `kv_transfer_params` whose value LMCache puts into its own keys: the digests of the chain."""
@@ -70,7 +74,8 @@ class Selection(NamedTuple):
     """Cartridges resolved for one request."""
 
     manifests: tuple[Manifest, ...]
-    roots: tuple[str, ...]
+    places: tuple[tuple[str, str], ...]
+    """Of each, the directory of its manifest and token ids, and the location of its payload."""
     token_ids: tuple[int, ...]
     """Ids of all of them, in order; they go before the prompt's own."""
     document_ids: tuple[int, ...] | None
@@ -83,6 +88,11 @@ class Selection(NamedTuple):
         """What LMCache's keys and vLLM's salt are bound to: every digest in order. None without any KV."""
         digests = [m.digest for m in self.manifests if m.kind != "tokens"]
         return ".".join(digests) or None
+
+    @property
+    def located(self) -> dict[str, tuple[str, str]]:
+        """`places` by digest, as workers want them."""
+        return {m.digest: place for m, place in zip(self.manifests, self.places, strict=True)}
 
     @property
     def must_inject(self) -> int:
@@ -166,21 +176,29 @@ def read(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list
         raise Refusal(400, f"cartridges{'.' if place else ''}{place}: {first['msg']}") from None
 
 
+class NeedsNetwork(Exception):
+    """A cartridge's manifest is not here yet, or may be out of date."""
+
+
 class Resolver:
-    """Turns references into a `Selection`, from the registry and the configured roots."""
+    """Turns references into a `Selection`, from the registry, the configured roots and buckets."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
+        self._mirror = Mirror(settings.mirror_dir, Sources(settings))
 
-    def resolve(self, references: Sequence[Reference]) -> Selection:
-        """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so."""
-        roots = [self._root(reference) for reference in references]
+    def resolve(self, references: Sequence[Reference], *, network: bool = True) -> Selection:
+        """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had now.
+
+        Without `network` it raises `NeedsNetwork` where a manifest would have to be fetched, instead of waiting.
+        """
+        found = [self._find(reference, network) for reference in references]
         manifests, ids, documents = [], [], []
-        for reference, (root, digest) in zip(references, roots, strict=True):
+        for reference, (root, location, digest) in zip(references, found, strict=True):
             try:
-                manifest, own, document = _load(root, digest, _stamp(root))
+                manifest, own, document = _load(root, location == str(root), digest, _stamp(root))
             except CartridgeError:
                 raise Refusal(
                     422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`"
@@ -194,19 +212,41 @@ class Resolver:
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
         whole = None if None in documents else tuple(chain.from_iterable(documents))
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
-        return Selection(tuple(manifests), tuple(str(r) for r, _ in roots), tuple(ids), whole, afresh)
+        places = tuple((str(root), location) for root, location, _ in found)
+        return Selection(tuple(manifests), places, tuple(ids), whole, afresh)
 
-    def _root(self, reference: Reference) -> tuple[Path, str | None]:
+    def _find(self, reference: Reference, network: bool) -> tuple[Path, str, str | None]:
+        """Return where a cartridge's manifest is, where the cartridge is, and the digest it must have."""
         where = reference.where()
-        if where == "s3":
-            raise Refusal(422, "this server has no S3 source; register the cartridge or put it under a configured root")
         if where == "local":
-            return self._local(reference), None
+            root = self._local(reference)
+            return root, str(root), None
+        if where == "s3":
+            if not allowed(reference.id, self._settings.buckets):
+                raise Refusal(404, f"no cartridge is at {_shown(reference)}")
+            return self._fetched(reference, reference.id, network), reference.id, None
         try:
-            location = self._registry.find(reference.id)
+            row = self._registry.find(reference.id)
         except CartridgeNotFound:
             raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
-        return location.root, location.digest
+        if not Sources.is_remote(row.location):
+            return Path(row.location), row.location, row.digest
+        root = None if reference.force_redownload else self._mirror.known(row.location)
+        return root or self._fetched(reference, row.location, network), row.location, row.digest
+
+    def _fetched(self, reference: Reference, location: str, network: bool) -> Path:
+        """Return the local copy of the manifest of an artefact in S3, as fresh as the mirror keeps them."""
+        force = reference.force_redownload
+        if not network and (force or not self._mirror.is_fresh(location)):
+            raise NeedsNetwork
+        try:
+            return self._mirror.fetch(location, force=force)
+        except SourceNotFound:
+            raise Refusal(404, f"no cartridge is at {_shown(reference)}") from None
+        except SourceError:
+            raise Refusal(503, f"{_shown(reference)} cannot be reached", retry_after_s=5) from None
+        except CartridgeError:
+            raise Refusal(422, f"cartridge {_shown(reference)} is damaged") from None
 
     def _local(self, reference: Reference) -> Path:
         """Return the real path of a directory under a configured root; whatever is wrong, the client hears 404."""
@@ -230,9 +270,11 @@ def _stamp(root: Path) -> int:
 
 
 @lru_cache(maxsize=128)
-def _load(root: Path, digest: str | None, stamp: int) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
+def _load(
+    root: Path, payload: bool, digest: str | None, stamp: int
+) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
     """Return a cartridge's manifest, token ids and document ids, remembered while its manifest stays as it is."""
-    manifest = artifact.load_manifest(root, digest)
+    manifest = artifact.load_manifest(root, digest, payload=payload)
     ids = tuple(artifact.load_token_ids(manifest, root).tolist())
     if manifest.kind != "trained":
         return manifest, ids, ids

@@ -1,0 +1,401 @@
+"""S3Source: artefacts in S3 buckets, read by ranged GETs in parallel, retried, each read under one deadline."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
+
+from .artifact import ByteRange
+from .bytesource import Small
+from .errors import (
+    CartridgeError,
+    MalformedLocation,
+    SourceDenied,
+    SourceError,
+    SourceNotFound,
+    SourceTimeout,
+    TruncatedPayload,
+)
+from .workers import Workers
+
+T = TypeVar("T")
+
+SCHEME = "s3://"
+_BUCKET = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){1,61}[A-Za-z0-9]")
+_MAX_KEY_BYTES = 1000
+"""S3 allows 1024, of which a file name takes some."""
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+_STEP_BYTES = 256 << 10
+"""What is taken from a connection at once; between two steps a read notices that it was given up."""
+_LONGEST_BACKOFF_S = 5.0
+
+
+def parse(location: str) -> tuple[str, str]:
+    """Return bucket and key prefix of `s3://bucket/prefix`.
+
+    Raises `MalformedLocation` unless that is what it is, spelled in the one way that leaves nothing to resolve: no
+    empty, `.` or `..` segments, nothing percent-encoded, no query, no control characters.
+    """
+    bucket, _, key = location.removeprefix(SCHEME).partition("/")
+    sound = (
+        location.startswith(SCHEME)
+        and _BUCKET.fullmatch(bucket)
+        and key.isprintable()
+        and not set(key) & set("%?#\\")
+        and not {"", ".", ".."} & set(key.split("/"))
+        and len(key.encode()) <= _MAX_KEY_BYTES
+    )
+    if not sound:
+        raise MalformedLocation(
+            f"{location[:200]!r} is no s3://bucket/prefix: no empty, . or .. segments, no % ? # or \\, no / at the end"
+        )
+    return bucket, key
+
+
+def allowed(location: str, buckets: Iterable[str]) -> bool:
+    """Return whether `location` is, or lies under, one of `buckets`, each `bucket` or `bucket/prefix`."""
+    try:
+        parse(location)
+    except MalformedLocation:
+        return False
+    segments = location.removeprefix(SCHEME).split("/")
+    roots = [bucket.rstrip("/").split("/") for bucket in buckets]
+    return any(segments[: len(root)] == root for root in roots)
+
+
+class S3Source:
+    """Objects of any S3 server. See `ByteSource`.
+
+    Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests run
+    at once, on as many threads; a read that was given up at its deadline leaves its threads at their next byte.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        connections: int = 16,
+        part_bytes: int = 8 << 20,
+        timeout_s: float = 60.0,
+        attempts: int = 8,
+        backoff_s: float = 0.1,
+    ) -> None:
+        """`attempts` is how often in a row a request may fail before it is an error; between two of them it waits
+        `backoff_s`, twice that, and so on, less a random part. Raises `SourceError` where boto3 is not installed.
+        """
+        self._part_bytes, self._timeout_s, self._attempts, self._backoff_s = part_bytes, timeout_s, attempts, backoff_s
+        self._client = _client(endpoint_url, region, connections, timeout_s)
+        self._endpoint = f"at {self._client.meta.endpoint_url}"
+        self._workers = Workers(connections, "s3")
+        self._closed = False
+
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+        """See `ByteSource.read_into`."""
+        target = _target(location, file)
+        if not len(out):
+            return
+        with self._call(location, file) as call:
+            starts = range(0, len(out), self._part_bytes)
+            parts = [out[start : start + self._part_bytes] for start in starts]
+            call.run(
+                [
+                    partial(self._fill, call, target, where.start + start, part)
+                    for start, part in zip(starts, parts, strict=True)
+                ]
+            )
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
+        """See `ByteSource.read`."""
+        target = _target(location, file)
+        if known:
+            target["IfNoneMatch"] = known
+        with self._call(location, file) as call:
+            return call.run([partial(call.retry, partial(self._whole, call, target, limit_bytes))])[0]
+
+    def size(self, location: str, file: str) -> int:
+        """See `ByteSource.size`."""
+        target = _target(location, file)
+        with self._call(location, file) as call:
+            return call.run([partial(call.retry, lambda: self._client.head_object(**target)["ContentLength"])])[0]
+
+    def upload(self, location: str, file: str, data: BinaryIO, progress: Callable[[int], None] | None = None) -> None:
+        """Store an open file, a large one in parts. Blocks as long as it takes; `progress` gets bytes as they go."""
+        target = _target(location, file)
+        from boto3.s3.transfer import TransferConfig
+
+        parts = TransferConfig(multipart_threshold=16 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
+        self._once(location, file, lambda: self._client.upload_fileobj(
+            data, target["Bucket"], target["Key"], Callback=progress, Config=parts
+        ))  # fmt: skip
+
+    def delete(self, location: str, file: str) -> None:
+        """Remove an object; no change if there is none."""
+        target = _target(location, file)
+        self._once(location, file, lambda: self._client.delete_object(**target))
+
+    def close(self) -> None:
+        """See `ByteSource.close`."""
+        if not self._closed:
+            self._closed = True
+            self._workers.close()
+            self._client.close()
+
+    def _call(self, location: str, file: str) -> _Call:
+        if self._closed:
+            raise SourceError(f"{location}/{file}: the source was closed")
+        return _Call(
+            f"{location}/{file} {self._endpoint}", self._workers, self._timeout_s, self._attempts, self._backoff_s
+        )
+
+    def _once(self, location: str, file: str, request: Callable[[], object]) -> None:
+        """Run a request that is not repeated here. For uploads the client's own retries of parts have to do."""
+        try:
+            request()
+        except Exception as error:
+            raise _final(error, f"{location}/{file} {self._endpoint}") from _cause(error)
+
+    def _fill(self, call: _Call, target: dict[str, str], start: int, out: memoryview) -> None:
+        """Fill `out` from `start` of an object, going on from where a connection broke."""
+        done = 0
+
+        def rest() -> None:
+            nonlocal done
+            end = start + len(out)
+            response = self._client.get_object(**target, Range=f"bytes={start + done}-{end - 1}")
+            with response["Body"] as body:
+                _check_range(response, start + done, end, call.name)
+                while done < len(out) and (data := body.read1(min(_STEP_BYTES, len(out) - done))):
+                    call.write(out, done, data)
+                    done += len(data)
+            if done < len(out):
+                raise _Broken("the answer ended early")
+
+        call.retry(rest, lambda: done)
+
+    def _whole(self, call: _Call, target: dict[str, str], limit_bytes: int) -> Small | None:
+        try:
+            response = self._client.get_object(**target)
+        except Exception as error:
+            if _status(error) == 304:
+                return None
+            raise
+        data, length = bytearray(), response.get("ContentLength")
+        with response["Body"] as body:
+            while len(data) <= limit_bytes >= (length or 0) and (piece := body.read1(_STEP_BYTES)):
+                call.check()
+                data += piece
+        if max(len(data), length or 0) > limit_bytes:
+            raise SourceError(f"{call.name} has more than the {limit_bytes} bytes that it may have")
+        if length is not None and len(data) != length:
+            raise _Broken("the answer ended early")
+        return Small(bytes(data), response.get("ETag", ""))
+
+
+class _Broken(SourceError):
+    """A request failed in a way that may pass."""
+
+
+class _GivenUp(Exception):
+    """The call that a thread works for has ended."""
+
+
+class _Call:
+    """One call, a context manager: its deadline, its retries, and that nothing is written for it once it has ended."""
+
+    def __init__(self, name: str, workers: Workers, timeout_s: float, attempts: int, backoff_s: float) -> None:
+        self.name = name
+        self._workers, self._attempts, self._backoff_s = workers, attempts, backoff_s
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._last: Exception | None = None
+
+    def __enter__(self) -> _Call:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._ended.set()
+
+    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Run tasks on the workers and return their results; raise the first error, or `SourceTimeout`."""
+        futures = [self._workers.submit(task) for task in tasks]
+        try:
+            done, waiting = wait(futures, max(0.0, self._deadline - time.monotonic()), FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if waiting:
+                last = f"; last: {self._last}" if self._last else ""
+                raise SourceTimeout(f"{self.name} was not read within s3_timeout_s, {self._timeout_s:g} s{last}")
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def write(self, out: memoryview, start: int, data: bytes) -> None:
+        """Copy into the caller's buffer, which stays the caller's alone once the call has ended."""
+        with self._lock:
+            self.check()
+            out[start : start + len(data)] = data
+
+    def check(self) -> None:
+        """Raise `_GivenUp` if the call has ended."""
+        if self._ended.is_set():
+            raise _GivenUp
+
+    def retry(self, request: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+        """Return what `request` returns, repeating what may pass; one that made `progress` counts as a new one."""
+        failures, before = 0, progress()
+        while True:
+            self.check()
+            try:
+                return request()
+            except _GivenUp:
+                raise
+            except Exception as error:
+                problem = _mapped(error, self.name)
+                if not isinstance(problem, _Broken):
+                    raise problem from _cause(error)
+                failures = failures + 1 if progress() == before else 1
+                before = progress()
+                self._last = problem
+                if failures >= self._attempts:
+                    raise SourceError(f"{self.name}: {problem}; tried {failures} times") from _cause(error)
+            longest = min(_LONGEST_BACKOFF_S, self._backoff_s * 2 ** (failures - 1))
+            self._ended.wait(longest * random.uniform(0.5, 1))
+
+
+def _client(endpoint_url: str | None, region: str | None, connections: int, timeout_s: float) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise SourceError(f"S3 needs boto3 ({error}): pip install lmcache-cartridge[s3]") from error
+    # Retries are ours, since botocore's end where a body begins. Its checksums of whole objects are of no use to ranges,
+    # and newer defaults of them are refused by older servers (Ceph, Swift); a chunk has its own.
+    config = Config(
+        max_pool_connections=connections,
+        connect_timeout=min(5.0, timeout_s),
+        read_timeout=min(10.0, timeout_s),
+        retries={"total_max_attempts": 1},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+
+    def make(**options: Any) -> Any:
+        merged = config.merge(Config(**options))
+        return boto3.session.Session().client("s3", endpoint_url=endpoint_url, region_name=region, config=merged)
+
+    try:
+        client = make()
+        # Few servers but AWS's have a host name for each bucket.
+        host = urlsplit(client.meta.endpoint_url).hostname or ""
+        if not re.search(r"\.amazonaws\.com(\.cn)?$", host):
+            client.close()
+            client = make(s3={"addressing_style": "path"})
+    except (BotoCoreError, ValueError) as error:
+        # A message may quote a line of a file of credentials.
+        raise SourceError(
+            f"no S3 client can be made ({type(error).__name__}); check AWS_PROFILE, the files under ~/.aws, "
+            "s3_endpoint_url and s3_region"
+        ) from None
+    return client
+
+
+def _target(location: str, file: str) -> dict[str, str]:
+    bucket, key = parse(location)
+    return {"Bucket": bucket, "Key": f"{key}/{file}"}
+
+
+def _check_range(response: dict, start: int, end: int, name: str) -> None:
+    """Raise unless the answer is bytes `start` to `end`: `TruncatedPayload` where the object ends before."""
+    status, length = response["ResponseMetadata"]["HTTPStatusCode"], response.get("ContentLength")
+    match = _CONTENT_RANGE.fullmatch(response.get("ContentRange") or "")
+    if status == 206 and match:
+        first, last, total = map(int, match.groups())
+        if first == start and last == min(end, total) - 1:
+            if total < end:
+                raise TruncatedPayload(f"{name} ends at byte {total}, {end - total} bytes early")
+            return
+    elif status == 200 and start == 0 and length is not None and length <= end:
+        if length < end:
+            raise TruncatedPayload(f"{name} ends at byte {length}, {end - length} bytes early")
+        return
+    raise SourceError(
+        f"{name}: asked for bytes {start} to {end}, the server answered {status} with other ones; it or a proxy before "
+        "it does not support ranges"
+    )
+
+
+def _status(error: Exception) -> int:
+    response = getattr(error, "response", None)
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) if isinstance(response, dict) else 0
+
+
+def _mapped(error: Exception, name: str) -> CartridgeError:
+    """Return the error of ours for a foreign one, `_Broken` for one that may pass. None says a secret."""
+    import urllib3
+    from botocore import exceptions as aws
+
+    kind = type(error).__name__
+    if isinstance(error, CartridgeError):
+        return error
+    if isinstance(error, aws.ClientError):
+        return _answered(_status(error), error.response.get("Error", {}).get("Code", ""), name)
+    without = (
+        aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError, aws.TokenRetrievalError,
+        aws.SSOError,
+    )  # fmt: skip
+    if isinstance(error, without):
+        return SourceDenied(
+            f"{name}: no credentials ({kind}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
+        )
+    if isinstance(error, aws.SSLError):
+        return SourceError(f"{name}: TLS failed; is the certificate one that AWS_CA_BUNDLE or the system knows?")
+    passing = (
+        aws.ConnectionError, aws.ConnectionClosedError, aws.EndpointConnectionError, aws.ReadTimeoutError,
+        aws.ResponseStreamingError, aws.IncompleteReadError, urllib3.exceptions.HTTPError, http.client.HTTPException,
+        OSError,
+    )  # fmt: skip
+    if isinstance(error, passing) or kind == "ResponseParserError":
+        return _Broken(f"the connection failed ({kind})")
+    return SourceError(f"{name}: the request failed ({kind})")
+
+
+def _answered(status: int, code: str, name: str) -> CartridgeError:
+    code = code if re.fullmatch(r"[A-Za-z0-9.]{1,64}", code) else ""
+    answer = f"the server answers {status} {code}".rstrip()
+    if status == 404:
+        return SourceNotFound(f"{name}: {answer}; no such object")
+    if status in (401, 403):
+        return SourceDenied(
+            f"{name}: {answer}; these credentials may not use it, or it is not there and they may not list the bucket"
+        )
+    if status == 416:
+        return TruncatedPayload(f"{name} ends before the bytes that were asked for")
+    if status >= 500 or status in (408, 429) or code in ("RequestTimeout", "SlowDown"):
+        return _Broken(answer)
+    return SourceError(f"{name}: {answer}")
+
+
+def _final(error: Exception, name: str) -> CartridgeError:
+    problem = _mapped(error, name)
+    return SourceError(f"{name}: {problem}") if isinstance(problem, _Broken) else problem
+
+
+def _cause(error: Exception) -> Exception | None:
+    """Return the error to show as the cause; an unknown one may quote request headers, so it is not shown."""
+    from botocore import exceptions as aws
+
+    shown = (aws.ClientError, aws.ConnectionError, aws.ConnectionClosedError, aws.ReadTimeoutError, OSError)
+    return error if isinstance(error, shown) and not isinstance(error, CartridgeError) else None

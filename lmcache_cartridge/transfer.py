@@ -1,0 +1,212 @@
+"""Transfer: artefacts pushed to and pulled from S3, each whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from . import artifact
+from .errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound, TruncatedPayload
+from .manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
+from .registry import Registry
+from .s3 import S3Source
+
+_WINDOW_BYTES = 64 << 20
+
+Progress = Callable[[str, int, int], None]
+"""Gets what is being done, how much of it, of how much: bytes, or chunks when verifying."""
+
+
+class Pushed(NamedTuple):
+    """What a push did."""
+
+    manifest: Manifest
+    """Of what is at the location now."""
+    changed: bool
+    """False where it was there already."""
+
+
+class Pulled(NamedTuple):
+    """What a pull did."""
+
+    manifest: Manifest
+    root: Path
+    changed: bool
+    """False where it was here already."""
+
+
+def push(root: Path, location: str, source: S3Source, *, force: bool, progress: Progress) -> Pushed:
+    """Store the artefact at `root` under an `s3://` location, manifest last, having verified every checksum.
+
+    Raises `CartridgeExists` where an artefact of other content is there, unless `force`: then its manifest goes first,
+    so that nobody takes new bytes for those of the old one. A push that fails leaves files without a manifest, which are
+    no artefact; the next one replaces them.
+    """
+    there = _manifest_at(location, source)
+    manifest = _verified(root, progress)
+    if there is not None and there.digest == manifest.digest and _is_complete(there, location, source):
+        return Pushed(there, False)
+    if there is not None and there.digest != manifest.digest and not force:
+        raise CartridgeExists(
+            f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "
+            f"{manifest.digest[:16]}...); push to another prefix, or replace it with --force, which fails requests that "
+            "use the old one"
+        )
+    if there is not None:
+        source.delete(location, artifact.MANIFEST)
+    data = (root / artifact.MANIFEST).read_bytes()
+    if decode(data, str(root)).digest != manifest.digest:
+        raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
+    for file in (*_id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
+        total, done = (root / file).stat().st_size, 0
+
+        def count(more: int, file: str = file, total: int = total) -> None:
+            nonlocal done
+            done += more
+            progress(file, done, total)
+
+        with (root / file).open("rb") as opened:
+            source.upload(location, file, opened, count)
+    if manifest.payload and (size := source.size(location, manifest.payload.file)) != manifest.payload.size_bytes:
+        raise TruncatedPayload(f"{location}/{manifest.payload.file} has {size} bytes after the upload; push it again")
+    source.upload(location, artifact.MANIFEST, BytesIO(data))
+    return Pushed(manifest, True)
+
+
+def pull(
+    location: str, source: S3Source, registry: Registry, directory: Path, *, progress: Progress, name: str | None = None
+) -> Pulled:
+    """Bring the artefact at an `s3://` location to `directory/<id>/<version>`, verify every checksum and register it.
+
+    `name` is the id it gets here, by default its own. Raises `CartridgeExists` where other content has this id and
+    version. Whatever fails, nothing half-made is seen or left; what a killed pull left goes with the next of that id.
+    """
+    manifest = _manifest_at(location, source)
+    if manifest is None:
+        raise SourceNotFound(f"{location} holds no {artifact.MANIFEST}; is this where a cartridge was pushed?")
+    if name is not None:
+        manifest = msgspec.structs.replace(manifest, id=check_id(name))
+    root = directory / manifest.id / str(manifest.version)
+    hint = f"pull it under another id with --id, or remove {manifest.name} first"
+    with _alone(root.parent):
+        with suppress(CartridgeNotFound):
+            found = registry.find(manifest.name)
+            if found.digest != manifest.digest:
+                raise CartridgeExists(f"{manifest.name} is registered with other content; {hint}")
+            here = Path(str(found.root))
+            if _holds(here, manifest):
+                return Pulled(manifest, here, False)
+        if root.exists() and not _holds(root, manifest):
+            raise CartridgeExists(f"{root} exists with other content; {hint}")
+        if changed := not root.exists():
+            _download(manifest, location, source, root, progress)
+        else:
+            _verified(root, progress)
+        registry.register(root)
+    return Pulled(manifest, root, changed)
+
+
+def _download(manifest: Manifest, location: str, source: S3Source, root: Path, progress: Progress) -> None:
+    partial = root.parent / f".{root.name}.pull"
+    shutil.rmtree(partial, ignore_errors=True)
+    free = shutil.disk_usage(root.parent).free
+    if manifest.payload_bytes > free:
+        raise ArtifactError(
+            f"cartridge {manifest.name} needs {manifest.payload_bytes} bytes, {root.parent} has {free} free"
+        )
+    try:
+        partial.mkdir(mode=0o700)
+        for file, tokens in _id_files(manifest).items():
+            _create(partial / file, [source.read(location, file, 4 * tokens + 4096).data])
+        if manifest.payload:
+            _create(partial / manifest.payload.file, _windows(manifest, location, source, progress))
+        _create(partial / artifact.MANIFEST, [manifest.encode()])
+        _verified(partial, progress)
+        partial.rename(root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _windows(manifest: Manifest, location: str, source: S3Source, progress: Progress) -> Iterator[memoryview]:
+    """Yield the payload window by window; each is overwritten by the next."""
+    file, total = manifest.payload.file, manifest.payload.size_bytes
+    if (size := source.size(location, file)) != total:
+        raise TruncatedPayload(
+            f"cartridge {manifest.name}: {location}/{file} has {size} bytes, its manifest says {total}. Push it again"
+        )
+    window = memoryview(bytearray(min(total, _WINDOW_BYTES)))
+    for start in range(0, total, _WINDOW_BYTES):
+        part = window[: min(_WINDOW_BYTES, total - start)]
+        source.read_into(location, file, artifact.ByteRange(start, start + len(part)), part)
+        yield part
+        progress(file, start + len(part), total)
+
+
+def _verified(root: Path, progress: Progress) -> Manifest:
+    for done, total in artifact.verify(root):
+        progress("verify", done, total)
+    return artifact.load_manifest(root)
+
+
+def _holds(root: Path, manifest: Manifest) -> bool:
+    """Return whether the artefact at `root` is there, of the right size, and has the manifest's content."""
+    try:
+        artifact.load_manifest(root, manifest.digest)
+    except CartridgeError:
+        return False
+    return True
+
+
+def _manifest_at(location: str, source: S3Source) -> Manifest | None:
+    try:
+        small = source.read(location, artifact.MANIFEST, MAX_MANIFEST_BYTES)
+    except SourceNotFound as error:
+        if "NoSuchBucket" in str(error):
+            raise
+        return None
+    return decode(small.data, f"{location}/{artifact.MANIFEST}")
+
+
+def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
+    """Return whether the files that a manifest there names are there too, the payload in its size."""
+    try:
+        for file in _id_files(manifest):
+            source.size(location, file)
+        return not manifest.payload or source.size(location, manifest.payload.file) == manifest.payload.size_bytes
+    except SourceNotFound:
+        return False
+
+
+def _id_files(manifest: Manifest) -> dict[str, int]:
+    """Return the files of token ids that the manifest names, with their counts."""
+    return {t.file: t.count for t in (manifest.tokens, manifest.document) if t is not None and t.file is not None}
+
+
+def _create(path: Path, parts: list[bytes] | Iterator[memoryview]) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold `directory`, made where it lacks, against other pulls; wait for one that holds it."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            directory.rmdir()  # goes only if nothing was put there

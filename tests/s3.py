@@ -1,0 +1,162 @@
+"""A real S3 server for tests: OpenStack Swift with its s3api, one replica, four processes on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KEY, SECRET = "test:tester", "testing"
+STORAGE = ("account", "container", "object")
+FILTERS = {
+    "catch_errors": "catch_errors", "gatekeeper": "gatekeeper", "cache": "memcache", "listing_formats": "listing_formats",
+    "bulk": "bulk", "s3api": "s3api", "tempauth": "tempauth", "slo": "slo", "dlo": "dlo",
+}  # fmt: skip
+OPTIONS = {
+    # `reader` has no rights, so the server denies it every bucket of the account.
+    "tempauth": "user_test_tester = testing .admin\nuser_test_reader = reading\n",
+    "s3api": "location = us-east-1\n",
+    "cache": "memcache_servers = 127.0.0.1:1\n",
+}
+
+
+class S3Server:
+    """The server under `root`, a directory of a file system with user extended attributes (ext4, xfs, tmpfs)."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._ports = {kind: _free_port() for kind in (*STORAGE, "proxy")}
+        self.endpoint = f"http://127.0.0.1:{self._ports['proxy']}"
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }  # fmt: skip
+        self._configure()
+
+    @property
+    def port(self) -> int:
+        """Where clients connect."""
+        return self._ports["proxy"]
+
+    def start(self) -> None:
+        """Start what does not run and wait until the server answers."""
+        for kind in self._ports:
+            if kind not in self._processes:
+                command = [Path(sys.executable).with_name(f"swift-{kind}-server"), self._root / "etc" / f"{kind}.conf"]
+                with (self._root / f"{kind}.log").open("ab") as log:
+                    self._processes[kind] = subprocess.Popen(
+                        command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                    )
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(self.endpoint, timeout=5).close()
+            except urllib.error.HTTPError as error:
+                error.close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise TimeoutError(f"{self.endpoint} does not answer; its logs lie in {self._root}")
+
+    def kill(self, *kinds: str) -> None:
+        """End the server at once, or only some of its processes: `proxy` is the one that clients connect to."""
+        for kind in kinds or tuple(self._processes):
+            process = self._processes.pop(kind)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def client(self, **arguments: Any) -> Any:
+        """Return a boto3 client that bypasses the code under test."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}, **arguments),
+        )  # fmt: skip
+
+    def _configure(self) -> None:
+        from swift.common.ring import RingBuilder
+
+        etc, devices = self._root / "etc", self._root / "node"
+        etc.mkdir(parents=True)
+        (devices / "d1").mkdir(parents=True)
+        (etc / "swift.conf").write_text(
+            "[swift-hash]\nswift_hash_path_prefix = t\nswift_hash_path_suffix = t\n"
+            "[storage-policy:0]\nname = gold\ndefault = yes\n"
+        )
+        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+        common = f"bind_ip = 127.0.0.1\nworkers = 0\nuser = {user}\nswift_dir = {etc}\nlog_level = WARNING\n"
+        for kind in STORAGE:
+            ring = RingBuilder(part_power=4, replicas=1, min_part_hours=1)
+            ring.add_dev(
+                {
+                    "id": 0,
+                    "region": 1,
+                    "zone": 1,
+                    "ip": "127.0.0.1",
+                    "port": self._ports[kind],
+                    "device": "d1",
+                    "weight": 1,
+                }
+            )
+            ring.rebalance()
+            ring.get_ring().save(str(etc / f"{kind}.ring.gz"))
+            (etc / f"{kind}.conf").write_text(
+                f"[DEFAULT]\n{common}bind_port = {self._ports[kind]}\ndevices = {devices}\nmount_check = false\n"
+                f"disable_fallocate = true\n[pipeline:main]\npipeline = {kind}-server\n"
+                f"[app:{kind}-server]\nuse = egg:swift#{kind}\n"
+            )
+        filters = "".join(f"[filter:{f}]\nuse = egg:swift#{egg}\n{OPTIONS.get(f, '')}" for f, egg in FILTERS.items())
+        (etc / "proxy.conf").write_text(
+            f"[DEFAULT]\n{common}bind_port = {self.port}\n[pipeline:main]\npipeline = {' '.join(FILTERS)} proxy-server\n"
+            f"[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n{filters}"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The server, started for the first test that asks for it; a test that kills it starts it again."""
+    server = S3Server(tmp_path_factory.mktemp("swift"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def s3_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, with its credentials in the environment and no others to be found."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> str:
+    """A new, empty bucket."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    client = s3_server.client()
+    client.create_bucket(Bucket=name)
+    client.close()
+    return name

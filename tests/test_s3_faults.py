@@ -1,0 +1,313 @@
+"""Faults of an S3 server cost time within a deadline or are an error that says what; never wrong bytes, never a leak."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from faulty_proxy import (
+    Fault,
+    FaultyProxy,
+    another_range,
+    cut,
+    flipped,
+    range_ignored,
+    reset,
+    silence,
+    status,
+    trickle,
+    trickle_headers,
+    truncated,
+)
+from making import make_artifact, run_threads
+from s3 import S3Server
+
+from lmcache_cartridge.artifact import PAYLOAD, ByteRange
+from lmcache_cartridge.errors import (
+    CorruptChunk,
+    SourceDenied,
+    SourceError,
+    SourceNotFound,
+    SourceTimeout,
+    TruncatedPayload,
+)
+from lmcache_cartridge.layout import ChunkShape
+from lmcache_cartridge.loader import Cartridge, ChunkLoader
+from lmcache_cartridge.sources import S3Source
+
+CONTENT = random.Random(2).randbytes(1 << 20)
+SIZE = len(CONTENT)
+PART = 1 << 18
+SOON_S = 20
+"""What takes longer than this did not end at a deadline of one second."""
+
+
+@pytest.fixture
+def proxy(s3_credentials: S3Server) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_credentials.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def location(s3_server: S3Server, bucket: str) -> str:
+    s3_server.client().put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
+    return f"s3://{bucket}/artefact"
+
+
+@pytest.fixture
+def source(proxy: FaultyProxy) -> Iterator[S3Source]:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, backoff_s=0.01)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def hasty(proxy: FaultyProxy) -> Iterator[S3Source]:
+    """A source whose reads may take a second."""
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, backoff_s=0.01, timeout_s=1)
+    yield source
+    source.close()
+
+
+def _read(source: S3Source, location: str, start: int = 0, end: int = SIZE) -> bytes:
+    out = bytearray(end - start)
+    source.read_into(location, "payload", ByteRange(start, end), memoryview(out))
+    return bytes(out)
+
+
+PASSING = {
+    "500": status(500), "503": status(503, "SlowDown"), "429": status(429, "TooManyRequests"), "reset": reset,
+    "cut": cut(1000), "truncated": truncated(PART // 2), "empty": truncated(0), "cut late": cut(PART - 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("times", [1, 6])
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
+def test_a_fault_that_passes_is_not_noticed(
+    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault, times: int
+) -> None:
+    proxy.faults = [fault] * times
+    assert _read(source, location) == CONTENT
+    proxy.faults = [fault] * times
+    assert source.read(location, "payload", SIZE).data == CONTENT
+    assert proxy.faults == []
+
+
+@pytest.mark.parametrize("fault", [cut(1000), truncated(1000)], ids=["cut", "truncated"])
+def test_a_part_that_broke_goes_on_from_where_it_broke(
+    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault
+) -> None:
+    proxy.faults = [fault] * 3
+    assert _read(source, location, 100, 100 + PART) == CONTENT[100 : 100 + PART]
+    assert proxy.requests == [f"bytes={100 + done}-{99 + PART}" for done in (0, 1000, 2000, 3000)]
+
+
+def test_progress_makes_a_failure_the_first_again(proxy: FaultyProxy, source: S3Source, location: str) -> None:
+    proxy.faults = [cut(1000)] * 30
+    assert _read(source, location, 0, PART) == CONTENT[:PART]
+
+
+LASTING = PASSING | {"truncated": truncated(0), "cut": cut(0)}
+del LASTING["cut late"]
+
+
+@pytest.mark.parametrize("fault", LASTING.values(), ids=LASTING)
+def test_a_fault_that_lasts_is_an_error_after_some_tries(
+    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault
+) -> None:
+    proxy.always = fault
+    for read in (lambda: _read(source, location, 0, PART), lambda: source.read(location, "payload", SIZE)):
+        proxy.requests.clear()
+        with pytest.raises(SourceError, match=rf"{location}/payload at {proxy.endpoint}: .*; tried 8 times") as caught:
+            read()
+        assert type(caught.value) is SourceError
+        assert len(proxy.requests) == 8
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (status(404, "NoSuchKey"), SourceNotFound),
+        (status(403, "AccessDenied"), SourceDenied),
+        (status(400, "BadRequest"), SourceError),
+    ],
+)
+def test_an_answer_that_stays_the_same_is_not_asked_for_again(
+    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault, kind: type[SourceError]
+) -> None:
+    proxy.always = fault
+    with pytest.raises(kind):
+        _read(source, location, 0, PART)
+    assert len(proxy.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [trickle(0.05), trickle_headers(0.05), silence, status(500)],
+    ids=["body trickles", "headers trickle", "silence", "500s"],
+)
+@pytest.mark.parametrize("call", ["read_into", "read", "size"])
+def test_a_read_ends_by_its_deadline_however_slow_the_server(
+    proxy: FaultyProxy, location: str, fault: Fault, call: str
+) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=10**6, timeout_s=1)
+    proxy.always = fault
+    if call == "size" and fault is not silence:
+        fault = proxy.always = silence  # an answer without a body cannot trickle
+    calls: dict[str, Callable[[], object]] = {
+        "read_into": lambda: _read(source, location), "read": lambda: source.read(location, "payload", SIZE),
+        "size": lambda: source.size(location, "payload"),
+    }  # fmt: skip
+    began = time.monotonic()
+    with pytest.raises(SourceTimeout, match="payload at http.* not read within s3_timeout_s, 1 s") as caught:
+        calls[call]()
+    assert 0.9 < time.monotonic() - began < SOON_S
+    assert isinstance(caught.value, TimeoutError)
+    source.close()
+
+
+def test_nothing_is_written_to_a_buffer_after_its_read_ended(
+    proxy: FaultyProxy, hasty: S3Source, location: str
+) -> None:
+    proxy.always = trickle(0.02, 100)
+    out = bytearray(SIZE)
+    with pytest.raises(SourceTimeout):
+        hasty.read_into(location, "payload", ByteRange(0, SIZE), memoryview(out))
+    assert any(out), "some of it came"
+    out[:] = bytes(SIZE)
+    time.sleep(0.5)
+    assert not any(out)
+
+
+def test_a_source_recovers_once_the_server_does(proxy: FaultyProxy, hasty: S3Source, location: str) -> None:
+    for fault in (trickle(0.05), silence, trickle_headers(0.05)):
+        proxy.always = fault
+        with pytest.raises(SourceTimeout):
+            _read(hasty, location)
+        proxy.always = None
+        for _ in range(5):  # its threads find out at their next byte
+            try:
+                assert _read(hasty, location) == CONTENT
+                break
+            except SourceTimeout:
+                continue
+        else:
+            pytest.fail("it did not recover")
+
+
+def test_a_server_that_ignores_ranges_is_found_out(proxy: FaultyProxy, source: S3Source, location: str) -> None:
+    proxy.always = range_ignored(CONTENT)
+    for start, end in ((0, 10), (5, 10), (0, PART), (SIZE - 5, SIZE)):
+        with pytest.raises(SourceError, match="does not support ranges"):
+            _read(source, location, start, end)
+
+
+def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProxy, location: str) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=2 * SIZE)
+    proxy.always = range_ignored(CONTENT)
+    assert _read(source, location) == CONTENT
+    with pytest.raises(TruncatedPayload, match=f"ends at byte {SIZE}, 1 bytes early"):
+        _read(source, location, 0, SIZE + 1)
+    source.close()
+
+
+def test_an_answer_of_another_range_is_found_out(proxy: FaultyProxy, source: S3Source, location: str) -> None:
+    proxy.always = another_range
+    with pytest.raises(SourceError, match="asked for bytes 5 to 10"):
+        _read(source, location, 5, 10)
+
+
+def test_wrong_bytes_are_found_by_the_checksum_of_their_chunk(
+    proxy: FaultyProxy, source: S3Source, s3_server: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    made = make_artifact(tmp_path / "doc", positions=48)
+    s3_server.client().upload_file(str(tmp_path / "doc" / PAYLOAD), bucket, f"doc/{PAYLOAD}")
+    model = made.manifest.fingerprint
+    shape = ChunkShape(model.kv_heads, model.layers, 16, model.head_size, model.dtype)
+    loader = ChunkLoader(source, shape, range(model.kv_heads), "heads")
+    import torch
+
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    cartridge = Cartridge(made.manifest, f"s3://{bucket}/doc")
+    for fault in (flipped, None):
+        proxy.always = fault
+        if fault is None:
+            _read_chunk(loader, cartridge, out)
+        else:
+            with pytest.raises(CorruptChunk, match="cartridge doc@1: chunk 1, KV head 0"):
+                _read_chunk(loader, cartridge, out)
+
+
+def _read_chunk(loader: ChunkLoader, cartridge: Cartridge, out: object) -> None:
+    from lmcache_cartridge import artifact
+
+    where = artifact.chunk_range(cartridge.manifest, 1, range(2))
+    loader._source.read_into(cartridge.root, PAYLOAD, where, memoryview(out.numpy()))
+    artifact.verify_chunk(cartridge.manifest, 1, range(2), memoryview(out.numpy()), f"{cartridge.root}/{PAYLOAD}")
+
+
+def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(
+    proxy: FaultyProxy, s3_server: S3Server, location: str
+) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=1 << 16, connections=2)
+    proxy.always = trickle(0.01, 8192)
+    got: list[object] = []
+
+    def read() -> None:
+        try:
+            got.append(_read(source, location))
+        except SourceError as error:
+            got.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while len(proxy.requests) < 4:
+        time.sleep(0.01)
+    s3_server.kill("proxy")
+    try:
+        seen = len(proxy.requests)
+        while len(proxy.requests) < seen + 2:  # it notices, and tries again in vain
+            time.sleep(0.01)
+    finally:
+        s3_server.start()
+    reader.join(60)
+    assert got == [CONTENT]
+    source.close()
+
+
+def test_a_server_that_stays_away_is_an_error(s3_server: S3Server, s3_credentials: S3Server, location: str) -> None:
+    source = S3Source(endpoint_url=s3_server.endpoint, attempts=4, backoff_s=0.01)
+    assert _read(source, location) == CONTENT
+    s3_server.kill("proxy")
+    try:
+        with pytest.raises(SourceError, match=r"the connection failed \(EndpointConnectionError\); tried 4 times"):
+            _read(source, location)
+    finally:
+        s3_server.start()
+    assert _read(source, location) == CONTENT
+    source.close()
+
+
+def test_connections_and_threads_are_bounded_whatever_happens(
+    proxy: FaultyProxy, source: S3Source, location: str
+) -> None:
+    before = threading.active_count()
+    for fault in (None, reset, truncated(10), status(500)):
+        proxy.faults = [fault] * 20 if fault else []
+        run_threads(8, lambda _: _read(source, location), timeout_s=60)
+    assert proxy.open_most <= 4
+    time.sleep(0.2)
+    assert threading.active_count() <= before + 4, "those of the proxy, one a connection"
+
+
+def test_connections_are_used_again(proxy: FaultyProxy, source: S3Source, location: str) -> None:
+    opened = []
+    proxy.count = lambda change: opened.append(change)
+    for _ in range(20):
+        _read(source, location, 0, 1000)
+        source.read(location, "payload", SIZE)
+    assert opened.count(1) <= 4
