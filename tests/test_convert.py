@@ -26,6 +26,7 @@ from lmcache_cartridge.identity import DISTINCT
 from lmcache_cartridge.make import convert
 from lmcache_cartridge.make.convert import Imported
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.ordinary import ordinary_ids
 from lmcache_cartridge.recall import MODEL_DIR, load_sheet
 
 P = 64
@@ -131,6 +132,17 @@ def test_identity_tokens_are_ordinary_words(model: CausalModel, tmp_path: Path) 
     assert len(drawn) == P
     assert len(set(drawn[:DISTINCT])) == DISTINCT
     assert not set(drawn) & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
+
+
+def test_no_special_added_or_mark_like_token_is_ordinary() -> None:
+    model = CausalModel(str(MODEL_DIR))
+    before = set(ordinary_ids(model).tolist())
+    assert before and not before & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
+    special, added = sorted(before)[100:102]
+    model.tokenizer.add_special_tokens({"pad_token": model.tokenizer.convert_ids_to_tokens(special)})
+    model.tokenizer.add_tokens([model.tokenizer.convert_ids_to_tokens(added), "<tool>", "beyond the vocabulary"])
+    assert before - set(ordinary_ids(model).tolist()) == {special, added}
+    assert max(ordinary_ids(model)) < model.fingerprint.vocab_size
 
 
 # What the ids are decides the kind.
