@@ -238,6 +238,7 @@ def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.
         "LINES": "24",
         "VLLM_API_KEY": KEY,
     }
+    environment.pop("PYTHONUNBUFFERED", None)  # as users have it
     reader, writer = os.openpty() if tty else os.pipe()
     with subprocess.Popen(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True) as process:
         os.close(writer)
@@ -272,6 +273,7 @@ def test_ctrl_c_ends_it_cleanly(url: str, tty: bool) -> None:
 
 def test_json_is_a_line_a_refresh(url: str) -> None:
     with _running(url, "--format", "json", tty=False) as (_, reader):
-        lines = _read_until(reader, "}\n{").split("\n")
-        first = json.loads(lines[0])
+        first = json.loads(_read_until(reader, "}\n{").split("\n")[0])
     assert first["tiers"]["cpu"]["misses"]["per_s"] is None
+    with _running(url, "--format", "json", "--interval", "5", tty=False) as (_, reader):
+        assert _read_until(reader, "}\n").count("\n") == 1, "a line is there before the next one is made"
