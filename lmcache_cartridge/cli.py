@@ -182,6 +182,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--questions", type=int, default=12, help="how many to ask each way (default and at most 12)")
 
+    top = verb("top", _top, "Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it.",
+               "top --url http://localhost:8000 --interval 1")  # fmt: skip
+    top.add_argument("--url", default="http://localhost:8000", help="the server (default http://localhost:8000)")
+    top.add_argument(
+        "--api-key",
+        help="the server's, for the list of cartridges; better in $VLLM_API_KEY, where `ps` does not show it",
+    )
+    top.add_argument("--interval", type=_seconds, default=2.0, help="seconds between refreshes (default 2)")
+    top.add_argument("--once", action="store_true", help="show it once, with totals instead of rates, and end")
+
     verb("doctor", _doctor, "Check versions, hashing, layout and plugin; say how to fix what is wrong.", "doctor")
     return parser
 
@@ -594,6 +604,22 @@ def _demo(arguments: argparse.Namespace) -> int:
     from .demo import run
 
     return run(arguments.home, arguments.questions, arguments.format)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return seconds
+
+
+def _top(arguments: argparse.Namespace) -> None:
+    import os
+
+    from .top import run
+
+    key = arguments.api_key or os.environ.get("VLLM_API_KEY")
+    run(arguments.url, key, arguments.interval, once=arguments.once, as_json=arguments.format == "json")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
