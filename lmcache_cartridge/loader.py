@@ -13,11 +13,15 @@ import torch
 
 from . import artifact
 from .disk import DiskTier, PieceKey
-from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, SourceError
+from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
 from .manifest import Manifest
 from .rope import shift_keys
 from .sources import Sources
+
+
+MAX_SCRATCH_BYTES = 1 << 30
+"""Largest stored chunk that engine chunks of another size are cut from; each loading thread may hold one."""
 
 
 class Cartridge(NamedTuple):
@@ -117,6 +121,11 @@ class ChunkLoader:
         for stored in range(first_needed // stored_tokens, -(-last_needed // stored_tokens)):
             first = stored * stored_tokens
             piece = self.shape._replace(tokens=manifest.chunk_length(stored))
+            if piece.size_bytes > MAX_SCRATCH_BYTES:
+                raise OverBudget(
+                    f"cartridge {manifest.name}: chunk {stored} is stored as {piece.size_bytes} bytes for this rank, more "
+                    f"than the {MAX_SCRATCH_BYTES} that are set apart to cut others from; build it in smaller chunks"
+                )
             scratch = torch.empty(piece.size_bytes, dtype=torch.uint8)
             self._read(cartridge, stored, memoryview(scratch.numpy()))
             low, high = max(first_needed, first), min(last_needed, first + piece.tokens)

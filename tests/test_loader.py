@@ -13,7 +13,7 @@ from making import Made, flip_bit, heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact import PAYLOAD, ByteRange, chunk_range
 from lmcache_cartridge.disk import DiskTier, PieceKey
-from lmcache_cartridge.errors import CorruptChunk, SourceError, TruncatedPayload
+from lmcache_cartridge.errors import CorruptChunk, OverBudget, SourceError, TruncatedPayload
 from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
@@ -232,3 +232,11 @@ def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: P
     loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
     assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])
     assert not disk.read_into(PieceKey(made.manifest.digest, 0, 0, 4), memoryview(bytearray(loaded.numel())))
+
+
+def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_artifact(tmp_path / "doc", positions=POSITIONS, kv_heads=4, chunk_tokens=POSITIONS)
+    assert _load(_loader(made, 16), made, tmp_path / "doc", 1) is not None
+    monkeypatch.setattr("lmcache_cartridge.loader.MAX_SCRATCH_BYTES", made.manifest.payload_bytes // 2)
+    with pytest.raises(OverBudget, match="cartridge doc@1: chunk 0 is stored as"):
+        _load(_loader(made, 16), made, tmp_path / "doc", 1)
