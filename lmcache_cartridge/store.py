@@ -89,9 +89,17 @@ class Readiness(NamedTuple):
 class Claim:
     """Somebody's claim on a cartridge or chain: what is loaded of it stays in memory until `close()`."""
 
-    def __init__(self, tag: str, hold: Hold | None, refusal: Readiness | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        tag: str,
+        hold: Hold | None,
+        refusal: Readiness | None,
+        clock: Callable[[], float],
+        refused_since: Callable[[str], CartridgeError | None] = lambda tag: None,
+    ) -> None:
+        """`refused_since` is asked, where loading fails, whether there is any use in trying on."""
         self.tag, self.closed = tag, False
-        self._hold, self._refusal, self._clock = hold, refusal, clock
+        self._hold, self._refusal, self._clock, self._refused_since = hold, refusal, clock, refused_since
         self._started_at, self._before = clock(), None
 
     def poll(self) -> Readiness:
@@ -101,7 +109,11 @@ class Claim:
         state = self._hold.poll()
         if self._before is None:
             self._before = state.resident
-        return Readiness(state.resident, state.admitted, state.chunks, problem=state.problem, eta_s=self._eta_s(state))
+        error = self._refused_since(self.tag) if state.problem is not None else None
+        return Readiness(
+            state.resident, state.admitted, state.chunks, error and str(error), problem=state.problem,
+            eta_s=self._eta_s(state),
+        )  # fmt: skip
 
     def is_done(self) -> bool:
         """Whether there is no use in polling on: it is all there, never will be, or is as far as memory allows."""
@@ -246,7 +258,7 @@ class CartridgeStore:
         if self._device is not None and self._device.resident(keys) == len(keys):
             tier = self._device
         self._catalog.keep(tag)
-        claim = Claim(tag, tier.hold(keys, whole=needed > 0), None, self._clock)
+        claim = Claim(tag, tier.hold(keys, whole=needed > 0), None, self._clock, self._catalog.refusal)
         with self._lock:
             self._open.add(claim)
         return claim
