@@ -407,15 +407,16 @@ class CartridgeStore:
 
     def _promote(self, key: ChunkKey, out: torch.Tensor) -> None:
         """Fill a slot of the device tier from the cpu tier. Returns when the bytes are there."""
-        if not self._cpu.acquire([key], _PROMOTE_S):
-            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
-        try:
-            with self._cpu.lend(key) as loan:
-                out.copy_(loan.bytes)
-                if out.is_cuda:
-                    torch.cuda.current_stream(out.device).synchronize()
-        finally:
+        loan = self._cpu.lend(key)
+        if loan is None and self._cpu.acquire([key], _PROMOTE_S):
+            loan = self._cpu.lend(key)
             self._cpu.release(key)
+        if loan is None:
+            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
+        with loan:
+            out.copy_(loan.bytes)
+            if out.is_cuda:
+                torch.cuda.current_stream(out.device).synchronize()
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
         segments = self._catalog.segments(key.digest)
