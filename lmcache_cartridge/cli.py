@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
                  "label current handbook@3")  # fmt: skip
     label.add_argument("label")
     label.add_argument("name", help="id, id@version or another label")
-    label.add_argument("--warm", action="store_true", help="servers bring what it points at into memory when they start")
+    label.add_argument(
+        "--warm", action="store_true", help="servers bring what it points at into memory when they start"
+    )
 
     unlabel = verb("unlabel", _unlabel, "Remove a label; what it points at stays.", "unlabel current")
     unlabel.add_argument("label")
