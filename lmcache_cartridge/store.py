@@ -257,7 +257,6 @@ class CartridgeStore:
         tier = self._cpu
         if self._device is not None and self._device.resident(keys) == len(keys):
             tier = self._device
-        self._catalog.keep(tag)
         claim = Claim(tag, tier.hold(keys, whole=needed > 0), None, self._clock, self._catalog.refusal)
         with self._lock:
             self._open.add(claim)

@@ -613,3 +613,23 @@ def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
     store.refresh()
     assert (store.refused(), store._catalog._pending) == ({}, {})
     assert_served(store, away, prompt_for(home, away, "away"))
+
+
+def test_two_names_that_swap_their_contents_between_two_looks_disturb_neither(home: Home, opened: Callable) -> None:
+    made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
+    store = opened()
+    for one, name in zip(made, "ab", strict=True):
+        assert_served(store, one, prompt_for(home, one, name))
+        home.registry.remove(name)
+    for seed, name in enumerate("ba"):
+        home.registry.register(_root_of(home.path / "swapped" / name, name, seed))
+    store.refresh()
+    assert sorted(store.names()) == ["a@1", "b@1"]
+    assert store.stats().resident == 8, "what is still registered was evicted"
+    for one, name in zip(made, "ab", strict=True):
+        assert_served(store, one, prompt_for(home, one, name))
+
+
+def _root_of(root: Path, name: str, seed: int) -> Path:
+    make_artifact(root, positions=72, cartridge_id=name, seed=seed)
+    return root
