@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from .layout import VIEWS, ChunkShape, heads_view
 from .manifest import Manifest
 from .rope import shift_keys
 from .sources import Sources
-
 
 MAX_SCRATCH_BYTES = 1 << 30
 """Largest stored chunk that engine chunks of another size are cut from; each loading thread may hold one."""
@@ -155,7 +153,7 @@ class ChunkLoader:
             try:
                 self._check(manifest, stored, out, path)
             except CorruptChunk:
-                self._diagnose(cartridge)
+                self._diagnose(cartridge, stored)
                 raise
         if disk is not None:
             disk.write(key, out)
@@ -189,9 +187,16 @@ class ChunkLoader:
             raise
         artifact.check_finite(manifest, stored, data, where)
 
-    def _diagnose(self, cartridge: Cartridge) -> None:
+    def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
         """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""
-        if not self._sources.is_remote(cartridge.location):
-            root = Path(cartridge.location)
-            with suppress(ManifestError):
-                artifact.check_local_header(artifact.load_manifest(root, cartridge.manifest.digest), root)
+        manifest, _, location = cartridge
+        if self._sources.is_remote(location):
+            return
+        root = Path(location)
+        try:
+            artifact.check_local_header(artifact.load_manifest(root, manifest.digest), root)
+        except ManifestError:
+            return
+        except ArtifactError as error:
+            where = root / manifest.payload.file
+            raise type(error)(f"cartridge {manifest.name}: chunk {stored} of {where}: {error}") from error
