@@ -10,6 +10,7 @@ from typing import Any
 
 from . import __version__
 from .errors import CartridgeError
+from .make import commands
 from .output import fields, show, size, table
 
 
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     build.add_argument("--canary", help="text after the document whose prediction must not change")
+
+    commands.add(verb)
 
     register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
                     "register /mnt/cartridges/handbook")  # fmt: skip
