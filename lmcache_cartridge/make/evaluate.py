@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,5 +100,3 @@ def write(result: Mapping[str, Any], answers: Mapping[Way, Sequence[Answer]], di
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").casefold()
-
-

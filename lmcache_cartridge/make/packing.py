@@ -38,8 +38,11 @@ class Packed(NamedTuple):
     """[R, T, T]: which tokens of its row a token may see, beside all of the prefix."""
 
 
-def pack_examples(examples: Sequence[Example], device: torch.device) -> Packed:
-    """Return examples packed in their order. The last token of each answer predicts nothing and is left out."""
+def pack_examples(examples: Sequence[Example], device: torch.device, gaps: Sequence[int] = ()) -> Packed:
+    """Return examples packed in their order, each so many positions behind the prefix as `gaps` says, 0 by default.
+
+    The last token of each answer predicts nothing and is left out.
+    """
     rows: list[list[Example]] = []
     room = 0
     for example in examples:
@@ -50,23 +53,24 @@ def pack_examples(examples: Sequence[Example], device: torch.device) -> Packed:
         rows[-1].append(example)
         room -= length
     texts = [[[*e.prompt, *e.answer[:-1]] for e in row] for row in rows]
+    gap = iter(gaps or [0] * len(examples))
     width = max(sum(map(len, row)) for row in texts)
     ids, offsets, owner = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
     for r, row in enumerate(texts):
         start = 0
         for number, text in enumerate(row, 1):
             at = slice(start, start + len(text))
-            ids[r, at], offsets[r, at], owner[r, at] = torch.tensor(text), torch.arange(len(text)), number
+            ids[r, at], owner[r, at] = torch.tensor(text), number
+            offsets[r, at] = torch.arange(len(text)) + next(gap)
             start += len(text)
     allowed = (owner[:, :, None] == owner[:, None, :]).tril()
     return Packed(rows, ids.to(device), offsets.to(device), allowed.to(device))
 
 
-def answer_logits(model: Any, past: DynamicCache, packed: Packed, gap: int = 0) -> torch.Tensor:
+def answer_logits(model: Any, past: DynamicCache, packed: Packed) -> torch.Tensor:
     """Return float32 logits [answer tokens, vocabulary] before each answer token, in the order of the examples.
 
-    `past` holds the prefix for as many rows as `packed` has; the forward pass adds to it. The questions stand `gap`
-    positions behind it.
+    `past` holds the prefix for as many rows as `packed` has; the forward pass adds to it.
     """
     prefix = past.get_seq_length()
     seen = torch.ones(*packed.ids.shape, prefix, dtype=torch.bool, device=packed.ids.device)
@@ -76,7 +80,7 @@ def answer_logits(model: Any, past: DynamicCache, packed: Packed, gap: int = 0) 
     row, column = _answer_places(packed)
     columns, kept = torch.unique(column, return_inverse=True)
     logits = model(
-        input_ids=packed.ids, position_ids=packed.offsets + prefix + gap, attention_mask=mask,
+        input_ids=packed.ids, position_ids=packed.offsets + prefix, attention_mask=mask,
         past_key_values=past, use_cache=True, logits_to_keep=columns.to(packed.ids.device),
     ).logits  # fmt: skip
     return logits[row.to(logits.device), kept.to(logits.device)].float()

@@ -43,7 +43,10 @@ class Question(NamedTuple):
 
 def distinct(questions: Iterable[Question]) -> list[Question]:
     """Return the questions without those whose text came before."""
-    return list({question.text: question for question in reversed(list(questions))}.values())[::-1]
+    found: dict[str, Question] = {}
+    for question in questions:
+        found.setdefault(question.text, question)
+    return list(found.values())
 
 
 def read(path: Path) -> list[Question]:

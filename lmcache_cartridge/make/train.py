@@ -51,7 +51,7 @@ class Recipe:
     patience: int = 0
     """Looks without a better held-out loss after which to stop; 0 trains all steps."""
     jitter: int = 100
-    """Positions that a question may stand behind the cartridge in training, drawn anew for every forward pass."""
+    """Positions that a question may stand behind the cartridge in training, drawn anew every time."""
     autocast: bool = False
     """Whether to compute in bfloat16 where torch holds it for safe."""
     seed: int = 0
@@ -165,9 +165,10 @@ class Trainer:
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
         for i, batch in enumerate(batches):
-            packed = pack_examples(batch, self.model.device)
-            gap = self._draw(f"gap {self.step} {i}").randint(0, self.recipe.jitter)
-            loss = self._losses(self._logits(packed, gap), packed).sum() / count
+            draw = self._draw(f"gaps {self.step} {i}")
+            gaps = [draw.randint(0, self.recipe.jitter) for _ in batch]
+            packed = pack_examples(batch, self.model.device, gaps)
+            loss = self._losses(self._logits(packed), packed).sum() / count
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
@@ -195,10 +196,10 @@ class Trainer:
     def _draw(self, what: str) -> random.Random:
         return random.Random(f"{self.recipe.seed} {what}")
 
-    def _logits(self, packed: Packed, gap: int = 0) -> torch.Tensor:
+    def _logits(self, packed: Packed) -> torch.Tensor:
         """Return float32 logits [answer tokens, vocabulary] after the cartridge, as PEFT gives it, and each question."""
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.recipe.autocast):
-            return answer_logits(self.model.model, self.peft.get_prompt(len(packed.rows)), packed, gap)
+            return answer_logits(self.model.model, self.peft.get_prompt(len(packed.rows)), packed)
 
     def _losses(self, logits: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Return the loss of each answer token, nats."""
@@ -247,7 +248,11 @@ class Trainer:
         path = directory / CHECKPOINT
         if not path.exists():
             return
-        state: dict[str, Any] = torch.load(path, map_location=self.model.device, weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(path, map_location=self.model.device, weights_only=True)
+        except Exception as error:  # whatever torch's restricted unpickler stumbles over
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CartridgeError(f"{path} is no checkpoint; remove it to start anew: {reason}") from error
         if state["recipe"] != asdict(self.recipe):
             raise CartridgeError(f"{path} is of a training with another recipe; go on with that one, or remove it")
         with torch.no_grad():
