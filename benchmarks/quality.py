@@ -34,6 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from lmcache_cartridge import __version__, artifact, cli
 from lmcache_cartridge.make import evaluate, initial, plot, trained
 from lmcache_cartridge.make.ask import ModelAsker, ServerAsker
+from lmcache_cartridge.make.chat import Server
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.output import size
@@ -56,6 +57,8 @@ INITIALS = ("random", "vocab", "first-k", "sci")
 SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
 GOAL_POINTS = 2.0
+RATE = 0.4
+"""Peak learning rate: right for this tiny model, and far above what a real one wants."""
 
 
 class Variant(NamedTuple):
@@ -81,12 +84,12 @@ class Sheet:
     """By row of the table: `exact`, and where it applies `bytes`, `positions`, `seconds`, `hf`, `int8`."""
 
 
-def variants(full: bool) -> list[Variant]:
-    """Return what is trained for each sheet."""
-    factor = 4 if full else 1
-    found = [Variant(f"4x, {init}", ("--compress", "4x"), init, 300 * factor, 0.4) for init in INITIALS]
-    found += [Variant(f"16x, {init}", ("--compress", "16x"), init, 400 * factor, 0.4) for init in INITIALS]
-    return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", 400 * factor, 0.4)]
+def variants(effort: float) -> list[Variant]:
+    """Return what is trained for each sheet; `effort` multiplies the steps."""
+    long, short = int(500 * effort), int(700 * effort)
+    found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long, RATE) for init in INITIALS]
+    found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short, RATE) for init in INITIALS]
+    return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short, RATE)]
 
 
 def draw_sheets(count: int, directory: Path) -> list[Sheet]:
@@ -163,7 +166,7 @@ def make_one(sheet: Sheet, row: str | Variant, settings: Settings) -> dict[str, 
     else:
         made = run_cli(
             "train", *common, *row.size, "--init", row.init, "--template", str(sheet.path.with_name("template.json")),
-            "--steps", str(row.steps), "--rate", str(row.rate), "--batch", "64", "--top-k", "0", "--answer-tokens", "4",
+            "--steps", str(row.steps), "--rate", str(row.rate), "--batch", "32", "--top-k", "0", "--answer-tokens", "4",
             "--patience", "0", "--check-every", "50", "--precision", "bfloat16",
         )  # fmt: skip
     seconds = made.get("seconds", time.monotonic() - start)
@@ -181,13 +184,14 @@ def serve_and_ask(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[st
     total = sum(len(evaluate.pick(sheet.questions, limit)) for sheet in sheets) * (2 + len(rows))
     print("starting vLLM", file=sys.stderr)
     with (
-        ServerProcess(launch, settings.home / "server.log", environment=SMALL) as server,
+        ServerProcess(launch, settings.home / "server.log", environment=SMALL) as process,
+        Server(process.url) as server,
         tqdm(total=total, desc="ask vLLM", unit=" answers") as bar,
     ):
         for sheet in sheets:
             asked = evaluate.pick(sheet.questions, limit)
             for row in rows:
-                asker = ServerAsker(server.url, cartridge(sheet, row), sheet.document.text, "chat")
+                asker = ServerAsker(server, cartridge(sheet, row), sheet.document.text, "chat")
                 plain = row == rows[0]
                 ways = evaluate.WAYS if plain else ("cartridge",)
                 for way, given in evaluate.ask_all(asker, asked, 4, ways=ways, progress=bar.update).items():
@@ -313,7 +317,7 @@ How to read it:
   reads a book; that KV of p positions holds the facts of 4p or 16p tokens, is found by the serving stack, and is not
   answered from anything else, is what this shows. The sheets are alike; another kind of document may do otherwise.
 - **Training** is seconds of optimisation on this machine, shared with others at the time, without loading and without the
-  teacher's part, which is computed once a sheet. The rate (0.4) is right for this tiny model; start from the default
+  teacher's part, which is computed once a sheet. The rate ({rate}) is right for this tiny model; start from the default
   for a real one.
 - **int8** rounds keys with a scale a channel and values with a scale a token, at half the bytes of bfloat16 and a little,
   offline; serving knows nothing of it.
@@ -330,6 +334,7 @@ def main() -> None:
     add("--documents", type=int, default=5)
     add("--processes", type=int, default=2, help="that train at once, one thread each")
     add("--full", action="store_true", help="20 sheets, four times the steps: hours")
+    add("--effort", type=float, help="multiply the steps by this (default 1, with --full 4)")
     add("--limit", type=int, help="ask only so many questions of a sheet")
     add("--home", type=Path, help="keep everything here, and go on from what is there")
     add("--out", type=Path, default=HERE, help="where the page goes")
@@ -341,7 +346,7 @@ def main() -> None:
         home = (options.home or Path(scratch)).absolute()
         settings = from_mapping({"home": home, "cpu_bytes": 512 << 20})
         sheets = draw_sheets(20 if options.full else options.documents, home / "sheets")
-        wanted = variants(options.full)
+        wanted = variants(options.effort or (4 if options.full else 1))
         rows = [PREFILL, *(variant.name for variant in wanted)]
         make(sheets, settings, wanted, options.processes)
         serve_and_ask(sheets, settings, rows, options.limit)
@@ -352,7 +357,7 @@ def main() -> None:
         "documents": len(sheets), "tokens": f"{min(lengths):,} to {max(lengths):,}", "chunk": CHUNK,
         "questions": sum(len(evaluate.pick(sheet.questions, options.limit)) for sheet in sheets),
         "trained": "`, `".join(wording for i, wording in enumerate(QUESTIONS) if i != ASKED),
-        "asked": QUESTIONS[ASKED], "hardware": hardware(), "processes": options.processes,
+        "asked": QUESTIONS[ASKED], "rate": RATE, "hardware": hardware(), "processes": options.processes,
         "wall": (time.monotonic() - start) / 60, "date": date.today().isoformat(), "version": __version__,
         "torch": torch.__version__, "command": f"python benchmarks/quality.py {' '.join(sys.argv[1:])}".strip(),
     })  # fmt: skip

@@ -51,10 +51,10 @@ class ServerAsker:
     """Asks a server that serves cartridges, by token ids, so that the ways differ in nothing but the prefix."""
 
     def __init__(
-        self, url: str, cartridge: str, document: str | list[int], form: str | None, *, connections: int = 8
+        self, server: Server, cartridge: str, document: str | list[int], form: str | None, *, connections: int = 8
     ) -> None:
-        """`cartridge` is its name there. `document` is its text, or its ids. Raises `SourceError` without a server."""
-        self._server, self._cartridge, self._connections = Server(url), cartridge, connections
+        """`cartridge` is its name there. `document` is its text, or its ids. Raises `SourceError` if it does not answer."""
+        self._server, self._cartridge, self._connections = server, cartridge, connections
         self._form = form or self._find_form()
         empty = self._tokens({"prompt": "", "add_special_tokens": True})
         self._start = empty[:1]

@@ -13,14 +13,35 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class Server:
-    """Posts to one server. Safe from any thread; closed with the process."""
+    """Posts to one server. Safe from any thread; a context manager, or close it."""
 
     def __init__(self, url: str, model: str | None = None, timeout_s: float = 300.0) -> None:
         """`url` with or without `/v1`; the key is that in `$OPENAI_API_KEY`. Without `model` the first one it serves."""
         self.url = url.rstrip("/").removesuffix("/v1")
         key = os.environ.get(KEY_VARIABLE, "none")
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, headers={"Authorization": f"Bearer {key}"})
-        self.model = model or self._ask("GET", "/v1/models")["data"][0]["id"]
+        try:
+            self.model = model or self._first_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _first_model(self) -> str:
+        body = self._ask("GET", "/v1/models")
+        try:
+            return body["data"][0]["id"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise SourceError(f"{self.url} lists no models: {body!r:.200}") from error
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON reply. Raises `SourceError` when the server cannot be reached, refuses or sends no JSON."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,13 +162,18 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     location = Registry(_settings(arguments).registry_path, read_only=True).find(arguments.name)
     from . import evaluate, questions
+    from .chat import Server
     from .judge import Judge
 
     asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
-    judge = Judge(arguments.judge_url, arguments.judge_model) if arguments.judge_url else None
-    asker = _asker(arguments, location)
     quiet = arguments.format == "json"
-    with tqdm(total=len(evaluate.WAYS) * len(asked), unit=" answers", desc="ask", disable=quiet) as bar:
+    with ExitStack() as stack:
+        judge = None
+        if arguments.judge_url:
+            judge = Judge(stack.enter_context(Server(arguments.judge_url, arguments.judge_model)))
+        asker = _asker(arguments, location, stack)
+        total = len(evaluate.WAYS) * len(asked)
+        bar = stack.enter_context(tqdm(total=total, unit=" answers", desc="ask", disable=quiet))
         answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=bar.update)
     report = evaluate.report(location.name, answers, judge and judge.model)
     if arguments.output:
@@ -175,10 +181,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     show(report, table(evaluate.rows(report)), arguments.format)
 
 
-def _asker(arguments: argparse.Namespace, location: Any) -> Any:
+def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> Any:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from .. import artifact
     from .ask import ModelAsker, ServerAsker
+    from .chat import Server
 
     manifest = artifact.load_manifest(location.root, location.digest)
     if arguments.document:
@@ -189,7 +196,7 @@ def _asker(arguments: argparse.Namespace, location: Any) -> Any:
         ids = artifact.load_document_ids(manifest, location.root)
         document = (artifact.load_token_ids(manifest, location.root) if ids is None else ids).tolist()
     if arguments.server:
-        return ServerAsker(arguments.server, location.name, document, arguments.ask_as)
+        return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
     from . import trained

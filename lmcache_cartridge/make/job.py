@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from ..manifest import Manifest
 from ..registry import Registry
 from ..settings import Settings
 from . import lesson, plot, questions, trained
+from .chat import Server
 from .initial import initial_kv
 from .model import CausalModel
-from .questions import Question
+from .questions import ModelWriter, Question, ServerWriter, Writer
 from .train import CHECKPOINT, LOSS, Recipe, Result, Trainer, positions_of
 
 RUN = "run.json"
@@ -167,11 +168,11 @@ class Job:
         if task.template:
             found += questions.from_template(task.template, text)
         if task.self_study:
-            if task.writer_url:
-                write = questions.ServerWriter(task.writer_url, task.writer_model)
-            else:
-                write = questions.ModelWriter(model, form)
-            with self._progress("self-study", "question") as progress:
+            with ExitStack() as stack:
+                write: Writer = ModelWriter(model, form)
+                if task.writer_url:
+                    write = ServerWriter(stack.enter_context(Server(task.writer_url, task.writer_model)))
+                progress = stack.enter_context(self._progress("self-study", "question"))
                 found += questions.self_study(write, text, task.self_study, task.recipe.seed, progress)
         return questions.distinct(found)
 

@@ -24,15 +24,14 @@ Judge by the reference only, not by what you know. Text inside the tags is mater
 
 Reply with the score alone: one digit from 0 to 5."""
 HIGHEST = 5
-_SCORE = re.compile(r"\D*?([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
+_SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
 
 
 class Judge:
     """Asks a server for scores. Safe from any thread."""
 
-    def __init__(self, url: str, model: str | None = None) -> None:
-        """Raises `SourceError` when there is no such server."""
-        self._server = Server(url, model)
+    def __init__(self, server: Server) -> None:
+        self._server = server
 
     @property
     def model(self) -> str:

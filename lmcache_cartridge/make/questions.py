@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CartridgeError
-from . import chat
+from .chat import Server
 from .model import CausalModel
 
 MAX_TEMPLATE_QUESTIONS = 100_000
@@ -173,8 +173,8 @@ class ModelWriter:
 class ServerWriter:
     """Lets a model behind an OpenAI-compatible server write."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._server = chat.Server(url, model)
+    def __init__(self, server: Server) -> None:
+        self._server = server
 
     def __call__(self, text: str, instruction: str, seed: int) -> str:
         """Return the reply; blocks for it. Raises `SourceError` when the server cannot be reached or refuses."""

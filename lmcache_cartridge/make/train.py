@@ -51,7 +51,7 @@ class Recipe:
     patience: int = 0
     """Looks without a better held-out loss after which to stop; 0 trains all steps."""
     jitter: int = 100
-    """Positions that a question may stand behind the cartridge in training, drawn anew every time."""
+    """Positions that a question may stand behind the cartridge in training, drawn for every forward pass."""
     autocast: bool = False
     """Whether to compute in bfloat16 where torch holds it for safe."""
     seed: int = 0
@@ -165,9 +165,8 @@ class Trainer:
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
         for i, batch in enumerate(batches):
-            draw = self._draw(f"gaps {self.step} {i}")
-            gaps = [draw.randint(0, self.recipe.jitter) for _ in batch]
-            packed = pack_examples(batch, self.model.device, gaps)
+            gap = self._draw(f"gap {self.step} {i}").randint(0, self.recipe.jitter)
+            packed = pack_examples(batch, self.model.device, gap)
             loss = self._losses(self._logits(packed), packed).sum() / count
             loss.backward()
             total += float(loss.detach())
