@@ -52,12 +52,16 @@ CHUNK = 32
 """Tokens a chunk, in the artefacts and in LMCache: 64 positions are 16x of these sheets, and 32 less than that."""
 TOKENS = 1024
 ASKED = 1
-"""Which of the model's three wordings is asked; the templates to train on hold the other two."""
+"""Which of the model's three wordings is asked."""
+TRAINED = (QUESTIONS[0], QUESTIONS[2], "Patient {patient}: {attribute}?")
+"""Wordings that the template to train on has. The last one is new to the model, which answers it all the same."""
+HELD_OUT = "the {attribute} of {patient}?"
+"""Wording looked at while training, to keep the best KV."""
 INITIALS = ("random", "vocab", "first-k", "sci")
 SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
 GOAL_POINTS = 2.0
-RATE = 0.4
+RATE = 0.3
 """Peak learning rate: right for this tiny model, and far above what a real one wants."""
 
 
@@ -86,7 +90,7 @@ class Sheet:
 
 def variants(effort: float) -> list[Variant]:
     """Return what is trained for each sheet; `effort` multiplies the steps."""
-    long, short = int(500 * effort), int(700 * effort)
+    long, short = int(400 * effort), int(700 * effort)
     found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long, RATE) for init in INITIALS]
     found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short, RATE) for init in INITIALS]
     return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short, RATE)]
@@ -102,9 +106,11 @@ def draw_sheets(count: int, directory: Path) -> list[Sheet]:
         sheet = Sheet(f"sheet-{number}", document, directory / f"sheet-{number}.txt", asked)
         sheet.path.write_text(document.text, encoding="utf-8")
         save(asked, directory / f"sheet-{number}.questions.jsonl")
+        held_out = [Question(HELD_OUT.format(**fact._asdict())) for fact in document.facts[::4]]
+        save(held_out, directory / f"sheet-{number}.held_out.jsonl")
         sheets.append(sheet)
     template = {
-        "questions": [wording for i, wording in enumerate(QUESTIONS) if i != ASKED],
+        "questions": TRAINED,
         "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
         "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
     }
@@ -166,6 +172,7 @@ def make_one(sheet: Sheet, row: str | Variant, settings: Settings) -> dict[str, 
     else:
         made = run_cli(
             "train", *common, *row.size, "--init", row.init, "--template", str(sheet.path.with_name("template.json")),
+            "--held-out", str(sheet.path.with_suffix(".held_out.jsonl")),
             "--steps", str(row.steps), "--rate", str(row.rate), "--batch", "32", "--top-k", "0", "--answer-tokens", "4",
             "--patience", "0", "--check-every", "50", "--precision", "bfloat16",
         )  # fmt: skip
@@ -311,8 +318,9 @@ registered in one home and asked on one vLLM server (chunk size {chunk}); the la
 How to read it:
 
 - **What overlaps.** A cartridge is for one document, so the facts asked are the facts trained on. The wording is not: a
-  template made the questions to train on from the sheet's own text, in two wordings (`{trained}`), and the model with
-  the sheet in context answered them; no generator's answer was used. Asked was `{asked}`, which no training saw.
+  template made the questions to train on from the sheet's own text, in three wordings (`{trained}`), and
+  the model with the sheet in context answered them; no generator's answer was used. Which step's KV is kept was
+  decided by a fourth wording (`{held_out}`). Asked was `{asked}`, which no training saw.
 - **What this shows, and what not.** A 1.2 M parameter model that looks values up in a list is not a language model that
   reads a book; that KV of p positions holds the facts of 4p or 16p tokens, is found by the serving stack, and is not
   answered from anything else, is what this shows. The sheets are alike; another kind of document may do otherwise.
@@ -356,7 +364,7 @@ def main() -> None:
     page = markdown(summary, {
         "documents": len(sheets), "tokens": f"{min(lengths):,} to {max(lengths):,}", "chunk": CHUNK,
         "questions": sum(len(evaluate.pick(sheet.questions, options.limit)) for sheet in sheets),
-        "trained": "`, `".join(wording for i, wording in enumerate(QUESTIONS) if i != ASKED),
+        "trained": "`, `".join(TRAINED), "held_out": HELD_OUT,
         "asked": QUESTIONS[ASKED], "rate": RATE, "hardware": hardware(), "processes": options.processes,
         "wall": (time.monotonic() - start) / 60, "date": date.today().isoformat(), "version": __version__,
         "torch": torch.__version__, "command": f"python benchmarks/quality.py {' '.join(sys.argv[1:])}".strip(),

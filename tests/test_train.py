@@ -98,9 +98,9 @@ def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
 def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> None:
     recipe = replace(RECIPE, steps=40, check_every=40, **change)
     trainer = _trainer(made, "sci", recipe)
-    before = trainer.score(trainer.held_out)
+    before = trainer.score(trainer.examples)
     result = trainer.run()
-    assert result.score.loss < 0.7 * before.loss
+    assert trainer.score(trainer.examples).loss < 0.6 * before.loss
     assert result.kv.dtype == torch.float32
 
 
@@ -383,6 +383,19 @@ def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made: Sch
     plain = made.model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
     assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
     assert found.tokens[:, 0].tolist() == plain.argmax(-1).tolist()
+
+
+def test_a_question_too_long_for_the_model_is_named(made: School) -> None:
+    with pytest.raises(CartridgeError, match="'ward ward .*the model's context is 8192"):
+        lesson.prepare(made.model, made.ids, [Question("ward " * 9000, "7")], form="chat", top_k=4, answer_tokens=2)
+
+
+def test_no_question_is_put_behind_the_end_of_the_models_context(made: School, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = max(len(e.prompt) + len(e.answer) for e in made.lesson.examples)
+    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P + longest + 3)
+    assert _trainer(made).jitter == 3
+    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P)
+    assert _trainer(made).jitter == 0
 
 
 def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made: School, tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ class Job:
         raw, text = _read_document(self.task.document)
         model, recipe = self._model()
         ids = model.encode(text, special=True)
-        limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit and len(ids) >= limit:
+        if model.context_tokens and len(ids) >= model.context_tokens:
             raise ArtifactError(
-                f"{self.task.document} has {len(ids)} tokens; the model's context is {limit}, less the question"
+                f"{self.task.document} has {len(ids)} tokens; the model's context is {model.context_tokens}, "
+                "less the question"
             )
         positions = self._positions(len(ids))
         kv = initial_kv(self.task.init, model, ids, positions, recipe.seed)

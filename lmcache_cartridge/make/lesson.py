@@ -69,6 +69,7 @@ def prepare(
         examples.append(Example(prompt, answer, row))
         row += len(answer)
     lesson = Lesson(examples, None, None)
+    _check_context(model, len(ids) if teach else 0, questions, examples)
     if teach:
         lesson = _taught(model, kv, examples, min(top_k or model.fingerprint.vocab_size, model.fingerprint.vocab_size),
                          progress)  # fmt: skip
@@ -89,6 +90,19 @@ def _answers(
         if not answer:
             raise CartridgeError(f"the question {question.text!r:.100} has an answer of no tokens")
     return answers
+
+
+def _check_context(
+    model: CausalModel, document_tokens: int, questions: Sequence[Question], examples: Sequence[Example]
+) -> None:
+    """Raise `CartridgeError` for a question that, after the document, is too long for the model."""
+    for question, example in zip(questions, examples, strict=True):
+        tokens = document_tokens + len(example.prompt) + len(example.answer)
+        if model.context_tokens and tokens > model.context_tokens:
+            raise CartridgeError(
+                f"the question {question.text!r:.100} and its answer make {tokens} tokens with the document; the "
+                f"model's context is {model.context_tokens}"
+            )
 
 
 @torch.no_grad()

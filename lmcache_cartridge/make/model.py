@@ -152,6 +152,11 @@ class CausalModel:
         return [row[:end] for row, end in zip(rows, cut, strict=True)]
 
     @property
+    def context_tokens(self) -> int | None:
+        """Positions the model was made for; None where its config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
     def end_ids(self) -> list[int]:
         """Ids that end an answer, the one to train on first; empty where the model has none."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)

@@ -6,6 +6,7 @@ apart and whose positions all start where the prefix ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 ROW_TOKENS = 256
-"""Tokens of questions a row holds, unless one question alone is longer."""
+"""Tokens of questions a row holds at most, give or take one question."""
 
 
 class Example(NamedTuple):
@@ -43,15 +44,16 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gap: int = 
 
     The last token of each answer predicts nothing and is left out.
     """
+    lengths = [len(example.prompt) + len(example.answer) - 1 for example in examples]
+    wanted = sum(lengths) / math.ceil(sum(lengths) / ROW_TOKENS)  # rows of about one length, for little padding
     rows: list[list[Example]] = []
-    room = 0
-    for example in examples:
-        length = len(example.prompt) + len(example.answer) - 1
-        if not rows or length > room:
+    filled = math.inf
+    for example, length in zip(examples, lengths, strict=True):
+        if filled >= wanted:
             rows.append([])
-            room = ROW_TOKENS
+            filled = 0
         rows[-1].append(example)
-        room -= length
+        filled += length
     texts = [[[*e.prompt, *e.answer[:-1]] for e in row] for row in rows]
     width = max(sum(map(len, row)) for row in texts)
     ids, offsets, owner = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))

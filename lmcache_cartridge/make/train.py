@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +52,8 @@ class Recipe:
     patience: int = 0
     """Looks without a better held-out loss after which to stop; 0 trains all steps."""
     jitter: int = 100
-    """Positions that a question may stand behind the cartridge in training, drawn for every forward pass."""
+    """Positions that questions may stand behind the cartridge in training, drawn for every forward pass; fewer where the
+    model's context ends."""
     autocast: bool = False
     """Whether to compute in bfloat16 where torch holds it for safe."""
     seed: int = 0
@@ -105,6 +107,9 @@ class Trainer:
         self.examples = [example for i, example in enumerate(lesson.examples) if i not in apart]
         if not self.examples or not self.held_out:
             raise CartridgeError("training needs a question to train on and another one that is held out")
+        longest = max(len(example.prompt) + len(example.answer) for example in lesson.examples)
+        room = (model.context_tokens or sys.maxsize) - kv.shape[2] - longest
+        self.jitter = max(0, min(recipe.jitter, room))
         self.peft = wrap(model, kv)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.rate, weight_decay=0.0)
@@ -165,7 +170,7 @@ class Trainer:
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
         for i, batch in enumerate(batches):
-            gap = self._draw(f"gap {self.step} {i}").randint(0, self.recipe.jitter)
+            gap = self._draw(f"gap {self.step} {i}").randint(0, self.jitter)
             packed = pack_examples(batch, self.model.device, gap)
             loss = self._losses(self._logits(packed), packed).sum() / count
             loss.backward()
