@@ -51,10 +51,10 @@ MODEL = str(MODEL_DIR)
 CHUNK = 32
 """Tokens a chunk, in the artefacts and in LMCache: 64 positions are 16x of these sheets, and 32 less than that."""
 TOKENS = 1024
-ASKED = 1
-"""Which of the model's three wordings is asked."""
-TRAINED = (QUESTIONS[0], QUESTIONS[2], "Patient {patient}: {attribute}?")
-"""Wordings that the template to train on has. The last one is new to the model, which answers it all the same."""
+TRAINED = (QUESTIONS[0], "Patient {patient}: {attribute}?")
+"""Wordings that the template to train on has. The second is new to the model, which answers it all the same."""
+ASKED = (QUESTIONS[1], QUESTIONS[2])
+"""Wordings that are asked, fact by fact in turn."""
 HELD_OUT = "the {attribute} of {patient}?"
 """Wording looked at while training, to keep the best KV."""
 INITIALS = ("random", "vocab", "first-k", "sci")
@@ -90,7 +90,7 @@ class Sheet:
 
 def variants(effort: float) -> list[Variant]:
     """Return what is trained for each sheet; `effort` multiplies the steps."""
-    long, short = int(400 * effort), int(700 * effort)
+    long, short = int(1000 * effort), int(1400 * effort)
     found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long, RATE) for init in INITIALS]
     found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short, RATE) for init in INITIALS]
     return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short, RATE)]
@@ -102,7 +102,10 @@ def draw_sheets(count: int, directory: Path) -> list[Sheet]:
     sheets = []
     for number in range(count):
         document = write_document(random.Random(f"quality {number}"), TOKENS)
-        asked = [Question(QUESTIONS[ASKED].format(**fact._asdict()), fact.value) for fact in document.facts]
+        asked = [
+            Question(ASKED[i % len(ASKED)].format(**fact._asdict()), fact.value)
+            for i, fact in enumerate(document.facts)
+        ]
         sheet = Sheet(f"sheet-{number}", document, directory / f"sheet-{number}.txt", asked)
         sheet.path.write_text(document.text, encoding="utf-8")
         save(asked, directory / f"sheet-{number}.questions.jsonl")
@@ -318,9 +321,10 @@ registered in one home and asked on one vLLM server (chunk size {chunk}); the la
 How to read it:
 
 - **What overlaps.** A cartridge is for one document, so the facts asked are the facts trained on. The wording is not: a
-  template made the questions to train on from the sheet's own text, in three wordings (`{trained}`), and
-  the model with the sheet in context answered them; no generator's answer was used. Which step's KV is kept was
-  decided by a fourth wording (`{held_out}`). Asked was `{asked}`, which no training saw.
+  template made the questions to train on from the sheet's own text, in two wordings (`{trained}`),
+  and the model with the sheet in context answered them; no generator's answer was used. Which step's KV is kept was
+  decided by a third wording (`{held_out}`). Asked was, in turn, `{asked}`,
+  which no training saw.
 - **What this shows, and what not.** A 1.2 M parameter model that looks values up in a list is not a language model that
   reads a book; that KV of p positions holds the facts of 4p or 16p tokens, is found by the serving stack, and is not
   answered from anything else, is what this shows. The sheets are alike; another kind of document may do otherwise.
@@ -365,7 +369,7 @@ def main() -> None:
         "documents": len(sheets), "tokens": f"{min(lengths):,} to {max(lengths):,}", "chunk": CHUNK,
         "questions": sum(len(evaluate.pick(sheet.questions, options.limit)) for sheet in sheets),
         "trained": "`, `".join(TRAINED), "held_out": HELD_OUT,
-        "asked": QUESTIONS[ASKED], "rate": RATE, "hardware": hardware(), "processes": options.processes,
+        "asked": "`, `".join(ASKED), "rate": RATE, "hardware": hardware(), "processes": options.processes,
         "wall": (time.monotonic() - start) / 60, "date": date.today().isoformat(), "version": __version__,
         "torch": torch.__version__, "command": f"python benchmarks/quality.py {' '.join(sys.argv[1:])}".strip(),
     })  # fmt: skip

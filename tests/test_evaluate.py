@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from lessons import MODEL, School, school
 from serving import SERVER_ARGS
@@ -28,6 +29,7 @@ from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.process import ServerProcess, free_port
 from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.writer import ArtifactWriter
 
 CHUNK = 16
 
@@ -55,12 +57,26 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
             cartridge_id=name, version=1, chunk_tokens=CHUNK, document_ids=document,
         )  # fmt: skip
         registry.register(path / "cartridges" / name)
+    _register_poison(registry, path / "cartridges" / "poison", made)
     (path / "sheet.txt").write_text(made.document.text)
     facts = made.document.facts
     save([Question(ask(f, 0).removeprefix("Q: ").removesuffix(" A:"), f.value) for f in facts], path / "q.jsonl")
     head = made.model.tokenizer.decode(made.ids[:positions])
     inside = sum(made.document.text.index(fact.patient) < len(head) - 40 for fact in facts)
     return Home(path, made, path / "q.jsonl", inside)
+
+
+def _register_poison(registry: Registry, root: Path, made: School) -> None:
+    """Register a prefilled cartridge of the document whose KV is nothing: injected, it would ruin every answer."""
+    fingerprint = made.model.fingerprint
+    with ArtifactWriter(
+        root, cartridge_id="poison", version=1, kind="prefill", fingerprint=fingerprint, chunk_tokens=CHUNK,
+        token_ids=np.array(made.ids),
+    ) as writer:  # fmt: skip
+        for start in range(0, len(made.ids), CHUNK):
+            writer.write(bytes(min(CHUNK, len(made.ids) - start) * fingerprint.token_bytes))
+        writer.commit(Provenance(tool="test", created="2026-01-01T00:00:00Z"))
+    registry.register(root)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +138,14 @@ def test_a_real_server_gives_the_same_answers(home: Home, evaluate: Any, server:
         different = [pair for pair in zip(answers[0][way], answers[1][way], strict=True) if pair[0] != pair[1]]
         sure = way == "document"
         assert len(different) <= (0 if sure else len(answers[0][way]) // 4), "only guesses may round otherwise"
+
+
+def test_the_document_is_computed_though_the_server_has_a_cartridge_of_it(
+    home: Home, evaluate: Any, server: str
+) -> None:
+    exact = _exact(evaluate("poison", "--server", server, "--limit", "8", "--format", "json"))
+    assert exact["cartridge"] <= 0.25, "it is there, and injected when named"
+    assert exact["document"] == 1.0
 
 
 def test_a_document_given_as_text_is_the_one_the_cartridge_carries(home: Home, evaluate: Any, server: str) -> None:

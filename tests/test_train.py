@@ -232,20 +232,27 @@ def test_a_packed_question_is_answered_as_if_it_stood_alone(made: School, run: A
     assert (together - alone).abs().max() < 1e-3
 
 
-def test_a_gap_puts_questions_so_many_positions_further_back(made: School) -> None:
+def test_a_gap_puts_its_question_so_many_positions_further_back(made: School) -> None:
     kv, examples = initial_kv("sci", made.model, made.ids, P, 0), made.unseen.examples[:3]
 
-    def together(gap: int) -> torch.Tensor:
-        packed = pack_examples(examples, made.model.device, gap)
+    def together(*gaps: int) -> torch.Tensor:
+        packed = pack_examples(examples, made.model.device, gaps)
         return answer_logits(made.model.model, made.model.cache(kv, 1), packed)
 
     alone = []
-    for example in examples:
+    for example, gap in zip(examples, (5, 0, 17), strict=True):
         ids = torch.tensor([[*example.prompt, *example.answer[:-1]]])
-        at = torch.arange(ids.shape[1])[None] + P + 17
+        at = torch.arange(ids.shape[1])[None] + P + gap
         alone.append(made.model.model(ids, position_ids=at, past_key_values=made.model.cache(kv, 1)).logits[0, -2:])
-    assert torch.allclose(together(17), torch.cat(alone), atol=1e-3)
-    assert not torch.allclose(together(0), torch.cat(alone), atol=1e-3)
+    assert torch.allclose(together(5, 0, 17), torch.cat(alone), atol=1e-3)
+    assert not torch.allclose(together(), torch.cat(alone), atol=1e-3)
+
+
+def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back(made: School) -> None:
+    gaps = _trainer(made)._gaps(random.Random(0), 2000)
+    assert 0.48 < gaps.count(0) / 2000 < 0.58
+    assert max(gaps) == RECIPE.jitter
+    assert _trainer(made, recipe=replace(RECIPE, jitter=0))._gaps(random.Random(0), 9) == [0] * 9
 
 
 def test_packing_for_peft_is_undone_exactly() -> None:
@@ -433,6 +440,12 @@ def test_the_divergence_is_that_of_kullback_and_leibler() -> None:
     for k in (1, 5, 20, 50):
         assert (of(k, student) >= before - 1e-4).all(), "what counts as one token hides differences, and invents none"
         before = of(k, student)
+
+
+def test_what_is_not_among_the_teachers_likeliest_tokens_counts_as_one() -> None:
+    teacher, student = torch.tensor([[0.6]]).log(), torch.tensor([[0.9]]).log()
+    expected = 0.6 * math.log(0.6 / 0.9) + 0.4 * math.log(0.4 / 0.1)
+    assert float(divergence(teacher, student)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_student_that_is_sure_of_another_token_has_a_finite_gradient() -> None:

@@ -76,9 +76,9 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--rate", type=float, default=0.02, help="peak learning rate of AdamW (default 0.02)")
     how.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
     how.add_argument("--warmup", type=int, default=20, help="steps to the peak (default 20)")
-    how.add_argument("--jitter", type=int, default=100,
-                     help="positions a question may stand further back in training, at random; wordings not trained on "
-                     "do better so (default 100)")  # fmt: skip
+    how.add_argument("--jitter", type=int, default=32,
+                     help="positions that half of the questions stand further back in training, at random; wordings not "
+                     "trained on do better so (default 32)")  # fmt: skip
     how.add_argument("--check-every", type=int, default=25,
                      help="steps between checkpoints and looks at the held-out questions (default 25)")  # fmt: skip
     how.add_argument("--patience", type=int, default=8, help="looks without progress before it stops; 0: never (8)")

@@ -39,8 +39,8 @@ class Packed(NamedTuple):
     """[R, T, T]: which tokens of its row a token may see, beside all of the prefix."""
 
 
-def pack_examples(examples: Sequence[Example], device: torch.device, gap: int = 0) -> Packed:
-    """Return examples packed in their order, all `gap` positions behind the prefix.
+def pack_examples(examples: Sequence[Example], device: torch.device, gaps: Sequence[int] = ()) -> Packed:
+    """Return examples packed in their order, each `gaps` positions behind the prefix, 0 by default.
 
     The last token of each answer predicts nothing and is left out.
     """
@@ -55,6 +55,7 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gap: int = 
         rows[-1].append(example)
         filled += length
     texts = [[[*e.prompt, *e.answer[:-1]] for e in row] for row in rows]
+    gap = iter(gaps or [0] * len(examples))
     width = max(sum(map(len, row)) for row in texts)
     ids, offsets, owner = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
     for r, row in enumerate(texts):
@@ -62,7 +63,7 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gap: int = 
         for number, text in enumerate(row, 1):
             at = slice(start, start + len(text))
             ids[r, at], owner[r, at] = torch.tensor(text), number
-            offsets[r, at] = torch.arange(len(text)) + gap
+            offsets[r, at] = torch.arange(len(text)) + next(gap)
             start += len(text)
     allowed = (owner[:, :, None] == owner[:, None, :]).tril()
     return Packed(rows, ids.to(device), offsets.to(device), allowed.to(device))

@@ -25,6 +25,8 @@ from .trained import rounded
 
 CHECKPOINT = "checkpoint.pt"
 LOSS = "loss.jsonl"
+BETAS = (0.9, 0.95)
+"""AdamW's. A question moves few positions, so that a longer memory of squared gradients slows them all."""
 BETTER = 0.99
 """A held-out loss counts as better from this share of the best one before on."""
 
@@ -51,9 +53,9 @@ class Recipe:
     """Steps between two looks at the held-out questions, and between two checkpoints."""
     patience: int = 0
     """Looks without a better held-out loss after which to stop; 0 trains all steps."""
-    jitter: int = 100
-    """Positions that questions may stand behind the cartridge in training, drawn for every forward pass; fewer where the
-    model's context ends."""
+    jitter: int = 32
+    """Positions that half of the questions may stand behind the cartridge in training, drawn anew every time; fewer
+    where the model's context ends."""
     autocast: bool = False
     """Whether to compute in bfloat16 where torch holds it for safe."""
     seed: int = 0
@@ -112,7 +114,7 @@ class Trainer:
         self.jitter = max(0, min(recipe.jitter, room))
         self.peft = wrap(model, kv)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.rate, betas=BETAS, weight_decay=0.0)
         self.step, self.seconds, self.waited = 0, 0.0, 0
         self.loss = math.inf
         self.best_loss, self.best_step, self.best = math.inf, 0, self.kv()
@@ -170,8 +172,9 @@ class Trainer:
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
         for i, batch in enumerate(batches):
-            gap = self._draw(f"gap {self.step} {i}").randint(0, self.jitter)
-            packed = pack_examples(batch, self.model.device, gap)
+            packed = pack_examples(
+                batch, self.model.device, self._gaps(self._draw(f"gaps {self.step} {i}"), len(batch))
+            )
             loss = self._losses(self._logits(packed), packed).sum() / count
             loss.backward()
             total += float(loss.detach())
@@ -199,6 +202,10 @@ class Trainer:
 
     def _draw(self, what: str) -> random.Random:
         return random.Random(f"{self.recipe.seed} {what}")
+
+    def _gaps(self, draw: random.Random, count: int) -> list[int]:
+        """Return how far behind the cartridge each question stands: half of them right behind it, as when served."""
+        return [draw.randint(0, self.jitter) * draw.randint(0, 1) for _ in range(count)]
 
     def _logits(self, packed: Packed) -> torch.Tensor:
         """Return float32 logits [answer tokens, vocabulary] after the cartridge, as PEFT gives it, and each question."""
