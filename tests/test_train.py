@@ -542,6 +542,27 @@ def test_an_interrupted_command_goes_on_and_ends_as_if_it_had_not_been(
     assert expected["held_out_loss"] == pytest.approx(whole["held_out_loss"], rel=0.05)
 
 
+def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
+    train: _Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "register", fail)
+        assert train()[0] == 1
+    written = artifact.load_manifest(train.home / "cartridges" / "a" / "1")
+    assert train()[1]["digest"] == written.digest
+
+
+def test_an_artefact_in_the_way_is_found_before_training(train: _Cli) -> None:
+    (train.home / "cartridges" / "a" / "1").mkdir(parents=True)
+    status, _, err = train()
+    assert status == 1
+    assert "exists, though it is not registered" in err
+    assert not (train.home / "training" / "a" / "1" / LOSS).exists()
+
+
 def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
     run = train.home / "training" / "a" / "1"
     run.mkdir(parents=True)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from ..errors import ArtifactError, CartridgeError
+from ..errors import ArtifactError, CartridgeError, CartridgeExists
 from ..manifest import Manifest
 from ..registry import Registry
 from ..settings import Settings
@@ -70,6 +70,7 @@ class Job:
         self.task, self.settings, self.registry, self.say, self.bar = task, settings, registry, say, bar
         self.version = registry.next_version(task.id)
         self.directory = settings.home / "training" / task.id / str(self.version)
+        self.root = settings.cartridges_dir / task.id / str(self.version)
 
     def run(self, *, restart: bool = False) -> dict[str, Any]:
         """Train, write, register; return what came out. Raises `CartridgeError`, and a second run then goes on.
@@ -78,6 +79,8 @@ class Job:
         """
         if restart:
             shutil.rmtree(self.directory, ignore_errors=True)
+        if self.root.exists() and not (self.directory / CHECKPOINT).exists():
+            raise CartridgeExists(f"{self.root} exists, though it is not registered; register it, or remove it")
         raw, text = _read_document(self.task.document)
         model, recipe = self._model()
         ids = model.encode(text, special=True)
@@ -100,12 +103,12 @@ class Job:
             )  # fmt: skip
         trainer = Trainer(model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe)
         result = self._train(trainer)
-        root = self.settings.cartridges_dir / self.task.id / str(self.version)
-        manifest = trained.write(
-            model, result.kv, root, model.provenance(_verb(self.task, result), self.task.document, raw),
-            cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
-        )  # fmt: skip
-        self.registry.register(root)
+        if not self.root.exists():  # else a run that ended before it could register it wrote it
+            trained.write(
+                model, result.kv, self.root, model.provenance(_verb(self.task, result), self.task.document, raw),
+                cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
+            )  # fmt: skip
+        manifest = self.registry.register(self.root)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
         return self._summary(manifest, result, len(ids))
 
