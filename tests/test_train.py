@@ -19,7 +19,7 @@ from lmcache_cartridge.make import lesson, trained
 from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
 from lmcache_cartridge.make.packed import pack, unpack
 from lmcache_cartridge.make.packing import answer_logits, pack_examples
-from lmcache_cartridge.make.questions import Question, read
+from lmcache_cartridge.make.questions import Question, read, save
 from lmcache_cartridge.make.train import CHECKPOINT, LOSS, Recipe, Result, Trainer, divergence, positions_of, wrap
 from lmcache_cartridge.make.trained import ordinary_ids
 from lmcache_cartridge.manifest import Provenance
@@ -555,6 +555,14 @@ def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
     assert train()[1]["digest"] == written.digest
 
 
+def test_a_run_that_found_no_questions_does_not_bind_the_next(train: _Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text(json.dumps({"questions": ["{x}?"], "fields": {"x": "(nowhere)"}}))
+    status, _, err = train("--template", str(tmp_path / "empty.json"))
+    assert status == 1
+    assert "makes no question" in err
+    assert train()[0] == 0
+
+
 def test_an_artefact_in_the_way_is_found_before_training(train: _Cli) -> None:
     (train.home / "cartridges" / "a" / "1").mkdir(parents=True)
     status, _, err = train()
@@ -567,6 +575,8 @@ def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
     run = train.home / "training" / "a" / "1"
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"id": "a"}))
+    for name in ("questions", "held_out"):
+        save([Question(name)], run / f"{name}.jsonl")
     assert train()[0] == 1
     assert train("--restart")[0] == 0
 
@@ -581,6 +591,8 @@ def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
         (("--chunk-size", "0"), "--chunk-size 0"),
         (("--rate", "0"), "--rate 0"),
         (("--steps", "0"), "--steps 0"),
+        (("--self-study", "0"), "--self-study 0"),
+        (("--writer-url", "http://localhost"), "say how many"),
         (("--chunk-size", "256"), "p = 256 positions cannot be trained for a document of 135 tokens"),
     ],
     ids=lambda argv: argv[0] if isinstance(argv, tuple) else "",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,16 @@ def _train(arguments: argparse.Namespace) -> None:
     from ..manifest import check_id
 
     check_id(arguments.id)
-    _check_numbers(arguments, at_least_one=("chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
+    _check_numbers(arguments, at_least_one=("positions", "self_study", "chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
                    at_least_zero=("top_k", "warmup", "patience", "jitter"))  # fmt: skip
     if arguments.rate <= 0:
         raise CartridgeError(f"--rate {arguments.rate} must be above 0")
     if not (arguments.questions or arguments.template or arguments.self_study):
         raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
+    if arguments.writer_url and not arguments.self_study:
+        raise CartridgeError("--writer-url writes questions for --self-study; say how many")
+    if find_spec("peft") is None:
+        raise CartridgeError("training needs PEFT; install lmcache-cartridge[train]")
     for path in (arguments.document, arguments.questions, arguments.template, arguments.held_out):
         _need_file(path)
     from tqdm import tqdm

@@ -141,7 +141,7 @@ class Job:
         fingerprint = blake3(msgspec.json.encode(model.fingerprint)).hexdigest()
         claim = json.loads(json.dumps(task | {"document": document, "model": fingerprint}))
         path = self.directory / RUN
-        if path.exists():
+        if path.exists() and (self.directory / HELD_OUT).exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             if other := sorted(name for name in claim.keys() | found.keys() if claim.get(name) != found.get(name)):
                 raise CartridgeError(
@@ -156,7 +156,7 @@ class Job:
     def _questions(self, model: CausalModel, text: str, form: str) -> tuple[list[Question], list[Question]]:
         """Return the questions to train on and those held out: as drawn before, if this run was interrupted."""
         kept, apart = self.directory / QUESTIONS, self.directory / HELD_OUT
-        if not (kept.exists() and apart.exists()):
+        if not apart.exists():
             found = self._gather(model, text, form)
             held_out = questions.read(self.task.held_out) if self.task.held_out else _hold_out(found)
             texts = {question.text for question in held_out}

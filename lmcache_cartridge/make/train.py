@@ -119,6 +119,7 @@ class Trainer:
         self.loss = math.inf
         self.best_loss, self.best_step, self.best = math.inf, 0, self.kv()
         self.rows: list[dict[str, float]] = []
+        self._round, self._shuffled = -1, list[int]()
 
     def kv(self) -> torch.Tensor:
         """Return a copy of the KV as it stands, canonical, float32, on the CPU."""
@@ -195,7 +196,7 @@ class Trainer:
         return picked
 
     def _order(self, round_: int) -> list[int]:
-        if getattr(self, "_round", None) != round_:
+        if self._round != round_:
             self._round, self._shuffled = round_, list(range(len(self.examples)))
             self._draw(f"round {round_}").shuffle(self._shuffled)
         return self._shuffled
