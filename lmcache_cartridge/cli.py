@@ -11,6 +11,7 @@ from typing import Any
 
 from . import __version__
 from .errors import CartridgeError
+from .make import commands
 from .output import fields, show, size, table
 
 
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     build.add_argument("--canary", help="text after the document whose prediction must not change")
+
+    commands.add(verb)
 
     register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
                     "register s3://bucket/cartridges/handbook")  # fmt: skip
