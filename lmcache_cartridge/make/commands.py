@@ -189,17 +189,21 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> Any:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from .. import artifact
+    from ..sources import Sources
     from .ask import ModelAsker, ServerAsker
     from .chat import Server
 
-    manifest = artifact.load_manifest(location.root, location.digest)
+    if Sources.is_remote(location.location):
+        raise CartridgeError(f"{location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here")
+    root = Path(location.location)
+    manifest = artifact.load_manifest(root, location.digest)
     if arguments.document:
         document = arguments.document.read_text(encoding="utf-8")
     elif manifest.kind == "trained" and manifest.document is None:
         raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
     else:
-        ids = artifact.load_document_ids(manifest, location.root)
-        document = (artifact.load_token_ids(manifest, location.root) if ids is None else ids).tolist()
+        ids = artifact.load_document_ids(manifest, root)
+        document = (artifact.load_token_ids(manifest, root) if ids is None else ids).tolist()
     if arguments.server:
         return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
     if manifest.payload is None:
@@ -207,14 +211,14 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     from . import trained
     from .model import CausalModel
 
-    for _ in artifact.verify(location.root):
+    for _ in artifact.verify(root):
         pass
     model = CausalModel(arguments.model, dtype=manifest.fingerprint.dtype, device=arguments.device)
     if differences := manifest.fingerprint.differences(model.fingerprint):
         raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
     if isinstance(document, str):
         document = model.encode(document, special=True)
-    return ModelAsker(model, document, trained.read_kv(manifest, location.root), arguments.ask_as)
+    return ModelAsker(model, document, trained.read_kv(manifest, root), arguments.ask_as)
 
 
 def _settings(arguments: argparse.Namespace) -> Any:

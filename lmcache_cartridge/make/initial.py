@@ -9,7 +9,7 @@ import torch
 
 from ..errors import CartridgeError
 from .model import CausalModel
-from .trained import ordinary_ids
+from .ordinary import ordinary_ids
 
 FROZEN = 1
 """Leading positions that training leaves alone: models use the first one as an attention sink."""

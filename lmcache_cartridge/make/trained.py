@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from ..layout import DTYPES, to_heads
 from ..manifest import Manifest, Provenance
 from ..writer import ArtifactWriter
 from .model import CausalModel
-
-_MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
-"""Texts that templates, tools and images use as marks even where a tokenizer does not list them as special."""
+from .ordinary import ordinary_ids
 
 
 def write(
@@ -64,12 +61,3 @@ def read_kv(manifest: Manifest, root: Path) -> torch.Tensor:
 def rounded(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
     """Return detached KV on the CPU in the dtype in which a cartridge of `shape` stores it."""
     return kv.detach().cpu().to(DTYPES[shape.dtype])
-
-
-def ordinary_ids(model: CausalModel) -> np.ndarray:
-    """Return the ids that mean nothing to a server: words, no special, added or mark-like tokens, no unused ids."""
-    tokenizer = model.tokenizer
-    taken = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    size = min(len(tokenizer), model.fingerprint.vocab_size)
-    texts = tokenizer.convert_ids_to_tokens(range(size))
-    return np.array([i for i, text in enumerate(texts) if text and i not in taken and not _MARK.fullmatch(text)])
