@@ -46,6 +46,13 @@ def is_tiled(name: str) -> bool:
     return name.partition("/")[0] in _PACKS
 
 
+def fits(shape: ChunkShape, name: str) -> bool:
+    """Whether chunks of `shape` are made of whole tiles of layout `name`."""
+    kind, _, block = name.partition("/")
+    step = 1 if kind == "vec" else 16
+    return not (shape.tokens % int(block) or int(block) % step or shape.head_size % step)
+
+
 def pack(canonical: torch.Tensor, out: torch.Tensor, shape: ChunkShape, name: str) -> None:
     """Fill `out`, flat uint8 of `shape.size_bytes`, with canonical KV `[2, L, T, H, D]` in the tiles of layout `name`.
 
@@ -53,8 +60,7 @@ def pack(canonical: torch.Tensor, out: torch.Tensor, shape: ChunkShape, name: st
     """
     kind, _, tokens = name.partition("/")
     block = int(tokens)
-    step = 1 if kind == "vec" else 16
-    if shape.tokens % block or block % step or shape.head_size % step:
+    if not fits(shape, name):
         raise ValueError(f"chunks of {shape.tokens} tokens and heads of {shape.head_size} are no whole tiles of {name}")
     blocks = (shape.layers, shape.tokens // block, shape.heads)
     tiles = torch.empty((2, *blocks, block * shape.head_size), dtype=DTYPES[shape.dtype])

@@ -19,8 +19,12 @@ from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, ma
 
 with quietly():
     from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
-    from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig
-    from lmcache.v1.distributed.config import StorageManagerConfig
+    from lmcache.v1.distributed.config import (
+        EvictionConfig,
+        L1ManagerConfig,
+        L1MemoryManagerConfig,
+        StorageManagerConfig,
+    )
     from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.distributed.storage_manager import StorageManager

@@ -22,6 +22,7 @@ from blake3 import blake3
 from ..errors import CartridgeError, UnsupportedEngine
 from ..fingerprint import Fingerprint
 from .control import _connect, _receive, _send
+from .multiprocess import CONTROL
 from .request import TAG
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ ANYBODY = "cartridge-anybody"
 """What LMCache's keys have as salt for a request without cartridges: prefill cartridges answer for their own tokens."""
 NOBODY = "cartridge-nobody"
 """The same for a request that a client wants kept apart: nothing answers."""
-CONTROL = "cartridge.control"
-"""Key in `kv_connector_extra_config` whose value is the path of the adapter's socket."""
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
