@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -11,6 +12,7 @@ import torch
 import vllm
 from lmcache.integration.vllm import lmcache_mp_connector
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
@@ -34,6 +36,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_cartridge.mp_connector")
+
+
+_MAX_RETRIES, _FIRST_PAUSE_S = 5, 0.02
+"""Lookups of a trained cartridge after one that missed, and the first pause; each later one is twice as long."""
+
+
+class _Retry(NamedTuple):
+    tries: int
+    at: float
+    """Monotonic time of the next lookup."""
 
 
 class CartridgeMPConnector(LMCacheMPConnector):
@@ -60,6 +72,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             )
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}
+        self._retries: dict[str, _Retry] = {}
         self._lost: set[int] = set()
         with _model_name(self._engine.key_name):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -109,16 +122,33 @@ class CartridgeMPConnector(LMCacheMPConnector):
         Nothing can compute a trained cartridge's positions. Where they are not all there, they are claimed and reported
         as not loaded in the same step, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples.
         """
+        needed, retry = _must_inject(request), self._retries.get(request.request_id)
+        if retry is not None and time.monotonic() < retry.at:
+            return None, True
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._missing.pop(request.request_id, None)
-        needed = _must_inject(request)
         if matched is None or not needed or num_computed_tokens + matched >= needed:
             return matched, is_async
         tracker = self._get_request_tracker(request.request_id)
+        if self._look_up_again(tracker):
+            return None, True
         # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends.
         tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
         self._missing[request.request_id] = num_computed_tokens
         return needed - num_computed_tokens, False
+
+    def _look_up_again(self, tracker: LMCacheMPRequestTracker) -> bool:
+        """Have LMCache look a request up once more, after a pause; False when it has missed often enough.
+
+        LMCache 0.5.6 tells a miss where another request for the same chunks brought them into its memory between its
+        two looks at it, and where its memory is taken by such requests at the moment.
+        """
+        state, tries = LMCacheMPRequestState.PREFETCHING, self._retries.get(tracker.request_id, _Retry(0, 0.0)).tries
+        if tries == _MAX_RETRIES or tracker.state != state or tracker.num_lmcache_hit_tokens:
+            return False
+        self._retries[tracker.request_id] = _Retry(tries + 1, time.monotonic() + _FIRST_PAUSE_S * 2**tries)
+        self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
+        return True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note which blocks were allocated for what is not there."""
@@ -137,6 +167,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request."""
         self._missing.pop(request.request_id, None)
+        self._retries.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 
 
