@@ -307,6 +307,14 @@ def test_identity_tokens_alone_give_nobody_the_cartridge(home: Home) -> None:
             assert server.ask(prompt(home, "trained"), other) == 0, other
 
 
+def test_a_request_kept_apart_gets_not_even_a_document(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        for salt in (NOBODY, "", "a client's own", tag_salt("no cartridge's")):
+            assert server.ask(prompt(home, "doc"), salt) == 0, salt
+        assert server.ask(prompt(home, "doc"), ANYBODY) == 4
+
+
 def test_no_client_can_spell_the_salt_of_a_tag() -> None:
     digest = "ab" * 32
     for params in (None, {}, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
