@@ -178,6 +178,19 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="SETTING=VALUE",
         help="any other setting, as `on_miss=document`; lists and maps as JSON. May be given often",
     )  # fmt: skip
+    serve.add_argument(
+        "--mode", choices=("in-process", "multiprocess"), default="in-process",
+        help="where LMCache runs: in vLLM's workers, or as a server of its own beside vLLM, which is started and ended "
+        "with it (default in-process)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--l1-bytes", default="0",
+        help="multiprocess: memory of LMCache's server for the copies it hands to vLLM (default: four times the largest "
+        "registered cartridge, 256MiB at least)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--lmcache-port", type=int, default=0, help="multiprocess: port of LMCache's server (default: a free one)"
+    )
     serve.add_argument("--print", action="store_true", help="print the files and command instead of running them")
 
     demo = verb(
@@ -582,10 +595,23 @@ def _serve(arguments: argparse.Namespace) -> None:
         chunk_tokens=arguments.chunk_size,
         on_load_failure=arguments.on_load_failure or ("fail" if trained else "recompute"),
         vllm_args=[a for a in arguments.rest if a != "--"],
+        mode=arguments.mode,
+        l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes),
+        lmcache_port=arguments.lmcache_port,
     )
     print(launch, flush=True)
     if not arguments.print:
         launch.run()
+
+
+def _bytes(option: str, text: str) -> int:
+    from .errors import SettingsError
+    from .settings import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise SettingsError(f"{option}: {error}") from None
 
 
 def _assignment(text: str) -> tuple[str, Any]:
