@@ -17,11 +17,11 @@ from lmcache_cartridge import artifact, cli
 from lmcache_cartridge.errors import ArtifactError, CartridgeError
 from lmcache_cartridge.make import lesson, trained
 from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
+from lmcache_cartridge.make.ordinary import ordinary_ids
 from lmcache_cartridge.make.packed import pack, unpack
 from lmcache_cartridge.make.packing import answer_logits, pack_examples
 from lmcache_cartridge.make.questions import Question, read, save
 from lmcache_cartridge.make.train import CHECKPOINT, LOSS, Recipe, Result, Trainer, divergence, positions_of, wrap
-from lmcache_cartridge.make.ordinary import ordinary_ids
 from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.recall.ward import ask, write_document
 from lmcache_cartridge.registry import Registry

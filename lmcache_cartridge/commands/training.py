@@ -1,10 +1,9 @@
-"""The commands `train` and `evaluate`: their options, and what they do with them. Imports no torch until one runs."""
+"""Training: `train` and `evaluate`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -13,11 +12,9 @@ from typing import Any
 
 from ..errors import ArtifactError, CartridgeError, ModelMismatch
 from ..output import fields, show, size, table
+from .context import Verb, settings_of
 
 INITIALS = ("random", "vocab", "first-k", "sci")
-
-Verb = Callable[[str, Any, str, str], argparse.ArgumentParser]
-"""Called with (name, what runs it, summary, example); returns its parser."""
 
 
 def add(verb: Verb) -> None:
@@ -143,10 +140,10 @@ def _train(arguments: argparse.Namespace) -> None:
 
     from ..registry import Registry
 
-    settings = _settings(arguments)
+    settings = settings_of(arguments)
     registry = Registry(settings.registry_path)
-    from .job import Job, Task
-    from .train import Recipe
+    from ..make.job import Job, Task
+    from ..make.train import Recipe
 
     quiet = arguments.format == "json"
     values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
@@ -165,10 +162,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     from ..registry import Registry
 
-    location = Registry(_settings(arguments).registry_path, read_only=True).find(arguments.name)
-    from . import evaluate, questions
-    from .chat import Server
-    from .judge import Judge
+    location = Registry(settings_of(arguments).registry_path, read_only=True).find(arguments.name)
+    from ..make import evaluate, questions
+    from ..make.chat import Server
+    from ..make.judge import Judge
 
     asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
     quiet = arguments.format == "json"
@@ -189,9 +186,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> Any:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from .. import artifact
+    from ..make.ask import ModelAsker, ServerAsker
+    from ..make.chat import Server
     from ..sources import Sources
-    from .ask import ModelAsker, ServerAsker
-    from .chat import Server
 
     if Sources.is_remote(location.location):
         raise CartridgeError(f"{location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here")
@@ -208,8 +205,8 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
         return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
-    from . import trained
-    from .model import CausalModel
+    from ..make import trained
+    from ..make.model import CausalModel
 
     for _ in artifact.verify(root):
         pass
@@ -219,12 +216,6 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     if isinstance(document, str):
         document = model.encode(document, special=True)
     return ModelAsker(model, document, trained.read_kv(manifest, root), arguments.ask_as)
-
-
-def _settings(arguments: argparse.Namespace) -> Any:
-    from ..settings import from_mapping
-
-    return from_mapping({} if arguments.home is None else {"home": arguments.home.expanduser().absolute()})
 
 
 def _check_numbers(
