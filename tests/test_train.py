@@ -27,7 +27,7 @@ from lmcache_cartridge.recall.ward import ask, write_document
 from lmcache_cartridge.registry import Registry
 
 P = 32
-RECIPE = Recipe(steps=80, batch=32, rate=0.3, warmup=5, check_every=20, jitter=20)
+RECIPE = Recipe(steps=80, batch=32, rate=0.3, warmup=5, check_every=20, jitter=5)
 PROVENANCE = Provenance(tool="test", created="2026-01-01T00:00:00Z")
 
 
@@ -81,7 +81,7 @@ def test_it_answers_wordings_it_never_saw_and_its_start_did_not(made: School, ru
     random_kv = initial_kv("random", made.model, made.ids, P, 0)
     assert answered(made.model, random_kv, made.unseen) <= 0.2
     assert answered(made.model, start, made.unseen) <= 0.4
-    assert answered(made.model, result.kv, made.unseen) >= 0.6  # 0.67 to 0.79 by the number of threads
+    assert answered(made.model, result.kv, made.unseen) >= 0.6
     assert answered(made.model, torch.zeros_like(start), made.unseen) <= 0.2, "nothing but the KV answers"
 
 
@@ -250,7 +250,7 @@ def test_a_gap_puts_its_question_so_many_positions_further_back(made: School) ->
 
 def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back(made: School) -> None:
     gaps = _trainer(made)._gaps(random.Random(0), 2000)
-    assert 0.48 < gaps.count(0) / 2000 < 0.58
+    assert 0.5 < gaps.count(0) / 2000 < 0.66
     assert max(gaps) == RECIPE.jitter
     assert _trainer(made, recipe=replace(RECIPE, jitter=0))._gaps(random.Random(0), 9) == [0] * 9
 
