@@ -224,7 +224,7 @@ def ask_offline(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str]
     for sheet in tqdm(sheets, desc="ask transformers", unit=" sheets"):
         asked = evaluate.pick(sheet.questions, limit)
         for row in rows:
-            root = registry.find(cartridge(sheet, row)).root
+            root = Path(registry.find(cartridge(sheet, row)).location)
             kv = trained.read_kv(artifact.load_manifest(root), root)
             for name, given in (("hf", kv), ("int8", through_int8(kv))):
                 found = evaluate.ask_all(ModelAsker(model, [], given, "chat"), asked, 4, ways=("cartridge",))
