@@ -7,6 +7,7 @@ header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ...
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -86,8 +87,7 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
     """
     path = root / MANIFEST
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+        data = _read_at_most(path, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
     manifest = decode(data, str(path))
@@ -127,8 +127,7 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     else:
         path, size = root / tokens.file, 4 * tokens.count
         try:
-            with path.open("rb") as file:
-                data = file.read(size + 4096)
+            data = _read_at_most(path, size + 4096)
         except OSError as error:
             raise ArtifactError(f"cartridge {manifest.name}: {path}: {error.strerror}") from error
         # The digest vouches for the ids, so the .npy header before them is not parsed: hostile ones break np.load.
@@ -139,6 +138,12 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     if ids.max() >= manifest.fingerprint.vocab_size:
         raise ArtifactError(f"cartridge {manifest.name}: token id {ids.max()} is outside the model's vocabulary")
     return ids
+
+
+def _read_at_most(path: Path, limit_bytes: int) -> bytes:
+    """Return the first bytes of a file. Allocates no more than it has, whatever the limit: a manifest may set that."""
+    with path.open("rb") as file:
+        return file.read(min(limit_bytes, os.fstat(file.fileno()).st_size))
 
 
 Read = Callable[[ByteRange, memoryview], None]

@@ -60,6 +60,7 @@ class Catalog:
         """Reasons by digest; such cartridges are not served."""
         self._noted: set[str] = set()
         self._retired: dict[str, float] = {}
+        self._removed: list[str] = []
         self._sequence = 0
         self._lock = threading.RLock()
         self._pending: dict[str, tuple[Location, float]] = {}
@@ -81,7 +82,10 @@ class Catalog:
                 gone = [name for name in self._digests if name not in present]
             for row in changes.present:
                 self._take(row)
-            removed = [digest for name in gone for digest in self._remove(name)]
+            for name in gone:
+                self._remove(name)
+            # Without those that another name of this look brought back.
+            removed, self._removed = [d for d in dict.fromkeys(self._removed) if d in self._retired], []
             self._follow_quarantine()
             now = self._clock()
             for digest in [d for d, until in self._retired.items() if until <= now]:
@@ -104,13 +108,19 @@ class Catalog:
                     self.index.add(manifest, artifact.load_token_ids(manifest, root).tolist())
                     self._indexed.add(digest)
             except CartridgeError as error:
-                if digest not in self._cartridges:  # the same content may lie elsewhere, sound
+                if digest not in self._cartridges or digest in self._retired:  # else it lies elsewhere, sound
                     self._unfit[digest] = error
                 logger.warning("cartridge %s is not served: %s", name or digest, error)
                 return
             self._unfit.pop(digest, None)
             self._retired.pop(digest, None)
             self._cartridges[digest] = Cartridge(manifest, root, location)
+
+    def keep(self, tag: str) -> None:
+        """Let the cartridges of a tag that were removed stay for another `grace_s`: somebody uses them."""
+        with self._lock:
+            for digest in self._retired.keys() & set(tag.split(".")):
+                self._retired[digest] = self._clock() + self._grace_s
 
     def knows(self, digest: str) -> bool:
         """Whether a cartridge can be served, were it not for a quarantine."""
@@ -122,10 +132,11 @@ class Catalog:
             if digest in self.quarantined:
                 return
             self.quarantined[digest] = reason
-        logger.error("cartridge %s is quarantined: %s", self._cartridges[digest].manifest.name, reason)
-        self._quarantine.put(digest, reason)
-        if self._quarantine.reason(digest) is not None:
-            self._noted.add(digest)
+            self._quarantine.put(digest, reason)
+            if self._quarantine.reason(digest) is not None:
+                self._noted.add(digest)
+            cartridge = self._cartridges.get(digest)
+        logger.error("cartridge %s is quarantined: %s", cartridge.manifest.name if cartridge else digest, reason)
 
     def refusal(self, tag: str) -> CartridgeError | None:
         """Return why a cartridge or chain will not be served, None if it may be."""
@@ -189,7 +200,7 @@ class Catalog:
     def names(self) -> list[str]:
         """Return `id@version` of every registered cartridge that is served now."""
         with self._lock:
-            served = [digest for digest in self._cartridges if digest not in self.quarantined]
+            served = [d for d in self._cartridges if d not in self.quarantined and d not in self._unfit]
             return [name for digest in served for name in self._names[digest]]
 
     def refused(self) -> dict[str, str]:
@@ -204,6 +215,7 @@ class Catalog:
 
     def _take(self, row: Location) -> None:
         """Add one row of the registry, or put it on the list of those whose manifest has to be fetched first."""
+        self._pending.pop(row.name, None)
         if not Sources.is_remote(row.location):
             self.add(row.name, row.digest, Path(row.location), row.location)
         elif (root := self._mirror.known(row.location)) and _digest(root) == row.digest:
@@ -226,14 +238,20 @@ class Catalog:
             except CartridgeError as error:
                 logger.warning("the manifest of %s was not fetched: %s", row.name, error)
                 with self._lock:
-                    if row.name in self._pending:
+                    if self._is_pending(row):
                         self._name(row.name, row.digest)
-                        self._unfit[row.digest] = error
+                        if row.digest not in self._cartridges:
+                            self._unfit[row.digest] = error
                         self._pending[row.name] = (row, self._clock() + _RETRY_S)
                 continue
             with self._lock:
-                if self._pending.pop(row.name, None):  # it may have been removed meanwhile
+                if self._is_pending(row):
+                    del self._pending[row.name]
                     self.add(row.name, row.digest, root, row.location)
+
+    def _is_pending(self, row: Location) -> bool:
+        """Whether a manifest is still wanted: its row may have been removed or replaced while it was fetched."""
+        return row.name in self._pending and self._pending[row.name][0] == row
 
     def _name(self, name: str | None, digest: str) -> None:
         names = self._names.setdefault(digest, [])
@@ -242,24 +260,26 @@ class Catalog:
             names.append(name)
             self._digests[name] = digest
 
-    def _remove(self, name: str) -> list[str]:
-        """Take a name away; return its digest if that was the last one. The lock is held."""
+    def _remove(self, name: str) -> None:
+        """Take a name away, and retire its digest if that was the last one. The lock is held."""
         self._pending.pop(name, None)
         digest = self._digests.pop(name, None)
         if digest is None:
-            return []
+            return
         self._names[digest].remove(name)
         if self._names[digest]:
-            return []
+            return
         self.index.hide(digest)
         self._indexed.discard(digest)
         self._retired[digest] = self._clock() + self._grace_s
-        return [digest]
+        self._removed.append(digest)
 
     def _forget(self, digest: str) -> None:
-        for table in (self._cartridges, self._names, self._unfit, self._retired):
-            table.pop(digest, None)
-        self._indexed.discard(digest)
+        del self._retired[digest]
+        self._cartridges.pop(digest, None)
+        if not self._names[digest]:  # else it was registered again where it is not sound
+            del self._names[digest]
+            self._unfit.pop(digest, None)
         self.index.forget(digest)
 
     def _follow_quarantine(self) -> None:

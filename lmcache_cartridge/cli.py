@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         added.set_defaults(verb=run)
         added.add_argument("--home", type=Path, help="where the registry and cartridges are kept")
-        if name != "serve":
+        if name == "export":  # whose --format is another thing
+            added.add_argument("--json", action="store_true", help="tell programs instead of people")
+        elif name != "serve":
             added.add_argument(
                 "--format", choices=("terminal", "json"), default="terminal", help="for people or programs"
             )
@@ -76,6 +78,39 @@ def _parser() -> argparse.ArgumentParser:
     register.add_argument("--label", help="also point this label at it")
     register.add_argument("--id", help="for a file of token ids: name of the cartridge")
     register.add_argument("--model", help="for a file of token ids: directory or cached Hub id of their model")
+
+    brought = verb("import", _import, "Make a cartridge of KV that PEFT, HazyResearch's code or others trained or saved.",
+                   "import ./adapter --model ./llama --id handbook")  # fmt: skip
+    brought.add_argument(
+        "path",
+        help="PEFT CARTRIDGE or PREFIX_TUNING directory or its Hub id; .pt file of trainable_keys and frozen_keys or "
+        "fixed_keys, of a list of (K, V), or of token_ids and kv_cache; a JSON file of token ids",
+    )
+    brought.add_argument("--model", required=True, help="directory or cached Hub id of the model it was made for")
+    brought.add_argument("--id", required=True, help="name of the cartridge; importing it again makes a new version")
+    brought.add_argument("--label", help="also point this label at it")
+    brought.add_argument(
+        "--document", type=Path, help="text that a trained cartridge stands for, for the setting on_miss=document"
+    )
+    brought.add_argument("--chunk-size", type=int, default=256, help="tokens a chunk, as the server's (default 256)")
+    brought.add_argument(
+        "--dtype", default="auto", help="of the engine's KV: bfloat16, float16, float32 (default auto)"
+    )
+    brought.add_argument("--round", action="store_true", help="allow a KV dtype that does not hold every value")
+    brought.add_argument(
+        "--axes", choices=("HTD", "THD"), help="heads before positions or after, where shapes leave that open"
+    )
+    brought.add_argument(
+        "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
+    )
+    brought.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1 (default cpu)")
+
+    export = verb("export", _export, "Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint.",
+                  "export handbook --format peft --output ./adapter")  # fmt: skip
+    export.add_argument("name", help="id (newest version), id@version or label")
+    export.add_argument("--format", required=True, choices=("peft", "hazy"), help="what to write")
+    export.add_argument("--output", required=True, type=Path, help="directory to make; must be new or empty")
+    export.add_argument("--base-model", help="Hub id of the model, for the model card (default: as the cartridge says)")
 
     label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
                  "label current handbook@3")  # fmt: skip
@@ -146,6 +181,16 @@ def _parser() -> argparse.ArgumentParser:
         "demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo"
     )
     demo.add_argument("--questions", type=int, default=12, help="how many to ask each way (default and at most 12)")
+
+    top = verb("top", _top, "Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it.",
+               "top --url http://localhost:8000 --interval 1")  # fmt: skip
+    top.add_argument("--url", default="http://localhost:8000", help="the server (default http://localhost:8000)")
+    top.add_argument(
+        "--api-key",
+        help="the server's, for the list of cartridges; better in $VLLM_API_KEY, where `ps` does not show it",
+    )
+    top.add_argument("--interval", type=_seconds, default=2.0, help="seconds between refreshes (default 2)")
+    top.add_argument("--once", action="store_true", help="show it once, with totals instead of rates, and end")
 
     verb("doctor", _doctor, "Check versions, hashing, layout and plugin; say how to fix what is wrong.", "doctor")
     return parser
@@ -263,6 +308,88 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> 
 
     tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
     return root
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .errors import ArtifactError
+    from .fingerprint import DTYPE_BYTES
+    from .manifest import check_id
+
+    check_id(arguments.id)
+    if arguments.document is not None and not arguments.document.is_file():
+        raise ArtifactError(f"{arguments.document}: no such file")
+    if arguments.chunk_size < 1:
+        raise ArtifactError(f"--chunk-size {arguments.chunk_size} must be at least 1")
+    if arguments.dtype not in ("auto", *DTYPE_BYTES):
+        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
+    registry = _registry(arguments)
+    from .make import adapter, convert
+    from .make.axes import READINGS
+    from .make.model import CausalModel
+
+    foreign = convert.recognise(adapter.locate(arguments.path), drop_frozen=arguments.drop_frozen)
+    model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    version = registry.next_version(arguments.id)
+    root = _settings(arguments).cartridges_dir / arguments.id / str(version)
+    with tqdm(unit=" positions", desc="import", disable=arguments.format == "json") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        imported = convert.build(
+            model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
+            document=arguments.document, reading=arguments.axes, rounding=arguments.round, progress=progress,
+        )  # fmt: skip
+    manifest = registry.register(root)
+    if arguments.label:
+        registry.label(arguments.label, manifest.name)
+    for warning in imported.warnings if arguments.format == "terminal" else ():
+        print(f"lmcache-cartridge: warning: {warning}", file=sys.stderr)
+    result = {
+        "name": manifest.name,
+        "source_format": imported.form,
+        "kind": manifest.kind,
+        "evidence": imported.evidence,
+        "positions": manifest.positions,
+        "axes": imported.axes,
+        "dtype": imported.dtype,
+        "bytes": manifest.payload_bytes,
+        "chunk_sizes": list(imported.chunk_sizes),
+        "label": arguments.label,
+        "digest": manifest.digest,
+        "warnings": list(imported.warnings),
+    }
+    readable = result | {
+        "bytes": size(result["bytes"]),
+        "chunk_sizes": " ".join(map(str, imported.chunk_sizes)) or "none",
+    }
+    if imported.axes:
+        readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
+    del readable["warnings"]
+    show(result, fields({k: v for k, v in readable.items() if v is not None}), arguments.format)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from . import artifact
+    from .errors import ArtifactError
+    from .sources import Sources
+
+    location = _registry(arguments).find(arguments.name)
+    if Sources.is_remote(location.location):
+        raise ArtifactError(
+            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
+        )
+    root = Path(location.location)
+    artifact.load_manifest(root, location.digest)
+    from .make.export import export
+
+    manifest = export(root, arguments.format, arguments.output, base_model=arguments.base_model)
+    result = {"name": manifest.name, "format": arguments.format, "output": str(arguments.output)}
+    text = f"{manifest.name} as {arguments.format} in {arguments.output}"
+    show(result, text, "json" if arguments.json else "terminal")
 
 
 def _label(arguments: argparse.Namespace) -> None:
@@ -477,6 +604,22 @@ def _demo(arguments: argparse.Namespace) -> int:
     from .demo import run
 
     return run(arguments.home, arguments.questions, arguments.format)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return seconds
+
+
+def _top(arguments: argparse.Namespace) -> None:
+    import os
+
+    from .top import run
+
+    key = arguments.api_key or os.environ.get("VLLM_API_KEY")
+    run(arguments.url, key, arguments.interval, once=arguments.once, as_json=arguments.format == "json")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

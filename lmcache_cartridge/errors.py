@@ -9,7 +9,8 @@
     │   ├── WrongShape                          the payload holds tensors of other shapes than its manifest says
     │   ├── WrongDtype                          the payload holds tensors of another dtype than its manifest says
     │   ├── NonFiniteKV                         a chunk holds NaN or infinity
-    │   └── ReplacedArtifact                    another artefact lies where this one was registered
+    │   ├── ReplacedArtifact                    another artefact lies where this one was registered
+    │   └── ForeignFormatError                  a checkpoint of others is not what its format says, or not safe
     ├── CartridgeNotFound   (KeyError)          no such id, version or label
     ├── CartridgeExists     (FileExistsError)   the id and version are taken
     ├── RegistryError       (RuntimeError)      the registry cannot be opened or is of a newer schema
@@ -76,6 +77,10 @@ class NonFiniteKV(ArtifactError):
 
 class ReplacedArtifact(ArtifactError):
     """Another artefact lies where this one was registered."""
+
+
+class ForeignFormatError(ArtifactError):
+    """A checkpoint that another program wrote is not what its format says, or is not safe to read."""
 
 
 class CartridgeNotFound(CartridgeError, KeyError):

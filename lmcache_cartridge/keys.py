@@ -38,6 +38,7 @@ class KeyIndex:
         self._hasher = hasher
         self._prefill: dict[int, ChunkKey] = {}
         self._others: dict[int, list[ChunkKey]] = {}
+        self._hidden: set[str] = set()
         self._trained: dict[str, dict[int, ChunkKey]] = {}
         self._chains: OrderedDict[str, dict[int, ChunkKey]] = OrderedDict()
 
@@ -57,6 +58,8 @@ class KeyIndex:
         whole = manifest.positions // self.chunk_tokens
         ids = list(token_ids[: whole * self.chunk_tokens])
         keys = {h: ChunkKey(manifest.digest, chunk) for chunk, h in enumerate(self._hasher(ids))}
+        if manifest.digest in self._hidden:
+            self._drop(manifest.digest)
         if manifest.kind == "trained":
             self._trained[manifest.digest] = keys
         else:
@@ -68,7 +71,19 @@ class KeyIndex:
         return whole
 
     def hide(self, digest: str) -> None:
-        """Let a cartridge be found under tags only; those who hold one may still come for it."""
+        """Let a cartridge lead no prompt that has no tag. Those who were promised its chunks may still come for them."""
+        self._hidden.add(digest)
+
+    def forget(self, digest: str) -> None:
+        """Let a cartridge and every chain it is part of be found no more."""
+        self._drop(digest)
+        self._trained.pop(digest, None)
+        for tag in [tag for tag in self._chains if digest in tag.split(".")]:
+            del self._chains[tag]
+
+    def _drop(self, digest: str) -> None:
+        """Take a cartridge's chunks from those that are found by hash alone."""
+        self._hidden.discard(digest)
         for chunk_hash in [h for h, key in self._prefill.items() if key.digest == digest]:
             others = self._others.get(chunk_hash, [])
             if others:
@@ -79,13 +94,6 @@ class KeyIndex:
             others[:] = [key for key in others if key.digest != digest]
             if not others:
                 del self._others[chunk_hash]
-
-    def forget(self, digest: str) -> None:
-        """Let a cartridge and every chain it is part of be found no more."""
-        self.hide(digest)
-        self._trained.pop(digest, None)
-        for tag in [tag for tag in self._chains if digest in tag.split(".")]:
-            del self._chains[tag]
 
     def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
         """Make the whole chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
@@ -109,7 +117,7 @@ class KeyIndex:
         return list((self._trained.get(tag) or self._chains.get(tag) or {}).values())
 
     def candidates(self, chunk_hash: int, tag: str | None) -> tuple[ChunkKey, ...]:
-        """Return every chunk that answers a hash, the newest cartridge's first; no side effects."""
+        """Return every chunk that answers a hash, hidden ones too, the newest cartridge's first; no side effects."""
         if tag is not None:
             key = (self._trained.get(tag) or self._chains.get(tag) or {}).get(chunk_hash)
         else:
@@ -123,9 +131,10 @@ class KeyIndex:
 
         Cartridges whose digest is in `without` do not count.
         """
-        run = []
+        run, hidden = [], self._hidden if tag is None else ()
         for chunk_hash in hashes:
-            key = next((k for k in self.candidates(chunk_hash, tag) if k.digest not in without), None)
+            found = self.candidates(chunk_hash, tag)
+            key = next((k for k in found if k.digest not in without and k.digest not in hidden), None)
             if key is None:
                 break
             run.append(key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +12,14 @@ import torch
 
 from . import artifact
 from .disk import DiskTier, PieceKey
-from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, SourceError
+from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
 from .manifest import Manifest
 from .rope import shift_keys
 from .sources import Sources
+
+MAX_SCRATCH_BYTES = 1 << 30
+"""Largest stored chunk that engine chunks of another size are cut from; each loading thread may hold one."""
 
 
 class Cartridge(NamedTuple):
@@ -117,6 +119,11 @@ class ChunkLoader:
         for stored in range(first_needed // stored_tokens, -(-last_needed // stored_tokens)):
             first = stored * stored_tokens
             piece = self.shape._replace(tokens=manifest.chunk_length(stored))
+            if piece.size_bytes > MAX_SCRATCH_BYTES:
+                raise OverBudget(
+                    f"cartridge {manifest.name}: chunk {stored} is stored as {piece.size_bytes} bytes for this rank, more "
+                    f"than the {MAX_SCRATCH_BYTES} that are set apart to cut others from; build it in smaller chunks"
+                )
             scratch = torch.empty(piece.size_bytes, dtype=torch.uint8)
             self._read(cartridge, stored, memoryview(scratch.numpy()))
             low, high = max(first_needed, first), min(last_needed, first + piece.tokens)
@@ -146,7 +153,7 @@ class ChunkLoader:
             try:
                 self._check(manifest, stored, out, path)
             except CorruptChunk:
-                self._diagnose(cartridge)
+                self._diagnose(cartridge, stored)
                 raise
         if disk is not None:
             disk.write(key, out)
@@ -180,9 +187,16 @@ class ChunkLoader:
             raise
         artifact.check_finite(manifest, stored, data, where)
 
-    def _diagnose(self, cartridge: Cartridge) -> None:
+    def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
         """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""
-        if not self._sources.is_remote(cartridge.location):
-            root = Path(cartridge.location)
-            with suppress(ManifestError):
-                artifact.check_local_header(artifact.load_manifest(root, cartridge.manifest.digest), root)
+        manifest, _, location = cartridge
+        if self._sources.is_remote(location):
+            return
+        root = Path(location)
+        try:
+            artifact.check_local_header(artifact.load_manifest(root, manifest.digest), root)
+        except ManifestError:
+            return
+        except ArtifactError as error:
+            where = root / manifest.payload.file
+            raise type(error)(f"cartridge {manifest.name}: chunk {stored} of {where}: {error}") from error

@@ -178,6 +178,9 @@ class Registry:
             db.execute("BEGIN IMMEDIATE")
             if db.execute("SELECT 1 FROM cartridges WHERE id = ?", (label,)).fetchone():
                 raise CartridgeExists(f"{label} is the id of a cartridge and cannot be a label too")
+            mine = (target.id, target.version)
+            if not db.execute("SELECT 1 FROM cartridges WHERE id = ? AND version = ?", mine).fetchone():
+                raise CartridgeNotFound(f"{target.name} was removed at this moment")
             db.execute(
                 "INSERT INTO labels VALUES (?, ?, ?, ?) "
                 "ON CONFLICT DO UPDATE SET id = excluded.id, version = excluded.version, warm = excluded.warm",
@@ -215,8 +218,11 @@ class Registry:
     def changes(self, since: int = 0) -> Changes:
         """Return what changed after `since`, an earlier answer's sequence; everything there is for 0.
 
-        Everything too where the file is another than the one that answered earlier, such as a backup put back.
+        Everything too where the file is another than the one that answered earlier, such as a backup put back. Raises
+        `RegistryError` where there is none any more: nobody means to remove everything by that.
         """
+        if since and not self.path.exists():
+            raise RegistryError(f"registry {self.path} is gone")
         with self._connect() as db:
             db.execute("BEGIN")  # one state of the file for all of it
             last = db.execute("SELECT coalesce(max(sequence), 0) FROM changes").fetchone()[0]

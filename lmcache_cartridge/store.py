@@ -169,7 +169,7 @@ class CartridgeStore:
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken again by `claim` within `preload` and `pin`
         self._stopping = threading.Event()
         self._warmed: set[str] = set()
         self._warm()
@@ -246,7 +246,8 @@ class CartridgeStore:
         if self._device is not None and self._device.resident(keys) == len(keys):
             tier = self._device
         claim = Claim(tag, tier.hold(keys, whole=self._catalog.derive(tag) > 0), refusal, self._clock)
-        self._open.add(claim)
+        with self._lock:
+            self._open.add(claim)
         return claim
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
@@ -262,19 +263,21 @@ class CartridgeStore:
     def pin(self, digest: str) -> int:
         """Keep a cartridge in memory until `unpin`, loading what is missing; return how many chunks it has.
 
-        Raises `OverBudget`, and pins nothing, where memory has no room for all of them.
+        Raises `CartridgeError` for one that cannot be served, and `OverBudget` where memory has no room for all of its
+        chunks; nothing is pinned then. Pinning again is no change.
         """
         with self._lock:
-            claim = self._pins.get(digest) or self.claim(digest, {})
+            if digest in self._pins:
+                return self._pins[digest].poll().chunks
+            claim = self.claim(digest, {})
             state = claim.poll()
             if state.refused is None and state.admitted == state.chunks:
                 self._pins[digest] = claim
                 return state.chunks
             claim.close()
-            self._pins.pop(digest, None)
-        raise OverBudget(
-            f"only {state.admitted} of {state.chunks} chunks can be pinned: {state.refused or 'others hold the memory'}"
-        )
+        if state.refused is not None:
+            raise CartridgeError(f"{digest} cannot be pinned: {state.refused}")
+        raise OverBudget(f"only {state.admitted} of {state.chunks} chunks can be pinned: others hold the memory")
 
     def unpin(self, digest: str) -> int:
         """Let a cartridge's chunks be evicted again; return how many were pinned."""
@@ -282,9 +285,8 @@ class CartridgeStore:
             claim = self._pins.pop(digest, None)
         if claim is None:
             return 0
-        chunks = claim.poll().admitted
         claim.close()
-        return chunks
+        return claim.poll().chunks
 
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory."""
@@ -303,6 +305,8 @@ class CartridgeStore:
         A new version is found from now on, and warm labels are followed. What was removed is found no more; requests
         that have it already are served to their end. Raises `RegistryError`.
         """
+        for claim in self._claimed():
+            self._catalog.keep(claim.tag)
         for digest in self._catalog.refresh():
             self.unpin(digest)
             self.evict(digest)
@@ -311,10 +315,10 @@ class CartridgeStore:
     # What people ask.
 
     def status(self) -> dict[str, Any]:
-        """Return what this rank serves and holds, as plain values; no side effects."""
+        """Return what this rank serves and holds, as plain values. Polls every claim that is open."""
         with self._lock:
             pinned = list(self._pins)
-        loading = {claim.tag: claim.poll() for claim in list(self._open) if not claim.closed}
+        loading = {claim.tag: claim.poll() for claim in self._claimed()}
         return {
             "rank": self.engine.rank,
             "chunk_tokens": self.engine.chunk_tokens,
@@ -361,6 +365,10 @@ class CartridgeStore:
             tier.close()
         self._sources.close()
 
+    def _claimed(self) -> list[Claim]:
+        with self._lock:
+            return [claim for claim in list(self._open) if not claim.closed]
+
     def _memory(self) -> tuple[Residency, ...]:
         return (self._cpu,) if self._device is None else (self._device, self._cpu)
 
@@ -392,15 +400,16 @@ class CartridgeStore:
 
     def _promote(self, key: ChunkKey, out: torch.Tensor) -> None:
         """Fill a slot of the device tier from the cpu tier. Returns when the bytes are there."""
-        if not self._cpu.acquire([key], _PROMOTE_S):
-            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
-        try:
-            with self._cpu.lend(key) as loan:
-                out.copy_(loan.bytes)
-                if out.is_cuda:
-                    torch.cuda.current_stream(out.device).synchronize()
-        finally:
+        loan = self._cpu.lend(key)
+        if loan is None and self._cpu.acquire([key], _PROMOTE_S):
+            loan = self._cpu.lend(key)
             self._cpu.release(key)
+        if loan is None:
+            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
+        with loan:
+            out.copy_(loan.bytes)
+            if out.is_cuda:
+                torch.cuda.current_stream(out.device).synchronize()
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
         segments = self._catalog.segments(key.digest)
@@ -440,12 +449,16 @@ class CartridgeStore:
             with self._lock:
                 for tag, claim in list(self._claims.items()):
                     self._settle(tag, claim)
+                for claim in self._pins.values():
+                    claim.poll()  # what failed to load is tried again
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
                 try:
                     self.refresh()
                     complaint = None
-                except CartridgeError as error:
+                except Exception as error:  # whatever it is, later changes must be followed
                     if str(error) != complaint:
-                        logger.warning("changes are not followed: %s", error)
+                        logger.warning(
+                            "changes are not followed: %s", error, exc_info=not isinstance(error, CartridgeError)
+                        )
                     complaint = str(error)

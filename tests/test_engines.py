@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from serving import SERVER_ARGS, Client, difference, question_ids
+from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
 from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.identity import Identity
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall import MODEL_DIR, SHEETS_DIR, load_sheet
@@ -32,11 +35,14 @@ def model() -> CausalModel:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
-    """A home with one cartridge: ward-a in chunks of 256."""
+    """A home with ward-a in chunks of 256, and `trained`: the same KV, less its tail, as a trained cartridge."""
     made = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 1})
     root = made.cartridges_dir / "ward-a"
-    prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
-    Registry(made.registry_path).register(root)
+    built = prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
+    registry = Registry(made.registry_path)
+    registry.register(root)
+    kv = stored_kv(root)[:, :, :1024]
+    register_kv(registry, made.cartridges_dir, "trained", kv, built, Identity(1024, np.arange(10, 640)))
     return made
 
 
@@ -91,8 +97,14 @@ def test_each_tensor_parallel_rank_injects_its_own_heads(
     settings: Settings, model: CausalModel, world: int, tmp_path: Path
 ) -> None:
     """The model has two KV heads, so of four ranks each two hold the same head."""
-    launch = plan(str(MODEL_DIR), settings, vllm_args=[*SERVER_ARGS, "--tensor-parallel-size", str(world)])
+    args = [*SERVER_ARGS, "--tensor-parallel-size", str(world)]
+    launch = plan(str(MODEL_DIR), settings, on_load_failure="fail", vllm_args=args)
     with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
+        for name, question in itertools.product(("ward-a", "trained"), load_sheet("ward-a").questions[:4]):
+            own = question_ids(model, question.text)
+            body = client.post({"prompt": own, "cartridges": [name], "max_tokens": 4, "temperature": 0}).json()
+            assert body["choices"][0]["text"].strip() == question.answer
+            assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
         for prompt, answer in _prompts(model, 4):
             reply = client.ask(prompt)
             assert reply.cached_tokens == 1024

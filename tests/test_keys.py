@@ -101,6 +101,37 @@ def test_nothing_is_found_when_every_document_is_left_out(template: Manifest) ->
     assert index.leading(_hashes(ids), None, {"a", "b"}) == []
 
 
+def test_a_hidden_document_leads_no_prompt_but_its_chunks_can_be_had_until_it_is_forgotten(template: Manifest) -> None:
+    index, ids = _index(), make_ids(32, 0)
+    hashes = _hashes(ids)
+    index.add(_manifest(template, "old", 32), ids)
+    index.add(_manifest(template, "new", 32), ids)
+    index.hide("new")
+    assert index.leading(hashes, None) == [ChunkKey("old", 0), ChunkKey("old", 1)]
+    assert index.candidates(hashes[0], None) == (ChunkKey("new", 0), ChunkKey("old", 0))
+    index.hide("old")
+    assert index.leading(hashes, None) == []
+    index.forget("new")
+    assert index.leading(hashes, None) == []
+    assert index.candidates(hashes[0], None) == (ChunkKey("old", 0),)
+    index.add(_manifest(template, "old", 32), ids)
+    assert index.leading(hashes, None) == [ChunkKey("old", 0), ChunkKey("old", 1)]
+    assert index.candidates(hashes[0], None) == (ChunkKey("old", 0),), "it stands in for itself"
+    index.forget("old")
+    assert index.candidates(hashes[0], None) == ()
+
+
+def test_a_trained_cartridge_is_found_under_its_tag_until_it_and_its_chains_are_forgotten(template: Manifest) -> None:
+    index, ids = _index(), make_ids(32, 0)
+    index.add(_manifest(template, "a", 32, "trained"), ids)
+    index.add_chain("a.b", ids, [ChunkKey("a", 0), ChunkKey("a.b", 1)])
+    index.add_chain("ab.c", ids, [ChunkKey("ab", 0), ChunkKey("ab.c", 1)])
+    index.hide("a")
+    assert index.chunks("a") == index.leading(_hashes(ids), "a") == [ChunkKey("a", 0), ChunkKey("a", 1)]
+    index.forget("a")
+    assert (index.has("a"), index.has("a.b"), index.has("ab.c")) == (False, False, True)
+
+
 def test_looking_up_changes_nothing(template: Manifest) -> None:
     index, ids = _index(), make_ids(32, 0)
     for name in "ab":

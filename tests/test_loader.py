@@ -5,15 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from making import Made, flip_bit, heads_bytes, make_artifact
+from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv
 
-from lmcache_cartridge.artifact import PAYLOAD, ByteRange, chunk_range
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, ByteRange, chunk_range
 from lmcache_cartridge.disk import DiskTier, PieceKey
-from lmcache_cartridge.errors import CorruptChunk, SourceError, TruncatedPayload
+from lmcache_cartridge.errors import (
+    ArtifactError,
+    CorruptChunk,
+    NonFiniteKV,
+    OverBudget,
+    ReplacedArtifact,
+    SourceError,
+    SourceNotFound,
+    TruncatedPayload,
+    WrongDtype,
+    WrongShape,
+)
 from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
@@ -232,3 +245,184 @@ def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: P
     loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
     assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])
     assert not disk.read_into(PieceKey(made.manifest.digest, 0, 0, 4), memoryview(bytearray(loaded.numel())))
+
+
+def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_artifact(tmp_path / "doc", positions=POSITIONS, kv_heads=4, chunk_tokens=POSITIONS)
+    assert _load(_loader(made, 16), made, tmp_path / "doc", 1) is not None
+    monkeypatch.setattr("lmcache_cartridge.loader.MAX_SCRATCH_BYTES", made.manifest.payload_bytes // 2)
+    with pytest.raises(OverBudget, match="cartridge doc@1: chunk 0 is stored as"):
+        _load(_loader(made, 16), made, tmp_path / "doc", 1)
+
+
+# Each thing that may be wrong has its own error, which names cartridge, chunk and file.
+
+
+def _swap_payload(made: Made, root: Path, **other: object) -> None:
+    """Put the payload of another artefact of the same size in the place of this one's."""
+    shape = {"positions": POSITIONS, "kv_heads": 4, "seed": 9} | other
+    make_artifact(root.parent / "other", **shape)
+    (root.parent / "other" / PAYLOAD).replace(root / PAYLOAD)
+
+
+def _replace(made: Made, root: Path) -> None:
+    _swap_payload(made, root)
+    (root.parent / "other" / MANIFEST).replace(root / MANIFEST)
+
+
+def _header(root: Path, old: bytes, new: bytes) -> None:
+    """Edit the header of a payload and damage the chunk behind it, as another file in its place would."""
+    data = (root / PAYLOAD).read_bytes()
+    assert old in data[:4096] and len(old) == len(new)  # noqa: PT018
+    (root / PAYLOAD).write_bytes(data[:4096].replace(old, new, 1) + bytes(len(data) - 4096))
+
+
+def _directory(made: Made, root: Path) -> None:
+    (root / PAYLOAD).unlink()
+    (root / PAYLOAD).mkdir()
+
+
+_DAMAGE = {
+    "truncated": (TruncatedPayload, lambda made, root: os.truncate(root / PAYLOAD, 5000)),
+    "missing": (SourceNotFound, lambda made, root: (root / PAYLOAD).unlink()),
+    "a directory": (SourceError, _directory),
+    "replaced": (ReplacedArtifact, _replace),
+    "replaced payload": (CorruptChunk, _swap_payload),
+    "wrong shape": (WrongShape, lambda made, root: _header(root, b"[4,2,3,16,64]", b"[4,2,3,64,16]")),
+    "wrong dtype": (WrongDtype, lambda made, root: _header(root, b"BF16", b"FP16")),
+    "no header": (
+        ArtifactError,
+        lambda made, root: (root / PAYLOAD).write_bytes(bytes((root / PAYLOAD).stat().st_size)),
+    ),
+    "flipped bit": (
+        CorruptChunk,
+        lambda made, root: flip_bit(root / PAYLOAD, chunk_range(made.manifest, 0, range(1)).end - 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", [16, 32])
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(
+    made: Made, tmp_path: Path, damage: str, engine: int
+) -> None:
+    expected, spoil = _DAMAGE[damage]
+    spoil(made, tmp_path / "doc")
+    with pytest.raises(expected) as caught:
+        _load(_loader(made, engine), made, tmp_path / "doc", 0)
+    assert type(caught.value) is expected
+    assert caught.value.digest == made.manifest.digest
+    message = str(caught.value)
+    assert "cartridge doc@1: chunk 0" in message
+    assert str(tmp_path / "doc" / PAYLOAD) in message
+
+
+def test_a_wrong_header_says_what_is_wrong_with_it(made: Made, tmp_path: Path) -> None:
+    _header(tmp_path / "doc", b"BF16", b"FP16")
+    with pytest.raises(WrongDtype, match=r"chunk\.00000 has dtype FP16, its manifest says BF16"):
+        _load(_loader(made, 16), made, tmp_path / "doc", 0)
+
+
+def test_a_payload_that_may_not_be_read_has_its_own_error(made: Made, tmp_path: Path) -> None:
+    """In a process of another user: the one that runs the tests may be root, who may read everything."""
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        sys.path.insert(0, "tests")
+        import torch
+        from test_loader import Made, Settings, Sources, _load, _loader
+        from lmcache_cartridge.artifact import load_manifest
+        from lmcache_cartridge.errors import SourceDenied
+        root = Path(sys.argv[1])
+        made = Made(load_manifest(root), None)
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            _load(_loader(made, 16), made, root, 0)
+        except SourceDenied as error:
+            print(error)
+    """
+    (tmp_path / "doc" / PAYLOAD).chmod(0)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "doc")], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == f"cartridge doc@1: chunk 0: {tmp_path / 'doc' / PAYLOAD}: Permission denied", (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("engine", [16, 32])
+def test_a_chunk_that_is_not_finite_is_never_loaded(tmp_path: Path, dtype: str, value: float, engine: int) -> None:
+    kv = make_kv(make_fingerprint(dtype=dtype), POSITIONS, 0)
+    kv[1, 2, 35, 1, 63] = value
+    made = make_artifact(tmp_path / "doc", positions=POSITIONS, dtype=dtype, kv=kv)
+    loader = _loader(made, engine)
+    with pytest.raises(
+        NonFiniteKV, match=f"cartridge doc@1: chunk 2 of {tmp_path}/doc/{PAYLOAD} holds NaN or infinity"
+    ):
+        _load(loader, made, tmp_path / "doc", 32 // engine)
+    _load(loader, made, tmp_path / "doc", 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_largest_and_smallest_numbers_are_finite(tmp_path: Path, dtype: str) -> None:
+    kv = make_kv(make_fingerprint(dtype=dtype), POSITIONS, 0)
+    limits = torch.finfo(kv.dtype)
+    kv[0, 0, 0, 0, :6] = torch.tensor([limits.max, limits.min, limits.tiny, -limits.tiny, 0.0, -0.0])
+    made = make_artifact(tmp_path / "doc", positions=POSITIONS, dtype=dtype, kv=kv)
+    assert _load(_loader(made, 16), made, tmp_path / "doc", 0).numpy().tobytes() == heads_bytes(kv[:, :, :16])
+
+
+class _Flaky(_Counting):
+    """Sources whose first reads are damaged on their way."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+        super().read_into(location, file, where, out)
+        if len(self.reads) <= self.bad:
+            out[7] ^= 1
+
+
+def test_a_chunk_damaged_on_its_way_is_fetched_once_more(made: Made, tmp_path: Path) -> None:
+    source = _Flaky(bad=1)
+    loader = _loader(made, 16, source=source)
+    assert _load(loader, made, tmp_path / "doc", 1).numpy().tobytes() == heads_bytes(made.kv[:, :, 16:32])
+    assert len(source.reads) == 2
+    stats = loader.stats()
+    assert (stats.reads, stats.failed, stats.corrupt) == (2, 0, 1)
+    assert stats.read_bytes == 2 * loader.shape.size_bytes
+
+
+def test_a_chunk_damaged_twice_is_corrupt(made: Made, tmp_path: Path) -> None:
+    source = _Flaky(bad=2)
+    loader = _loader(made, 16, source=source)
+    with pytest.raises(CorruptChunk):
+        _load(loader, made, tmp_path / "doc", 1)
+    assert (len(source.reads), loader.stats().corrupt) == (2, 2)
+
+
+def test_a_read_that_fails_is_counted_and_not_tried_again(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "doc" / PAYLOAD).unlink()
+    source = _Counting()
+    loader = _loader(made, 16, source=source)
+    with pytest.raises(SourceNotFound):
+        _load(loader, made, tmp_path / "doc", 1)
+    assert (len(source.reads), loader.stats().failed, loader.stats().read_bytes) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("keep_local", [False, True])
+def test_artefacts_in_directories_are_kept_on_disk_only_where_that_is_asked_for(
+    made: Made, tmp_path: Path, keep_local: bool
+) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    model = made.manifest.fingerprint
+    shape = ChunkShape(model.kv_heads, model.layers, 16, model.head_size, model.dtype)
+    loader = ChunkLoader(Sources(Settings()), shape, range(4), "heads", disk, keep_local=keep_local)
+    _load(loader, made, tmp_path / "doc", 0)
+    assert (disk.stats().resident_bytes > 0) == keep_local

@@ -286,6 +286,45 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -
     for partial in (old, new):
         partial.mkdir()
     os.utime(old, (0, 0))
-    remote.mirror()
+    remote.put()
+    remote.mirror().fetch(remote.location)
     assert not old.exists()
     assert new.exists()
+
+
+def test_a_mirror_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
+    remote.put()
+    mirror = remote.mirror()
+    assert mirror.known(remote.location) is None
+    assert not mirror.is_fresh(remote.location)
+    assert not remote.directory.exists()
+    assert remote.requests() == 0
+
+
+def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) -> None:
+    remote.put()
+    copy = remote.mirror().fetch(remote.location)
+    remote.requests()
+    later = remote.mirror()  # of a process that started just now
+    assert later.known(remote.location) == copy
+    assert not later.is_fresh(remote.location)
+    assert later.fetch(remote.location) == copy
+    assert remote.requests() == 1
+    assert later.is_fresh(remote.location)
+    assert later.fetch(remote.location) == copy
+    assert remote.requests() == 0
+
+
+def test_a_copy_is_known_while_somebody_asks_a_server_that_does_not_answer(remote: _Remote) -> None:
+    remote.put()
+    mirror = remote.mirror(max_age_s=0)
+    copy = mirror.fetch(remote.location)
+    remote.proxy.always = silence
+    asking = threading.Thread(target=mirror.fetch, args=(remote.location,))
+    asking.start()
+    while not mirror._entry(remote.location).lock.locked():
+        time.sleep(0.001)
+    assert mirror.known(remote.location) == copy
+    assert mirror.is_fresh(remote.location)
+    remote.proxy.always = None
+    asking.join(20)

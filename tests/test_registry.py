@@ -315,3 +315,224 @@ def test_an_id_that_is_a_label_already_is_refused(registry: Registry, tmp_path: 
     with pytest.raises(CartridgeExists, match="current is a label already"):
         registry.register(_make(tmp_path, "current"))
     assert registry.find("current").name == "doc@1"
+
+
+# Schema 2: changes, warm labels, removal.
+
+
+def _names(rows: list) -> list[str]:
+    return [row.name for row in rows]
+
+
+_SCHEMA_1 = """
+    CREATE TABLE cartridges (
+        id TEXT NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, kind TEXT NOT NULL,
+        positions INTEGER NOT NULL, bytes INTEGER NOT NULL, location TEXT NOT NULL,
+        registered TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now')), PRIMARY KEY (id, version)
+    ) WITHOUT ROWID;
+    CREATE INDEX cartridges_digest ON cartridges (digest);
+    CREATE TABLE labels (
+        label TEXT PRIMARY KEY, id TEXT NOT NULL, version INTEGER NOT NULL,
+        FOREIGN KEY (id, version) REFERENCES cartridges (id, version)
+    ) WITHOUT ROWID;
+    INSERT INTO cartridges VALUES ('a', 1, 'aa', 'prefill', 16, 100, '/a/1', '2026-01-01T00:00:00Z');
+    INSERT INTO cartridges VALUES ('a', 2, 'ab', 'trained', 32, 200, '/a/2', '2026-01-02T00:00:00Z');
+    INSERT INTO cartridges VALUES ('b', 1, 'bb', 'prefill', 16, 100, 's3://b/1', '2026-01-03T00:00:00Z');
+    INSERT INTO labels VALUES ('current', 'a', 1);
+    PRAGMA user_version = 1;
+"""
+
+
+@pytest.fixture
+def old_file(tmp_path: Path) -> Path:
+    """Return a registry as the first release wrote it, with rows and a label."""
+    path = tmp_path / "registry.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(_SCHEMA_1)
+    db.close()
+    return path
+
+
+def test_a_registry_of_the_first_schema_is_taken_over_with_everything_in_it(old_file: Path, tmp_path: Path) -> None:
+    registry = Registry(old_file)
+    assert _names(registry.all()) == ["a@1", "a@2", "b@1"]
+    assert registry.find("a@2") == ("a", 2, "ab", "trained", 32, 200, "/a/2", "2026-01-02T00:00:00Z")
+    assert registry.labels() == {"current": "a@1"}
+    assert registry.warm() == []
+    changes = registry.changes()
+    assert (_names(changes.present), changes.whole) == (["a@1", "a@2", "b@1"], True)
+    registry.register(_make(tmp_path, "c"))
+    registry.label("current", "c", warm=True)
+    later = registry.changes(changes.sequence)
+    assert (_names(later.present), later.gone, later.whole) == (["c@1"], [], False)
+    assert _names(Registry(old_file, read_only=True).warm()) == ["c@1"]
+
+
+def test_servers_are_told_to_have_the_first_schema_taken_over_and_change_nothing(old_file: Path) -> None:
+    before = old_file.read_bytes()
+    with pytest.raises(RegistryError, match="older schema 1; run `lmcache-cartridge list` once"):
+        Registry(old_file, read_only=True).changes()
+    assert old_file.read_bytes() == before
+
+
+def test_eight_that_take_a_registry_over_at_once_do_it_once(old_file: Path) -> None:
+    run_threads(8, lambda number: Registry(old_file))
+    assert len(Registry(old_file).changes().present) == 3
+    db = sqlite3.connect(old_file)
+    assert db.execute("SELECT count(*) FROM changes").fetchone() == (3,)
+    db.close()
+
+
+def test_changes_tell_what_came_moved_and_went_since(registry: Registry, tmp_path: Path) -> None:
+    roots = {name: _make(tmp_path, name) for name in "abc"}
+    for name in "ab":
+        registry.register(roots[name])
+    first = registry.changes()
+    assert (_names(first.present), first.gone, first.whole) == (["a@1", "b@1"], [], True)
+    assert registry.changes(first.sequence) == (first.sequence, [], [], False)
+    registry.register(roots["c"])
+    moved = shutil.copytree(roots["a"], tmp_path / "moved")
+    registry.register(moved)
+    registry.remove("b")
+    second = registry.changes(first.sequence)
+    assert second.sequence > first.sequence
+    assert {row.name: row.location for row in second.present} == {"a@1": str(moved), "c@1": str(roots["c"])}
+    assert (second.gone, second.whole) == (["b@1"], False)
+    assert registry.changes(first.sequence) == second, "asking changed something"
+    assert registry.changes(second.sequence).present == []
+    whole = registry.changes()
+    assert (_names(whole.present), whole.gone, whole.whole) == (["a@1", "c@1"], [], True)
+
+
+def test_what_came_and_went_between_two_looks_is_gone_and_what_went_and_came_is_present(
+    registry: Registry, tmp_path: Path
+) -> None:
+    roots = {name: _make(tmp_path, name) for name in "ab"}
+    registry.register(roots["a"])
+    before = registry.changes().sequence
+    registry.register(roots["b"])
+    registry.remove("b")
+    registry.remove("a")
+    registry.register(roots["a"])
+    changes = registry.changes(before)
+    assert (_names(changes.present), changes.gone) == (["a@1"], ["b@1"])
+
+
+def test_labels_are_no_changes(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "a"))
+    before = registry.changes().sequence
+    registry.label("current", "a", warm=True)
+    registry.unlabel("current")
+    assert registry.changes(before) == (before, [], [], False)
+
+
+def test_an_emptied_registry_says_what_is_gone(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "a"))
+    before = registry.changes().sequence
+    registry.remove("a")
+    changes = registry.changes(before)
+    assert (changes.present, changes.gone, changes.whole) == ([], ["a@1"], False)
+
+
+def test_a_registry_with_fewer_changes_than_are_known_is_another_one(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "a"))
+    changes = registry.changes(registry.changes().sequence + 5)
+    assert (_names(changes.present), changes.whole) == (["a@1"], True)
+
+
+def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(tmp_path: Path) -> None:
+    reader = Registry(tmp_path / "none.sqlite", read_only=True)
+    assert reader.changes() == (0, [], [], True)
+    assert reader.warm() == []
+    with pytest.raises(RegistryError, match=r"none\.sqlite is gone"):
+        reader.changes(1)
+
+
+def test_warm_labels_give_each_cartridge_once(registry: Registry, tmp_path: Path) -> None:
+    for name in "abc":
+        registry.register(_make(tmp_path, name))
+    for label, name, warm in (("one", "a", True), ("two", "a", True), ("three", "b", False), ("four", "c", True)):
+        registry.label(label, name, warm=warm)
+    assert _names(registry.warm()) == ["a@1", "c@1"]
+    registry.label("four", "c")
+    assert _names(registry.warm()) == ["a@1"]
+    registry.label("one", "b", warm=True)
+    assert _names(registry.warm()) == ["a@1", "b@1"]
+
+
+def test_removing_takes_one_version_and_leaves_its_files(registry: Registry, tmp_path: Path) -> None:
+    roots = [_make(tmp_path, "doc", version) for version in (1, 2)]
+    for root in roots:
+        registry.register(root)
+    removed = registry.remove("doc")
+    assert (removed.name, removed.location) == ("doc@2", str(roots[1]))
+    assert _names(registry.all()) == ["doc@1"]
+    assert (roots[1] / PAYLOAD).exists()
+    with pytest.raises(CartridgeNotFound):
+        registry.remove("doc@2")
+    registry.remove("doc@1")
+    assert registry.all() == []
+
+
+def test_what_labels_point_at_is_not_removed(registry: Registry, tmp_path: Path) -> None:
+    for version in (1, 2):
+        registry.register(_make(tmp_path, "doc", version))
+    for label in ("stable", "current"):
+        registry.label(label, "doc@1")
+    with pytest.raises(RegistryError, match=r"doc@1 has the label current, stable; point it elsewhere first"):
+        registry.remove("doc@1")
+    assert _names(registry.all()) == ["doc@1", "doc@2"]
+    registry.remove("doc@2")
+    registry.unlabel("stable")
+    with pytest.raises(RegistryError, match="has the label current;"):
+        registry.remove("doc@1")
+    registry.unlabel("current")
+    registry.remove("doc@1")
+    with pytest.raises(CartridgeNotFound, match="no label 'current'"):
+        registry.unlabel("current")
+
+
+def test_a_label_never_points_at_what_was_removed_at_the_same_moment(registry: Registry, tmp_path: Path) -> None:
+    root = _make(tmp_path, "doc")
+    for _ in range(20):
+        registry.register(root)
+
+        def work(number: int) -> None:
+            try:
+                registry.label("current", "doc@1") if number else registry.remove("doc@1")
+            except (CartridgeNotFound, RegistryError) as error:
+                assert "locked" not in str(error)
+
+        run_threads(2, work)
+        assert set(registry.labels().values()) <= set(_names(registry.all()))
+        if registry.labels():
+            registry.unlabel("current")
+
+
+def test_a_reader_that_follows_a_busy_writer_misses_nothing(registry: Registry, tmp_path: Path) -> None:
+    roots = {f"d{number}": _make(tmp_path, f"d{number}") for number in range(4)}
+    reader, done = Registry(registry.path, read_only=True), threading.Event()
+    known: set[str] = set()
+
+    def look(since: int) -> int:
+        changes = reader.changes(since)
+        known.difference_update(known if changes.whole else changes.gone)
+        known.update(_names(changes.present))
+        return changes.sequence
+
+    def work(number: int) -> None:
+        sequence = 0
+        if number:
+            while not done.is_set():
+                sequence = look(sequence)
+            look(sequence)
+            return
+        for turn in range(60):
+            name = f"d{turn % 4}"
+            registry.register(roots[name])
+            if turn % 3:
+                registry.remove(name)
+        done.set()
+
+    run_threads(2, work)
+    assert known == set(_names(registry.all())) != set()

@@ -8,10 +8,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, lent, prompt_for
 from making import (
     VOCABULARY,
     Made,
@@ -30,120 +30,46 @@ from making import (
 
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.errors import OverBudget, RegistryError
-from lmcache_cartridge.fingerprint import Fingerprint
 from lmcache_cartridge.layout import VIEWS, rank_heads
 from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.store import CartridgeStore
 from lmcache_cartridge.writer import TOKENS
 
-CHUNK = 16
-CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK
-
-
-class _Prompt(NamedTuple):
-    """A cartridge's ids with a question behind them, as the engine hashes it."""
-
-    hashes: list[int]
-    """Of the cartridge's whole chunks, then of the question."""
-    whole: int
-    """How many are the cartridge's."""
-    tag: str | None
-
-
-class _Home:
-    """A home directory, with the artefacts registered in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.registry = Registry(path / "registry.sqlite")
-        self._opened: list[CartridgeStore] = []
-
-    def make(self, name: str = "doc", **arguments: Any) -> Made:
-        made = make_artifact(self.root(name), cartridge_id=name, **({"positions": 72} | arguments))
-        self.registry.register(self.root(name))
-        return made
-
-    def root(self, name: str = "doc") -> Path:
-        return self.path / "cartridges" / name / "1"
-
-    def payload(self, name: str = "doc") -> Path:
-        return self.root(name) / PAYLOAD
-
-    def open(self, *, fingerprint: Fingerprint | None = None, chunks: int = 16, **engine: Any) -> CartridgeStore:
-        engine = make_engine(fingerprint or make_fingerprint(), **engine)
-        heads = len(rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)) / engine.fingerprint.kv_heads
-        budget = int(chunks * engine.chunk_tokens * engine.fingerprint.token_bytes * heads)
-        store = CartridgeStore(Settings(home=self.path, cpu_bytes=budget, lookup_timeout_s=20), engine)
-        self._opened.append(store)
-        return store
-
-    def close(self) -> None:
-        for store in self._opened:
-            store.close()
-            store.check()
-            assert store.stats().lent == 0, "a test forgot to close a loan"
-
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[_Home]:
-    home = _Home(tmp_path / "home")
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
     yield home
     home.close()
 
 
-def _prompt(home: _Home, made: Made, name: str = "doc") -> _Prompt:
-    ids = load_token_ids(made.manifest, home.root(name)).tolist()
-    tag = made.manifest.digest if made.manifest.kind == "trained" else None
-    hashes = list(sha256_hasher(CHUNK)(ids + make_ids(2 * CHUNK, 99)))
-    return _Prompt(hashes, made.manifest.positions // CHUNK, tag)
-
-
-def _lent(store: CartridgeStore, chunk_hash: int, tag: str | None = None) -> bytes | None:
-    loan = store.lend(chunk_hash, tag)
-    if loan is None:
-        return None
-    with loan:
-        return loan.bytes.numpy().tobytes()
-
-
-def _assert_served(store: CartridgeStore, made: Made, prompt: _Prompt) -> None:
-    """Look a prompt up, and compare every chunk with the KV, bit by bit."""
-    assert store.lookup(prompt.hashes, prompt.tag) == prompt.whole
-    for chunk, chunk_hash in enumerate(prompt.hashes[: prompt.whole]):
-        expected = heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
-        assert _lent(store, chunk_hash, prompt.tag) == expected, chunk
-        assert store.release(chunk_hash, prompt.tag) is True
-    assert store.release(prompt.hashes[0], prompt.tag) is False
-
-
-def _assert_not_served(store: CartridgeStore, prompt: _Prompt, made: Made | None = None) -> None:
+def _assert_not_served(store: CartridgeStore, prompt: Prompt, made: Made | None = None) -> None:
     """Look a prompt up in vain. Only of chunks of `made` that were promised before may bytes be had: the right ones."""
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     assert store.resident(prompt.hashes, prompt.tag) == 0
     for chunk, chunk_hash in enumerate(prompt.hashes):
-        found = _lent(store, chunk_hash, prompt.tag)
+        found = lent(store, chunk_hash, prompt.tag)
         assert found is None or (made and found == heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]))
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_what_is_lent_is_the_kv_that_was_written(home: _Home, kind: str) -> None:
+def test_what_is_lent_is_the_kv_that_was_written(home: Home, kind: str) -> None:
     made = home.make(kind=kind, positions=64)
     store = home.open()
     assert store.names() == ["doc@1"]
     assert store.refused() == {}
-    _assert_served(store, made, _prompt(home, made))
+    assert_served(store, made, prompt_for(home, made))
 
 
-def test_the_tail_and_the_question_are_the_engines_to_compute(home: _Home) -> None:
+def test_the_tail_and_the_question_are_the_engines_to_compute(home: Home) -> None:
     made = home.make(positions=72)
-    prompt = _prompt(home, made)
+    prompt = prompt_for(home, made)
     assert (len(prompt.hashes), prompt.whole) == (6, 4)
-    _assert_served(home.open(), made, prompt)
+    assert_served(home.open(), made, prompt)
 
 
-def test_a_prompt_that_leaves_the_document_gets_what_it_shares(home: _Home) -> None:
+def test_a_prompt_that_leaves_the_document_gets_what_it_shares(home: Home) -> None:
     made = home.make()
     ids = load_token_ids(made.manifest, home.root()).tolist()
     store = home.open()
@@ -152,17 +78,17 @@ def test_a_prompt_that_leaves_the_document_gets_what_it_shares(home: _Home) -> N
         assert store.lookup(list(sha256_hasher(CHUNK)(other))) == same
 
 
-def test_a_prompt_that_nobody_prepared_is_a_miss(home: _Home) -> None:
+def test_a_prompt_that_nobody_prepared_is_a_miss(home: Home) -> None:
     home.make()
     store = home.open()
-    _assert_not_served(store, _Prompt(list(sha256_hasher(CHUNK)(make_ids(64, 7))), 4, None))
+    _assert_not_served(store, Prompt(list(sha256_hasher(CHUNK)(make_ids(64, 7))), 4, None))
     assert store.lookup([]) == 0
     assert store.stats().promoted == 0
 
 
-def test_asking_what_is_resident_loads_and_leases_nothing(home: _Home) -> None:
+def test_asking_what_is_resident_loads_and_leases_nothing(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     assert store.resident(prompt.hashes) == 0
     assert store.stats().promoted == 0
     store.lookup(prompt.hashes)
@@ -171,9 +97,9 @@ def test_asking_what_is_resident_loads_and_leases_nothing(home: _Home) -> None:
     assert store.stats() == before
 
 
-def test_two_loans_of_a_chunk_are_the_same_memory(home: _Home) -> None:
+def test_two_loans_of_a_chunk_are_the_same_memory(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     store.lookup(prompt.hashes)
     with store.lend(prompt.hashes[0]) as one, store.lend(prompt.hashes[0]) as other:
         assert one.bytes.data_ptr() == other.bytes.data_ptr()
@@ -181,9 +107,9 @@ def test_two_loans_of_a_chunk_are_the_same_memory(home: _Home) -> None:
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_each_rank_gets_its_heads_in_the_layout_it_reads(home: _Home, world: int, layout: str) -> None:
+def test_each_rank_gets_its_heads_in_the_layout_it_reads(home: Home, world: int, layout: str) -> None:
     made = home.make(kv_heads=2)
-    prompt = _prompt(home, made)
+    prompt = prompt_for(home, made)
     for rank in range(world):
         store = home.open(rank=rank, world=world, layout=layout)
         heads = rank_heads(2, rank, world)
@@ -213,7 +139,7 @@ _ENGINES = {
 
 
 @pytest.mark.parametrize("field", _ENGINES)
-def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home: _Home, field: str) -> None:
+def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home: Home, field: str) -> None:
     made = home.make()
     store = home.open(fingerprint=msgspec.structs.replace(make_fingerprint(), **_ENGINES[field]))
     assert store.names() == []
@@ -221,28 +147,28 @@ def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home:
     reason = store.refused()["doc@1"]
     assert reason.startswith("made for another model than the one served: ")
     assert f" {field}: " in reason
-    _assert_not_served(store, _prompt(home, made))
+    _assert_not_served(store, prompt_for(home, made))
 
 
-def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_served(home: _Home) -> None:
+def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_served(home: Home) -> None:
     made = home.make()
     rope = msgspec.structs.replace(make_rope(), inv_freq=tuple(f * (1 + 1e-7) for f in make_rope().inv_freq))
     engine = msgspec.structs.replace(make_fingerprint(), rope=rope, weights_digest=None)
-    _assert_served(home.open(fingerprint=engine), made, _prompt(home, made))
+    assert_served(home.open(fingerprint=engine), made, prompt_for(home, made))
 
 
-def _corrupt(home: _Home, made: Made, name: str, chunk: int) -> None:
+def _corrupt(home: Home, made: Made, name: str, chunk: int) -> None:
     flip_bit(home.payload(name), chunk_range(made.manifest, chunk, range(1)).start)
 
 
 @pytest.mark.parametrize("chunk", [0, 2, 3])
-def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: _Home, chunk: int) -> None:
+def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home, chunk: int) -> None:
     bad, good = home.make("bad", seed=1), home.make("good", seed=2)
-    store, prompt = home.open(), _prompt(home, bad, "bad")
+    store, prompt = home.open(), prompt_for(home, bad, "bad")
     _corrupt(home, bad, "bad", chunk)
     assert store.lookup(prompt.hashes) == chunk
     _assert_not_served(store, prompt, bad)
-    _assert_served(store, good, _prompt(home, good, "good"))
+    assert_served(store, good, prompt_for(home, good, "good"))
     assert store.names() == ["good@1"]
     assert list(store.refused()) == ["bad@1"]
     reason = store.refused()["bad@1"]
@@ -252,18 +178,18 @@ def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: _Hom
     assert elsewhere.reason(good.manifest.digest) is None
 
 
-def test_a_truncated_cartridge_is_quarantined_while_it_is_served(home: _Home) -> None:
+def test_a_truncated_cartridge_is_quarantined_while_it_is_served(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     os.truncate(home.payload(), chunk_range(made.manifest, 2, range(1)).start)
     assert store.lookup(prompt.hashes) == 2
     _assert_not_served(store, prompt, made)
     assert "ends at byte" in store.refused()["doc@1"]
 
 
-def test_a_quarantine_outlives_the_process_until_it_is_lifted(home: _Home) -> None:
+def test_a_quarantine_outlives_the_process_until_it_is_lifted(home: Home) -> None:
     made = home.make()
-    prompt = _prompt(home, made)
+    prompt = prompt_for(home, made)
     _corrupt(home, made, "doc", 0)
     assert home.open().lookup(prompt.hashes) == 0
     _corrupt(home, made, "doc", 0)  # the flip is undone
@@ -271,13 +197,13 @@ def test_a_quarantine_outlives_the_process_until_it_is_lifted(home: _Home) -> No
     assert again.refused()["doc@1"].startswith("quarantined: ")
     _assert_not_served(again, prompt)
     Quarantine(again._settings.quarantine_dir).lift(made.manifest.digest)
-    _assert_served(home.open(), made, prompt)
+    assert_served(home.open(), made, prompt)
 
 
-def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: _Home) -> None:
+def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: Home) -> None:
     made = home.make()
     (home.path / "quarantine").write_text("not a directory")
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     _corrupt(home, made, "doc", 0)
     assert store.lookup(prompt.hashes) == 0
     _assert_not_served(store, prompt, made)
@@ -286,20 +212,20 @@ def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: _Home) ->
     assert store.stats().loading == 0, "a load hangs"
 
 
-def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home: _Home) -> None:
+def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     _corrupt(home, made, "doc", 2)
     assert store.lookup(prompt.hashes) == 2
     assert list(store.refused()) == ["doc@1"]
     for chunk in range(2):
-        assert _lent(store, prompt.hashes[chunk]) == heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+        assert lent(store, prompt.hashes[chunk]) == heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
     assert store.lend(prompt.hashes[2]) is None
 
 
-def test_lent_bytes_stay_right_when_their_cartridge_is_quarantined(home: _Home) -> None:
+def test_lent_bytes_stay_right_when_their_cartridge_is_quarantined(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     store.lookup(prompt.hashes[:1])
     with store.lend(prompt.hashes[0]) as loan:
         _corrupt(home, made, "doc", 0)
@@ -309,7 +235,7 @@ def test_lent_bytes_stay_right_when_their_cartridge_is_quarantined(home: _Home) 
         assert store.release(prompt.hashes[0]) is True, "a lease of a quarantined cartridge can still be ended"
 
 
-def _spoil(home: _Home, how: str) -> None:
+def _spoil(home: Home, how: str) -> None:
     root = home.root("bad")
     if how == "no directory":
         shutil.rmtree(root)
@@ -338,31 +264,29 @@ def _spoil(home: _Home, how: str) -> None:
     ["no directory", "no manifest", "manifest cut short", "manifest edited", "version out of range",
      "payload cut short", "no payload", "other token ids", "token ids that are an archive"],
 )  # fmt: skip
-def test_a_cartridge_that_is_spoilt_before_the_start_is_refused_and_the_others_are_served(
-    home: _Home, how: str
-) -> None:
+def test_a_cartridge_that_is_spoilt_before_the_start_is_refused_and_the_others_are_served(home: Home, how: str) -> None:
     bad, good = home.make("bad", seed=1), home.make("good", seed=2)
-    prompt = _prompt(home, bad, "bad")
+    prompt = prompt_for(home, bad, "bad")
     _spoil(home, how)
     store = home.open()
     assert store.names() == ["good@1"]
     assert list(store.refused()) == ["bad@1"]
     _assert_not_served(store, prompt)
-    _assert_served(store, good, _prompt(home, good, "good"))
+    assert_served(store, good, prompt_for(home, good, "good"))
 
 
-def test_an_impossible_inline_token_id_is_refused_and_the_others_are_served(home: _Home) -> None:
+def test_an_impossible_inline_token_id_is_refused_and_the_others_are_served(home: Home) -> None:
     bad, good = home.make("bad", positions=32, seed=1), home.make("good", seed=2)
     document = json.loads((home.root("bad") / MANIFEST).read_bytes())
     document["tokens"]["inline"][3] = -1
     (home.root("bad") / MANIFEST).write_text(json.dumps(document))
     store = home.open()
     assert list(store.refused()) == ["bad@1"]
-    _assert_not_served(store, _prompt(home, bad, "bad"))
-    _assert_served(store, good, _prompt(home, good, "good"))
+    _assert_not_served(store, prompt_for(home, bad, "bad"))
+    assert_served(store, good, prompt_for(home, good, "good"))
 
 
-def test_an_artefact_replaced_before_the_start_is_refused(home: _Home, tmp_path: Path) -> None:
+def test_an_artefact_replaced_before_the_start_is_refused(home: Home, tmp_path: Path) -> None:
     made = home.make()
     ids = load_token_ids(made.manifest, home.root()).tolist()
     make_artifact(tmp_path / "other", positions=72, seed=5, token_ids=ids)
@@ -370,17 +294,17 @@ def test_an_artefact_replaced_before_the_start_is_refused(home: _Home, tmp_path:
     shutil.move(tmp_path / "other", home.root())
     store = home.open()
     assert "was replaced after it was registered" in store.refused()["doc@1"]
-    _assert_not_served(store, _prompt(home, made))
+    _assert_not_served(store, prompt_for(home, made))
 
 
 @pytest.mark.parametrize("also_manifest", [False, True])
 def test_an_artefact_replaced_while_it_is_served_is_quarantined(
-    home: _Home, tmp_path: Path, also_manifest: bool
+    home: Home, tmp_path: Path, also_manifest: bool
 ) -> None:
     made = home.make()
     ids = load_token_ids(made.manifest, home.root()).tolist()
     make_artifact(tmp_path / "other", positions=72, seed=5, token_ids=ids)
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     for name in [PAYLOAD, MANIFEST][: 1 + also_manifest]:
         (tmp_path / "other" / name).replace(home.root() / name)
     assert store.lookup(prompt.hashes) == 0
@@ -389,22 +313,22 @@ def test_an_artefact_replaced_while_it_is_served_is_quarantined(
     assert expected in store.refused()["doc@1"]
 
 
-def test_chunks_that_were_resident_before_a_replacement_are_still_the_old_ones(home: _Home, tmp_path: Path) -> None:
+def test_chunks_that_were_resident_before_a_replacement_are_still_the_old_ones(home: Home, tmp_path: Path) -> None:
     made = home.make()
     ids = load_token_ids(made.manifest, home.root()).tolist()
     make_artifact(tmp_path / "other", positions=72, seed=5, token_ids=ids)
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     store.lookup(prompt.hashes[:2])
     (tmp_path / "other" / PAYLOAD).replace(home.payload())
-    assert _lent(store, prompt.hashes[1]) == heads_bytes(made.kv[:, :, CHUNK : 2 * CHUNK])
+    assert lent(store, prompt.hashes[1]) == heads_bytes(made.kv[:, :, CHUNK : 2 * CHUNK])
     assert store.lookup(prompt.hashes) == 2
     _assert_not_served(store, prompt, made)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
-def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home: _Home, chunk: int) -> None:
+def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home: Home, chunk: int) -> None:
     made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     _corrupt(home, made, "doc", chunk)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     assert store.stats().leased == 0
@@ -415,60 +339,60 @@ def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home:
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
 def test_a_resident_trained_cartridge_that_lost_a_chunk_answers_nothing_when_it_cannot_be_had_back(
-    home: _Home, chunk: int
+    home: Home, chunk: int
 ) -> None:
     made, filler = home.make(kind="trained", positions=64), home.make("filler", positions=64, seed=7)
-    store, prompt = home.open(chunks=4), _prompt(home, made)
-    _assert_served(store, made, prompt)
-    _assert_served(store, filler, _prompt(home, filler, "filler"))  # takes all the memory
+    store, prompt = home.open(chunks=4), prompt_for(home, made)
+    assert_served(store, made, prompt)
+    assert_served(store, filler, prompt_for(home, filler, "filler"))  # takes all the memory
     _corrupt(home, made, "doc", chunk)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     _assert_not_served(store, prompt, made)
     assert store.lend(prompt.hashes[chunk], prompt.tag) is None
 
 
-def test_part_of_a_trained_cartridge_is_not_answered(home: _Home) -> None:
+def test_part_of_a_trained_cartridge_is_not_answered(home: Home) -> None:
     made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     for count in range(4):
         assert store.lookup(prompt.hashes[:count], prompt.tag) == 0
     assert store.stats().promoted == 0
-    _assert_served(store, made, prompt)
+    assert_served(store, made, prompt)
 
 
-def test_a_trained_cartridge_that_memory_cannot_hold_is_not_begun(home: _Home) -> None:
+def test_a_trained_cartridge_that_memory_cannot_hold_is_not_begun(home: Home) -> None:
     made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(chunks=3), _prompt(home, made)
+    store, prompt = home.open(chunks=3), prompt_for(home, made)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     assert (store.stats().promoted, store.stats().resident) == (0, 0)
 
 
-def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: _Home) -> None:
+def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: Home) -> None:
     made = home.make(positions=64)
-    store, prompt = home.open(chunks=3), _prompt(home, made)
-    _assert_served(store, made, prompt._replace(whole=3))
+    store, prompt = home.open(chunks=3), prompt_for(home, made)
+    assert_served(store, made, prompt._replace(whole=3))
     assert store.stats().resident_bytes == store.stats().budget_bytes == 3 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("tag", [None, "", "00" * 32])
-def test_the_ids_of_a_trained_cartridge_give_nothing_without_its_tag(home: _Home, tag: str | None) -> None:
+def test_the_ids_of_a_trained_cartridge_give_nothing_without_its_tag(home: Home, tag: str | None) -> None:
     made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     _assert_not_served(store, prompt._replace(tag=tag))
-    _assert_served(store, made, prompt)
+    assert_served(store, made, prompt)
     _assert_not_served(store, prompt._replace(tag=tag))
 
 
-def test_the_tag_of_one_trained_cartridge_does_not_open_another(home: _Home) -> None:
+def test_the_tag_of_one_trained_cartridge_does_not_open_another(home: Home) -> None:
     one, other = (
         home.make("one", kind="trained", positions=64, seed=1),
         home.make("other", kind="trained", positions=64, seed=2),
     )
     store = home.open()
-    _assert_not_served(store, _prompt(home, one, "one")._replace(tag=other.manifest.digest))
+    _assert_not_served(store, prompt_for(home, one, "one")._replace(tag=other.manifest.digest))
 
 
-def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(home: _Home) -> None:
+def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(home: Home) -> None:
     ids = make_ids(64, 3)
     for seed, name in enumerate(("one", "other")):
         home.make(name, kind="trained", positions=64, token_ids=ids, seed=seed)
@@ -476,33 +400,33 @@ def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(hom
     for seed, name in enumerate(("one", "other")):
         made = Made(load_manifest(home.root(name)), None)
         kv = make_artifact(home.path / f"copy-{name}", positions=64, token_ids=ids, seed=seed, kind="trained").kv
-        _assert_served(store, made._replace(kv=kv), _prompt(home, made, name))
+        assert_served(store, made._replace(kv=kv), prompt_for(home, made, name))
 
 
-def test_a_document_is_found_under_its_own_tag_but_no_other(home: _Home) -> None:
+def test_a_document_is_found_under_its_own_tag_but_no_other(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     _assert_not_served(store, prompt._replace(tag="ab" * 32))
     assert store.lookup(prompt.hashes, made.manifest.digest) == prompt.whole
 
 
-def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot_load(home: _Home) -> None:
+def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot_load(home: Home) -> None:
     trained, plain = home.make("trained", kind="trained", positions=64, seed=1), home.make("plain", seed=2)
     store = home.open(allow_trained=False)
     assert "needs kv_load_failure_policy: fail" in store.refused()["trained@1"]
-    _assert_not_served(store, _prompt(home, trained, "trained"))
-    _assert_served(store, plain, _prompt(home, plain, "plain"))
+    _assert_not_served(store, prompt_for(home, trained, "trained"))
+    assert_served(store, plain, prompt_for(home, plain, "plain"))
 
 
-def test_a_trained_cartridge_that_does_not_fit_the_chunk_size_is_refused(home: _Home) -> None:
+def test_a_trained_cartridge_that_does_not_fit_the_chunk_size_is_refused(home: Home) -> None:
     home.make(kind="trained", positions=72, chunk_tokens=8)
     store = home.open()
     assert "p = 72, no multiple of the engine's chunk_size 16" in store.refused()["doc@1"]
 
 
-def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home: _Home) -> None:
+def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     away = home.payload().rename(home.path / "away")
     assert store.lookup(prompt.hashes) == 0
     assert store.lend(prompt.hashes[0]) is None
@@ -512,20 +436,20 @@ def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home:
     while store.stats().loading:  # a lookup now would wait for the same loads, and share their failure
         time.sleep(0.001)
     away.rename(home.payload())
-    _assert_served(store, made, prompt)
+    assert_served(store, made, prompt)
 
 
-def test_a_chunk_that_was_evicted_is_loaded_again_when_it_is_lent(home: _Home) -> None:
+def test_a_chunk_that_was_evicted_is_loaded_again_when_it_is_lent(home: Home) -> None:
     first, second = home.make("first", seed=1), home.make("second", seed=2)
-    store, prompt = home.open(chunks=4), _prompt(home, first, "first")
-    _assert_served(store, first, prompt)
-    _assert_served(store, second, _prompt(home, second, "second"))
+    store, prompt = home.open(chunks=4), prompt_for(home, first, "first")
+    assert_served(store, first, prompt)
+    assert_served(store, second, prompt_for(home, second, "second"))
     assert store.resident(prompt.hashes) == 0
-    assert _lent(store, prompt.hashes[2]) == heads_bytes(first.kv[:, :, 2 * CHUNK : 3 * CHUNK])
+    assert lent(store, prompt.hashes[2]) == heads_bytes(first.kv[:, :, 2 * CHUNK : 3 * CHUNK])
     assert store.stats().leased == 0, "lending leaves no lease"
 
 
-def _alike(home: _Home) -> tuple[Made, Made]:
+def _alike(home: Home) -> tuple[Made, Made]:
     """Make two documents with the same first two chunks; the one registered later answers for them."""
     kv = [make_kv(make_fingerprint(), 64, seed) for seed in range(2)]
     kv[1][:, :, :32] = kv[0][:, :, :32]
@@ -535,23 +459,23 @@ def _alike(home: _Home) -> tuple[Made, Made]:
     )
 
 
-def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(home: _Home) -> None:
+def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(home: Home) -> None:
     older, newer = _alike(home)
-    store, prompt = home.open(), _prompt(home, older, "older")
+    store, prompt = home.open(), prompt_for(home, older, "older")
     _corrupt(home, newer, "zz-newer", 0)
     assert store.lookup(prompt.hashes) == 0
     assert list(store.refused()) == ["zz-newer@1"]
-    _assert_served(store, older, prompt)
+    assert_served(store, older, prompt)
 
 
-def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: _Home) -> None:
+def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: Home) -> None:
     older, newer = _alike(home)
-    store, prompt = home.open(), _prompt(home, older, "older")
+    store, prompt = home.open(), prompt_for(home, older, "older")
     assert store.lookup(prompt.hashes) == 4
     _corrupt(home, newer, "zz-newer", 3)
-    assert store.lookup(_prompt(home, newer, "zz-newer").hashes) == 3
+    assert store.lookup(prompt_for(home, newer, "zz-newer").hashes) == 3
     assert store.lookup(prompt.hashes) == 4
-    for chunk_hash in _prompt(home, newer, "zz-newer").hashes[:3]:
+    for chunk_hash in prompt_for(home, newer, "zz-newer").hashes[:3]:
         store.release(chunk_hash)
     for _ in range(2):
         for chunk_hash in prompt.hashes[:4]:
@@ -559,14 +483,14 @@ def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: 
     assert store.stats().leased == 0
 
 
-def test_serving_changes_no_artefact_and_no_registry(home: _Home) -> None:
+def test_serving_changes_no_artefact_and_no_registry(home: Home) -> None:
     made = home.make()
     before = kept_files(home.path)
-    _assert_served(home.open(), made, _prompt(home, made))
+    assert_served(home.open(), made, prompt_for(home, made))
     assert kept_files(home.path) == before
 
 
-def test_the_disk_tier_serves_what_its_source_lost(home: _Home) -> None:
+def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:
     made = home.make()
     settings = Settings(
         home=home.path, cpu_bytes=4 * CHUNK_BYTES, disk_bytes="1MiB", disk_dir=home.path / "cache", disk_local=True,
@@ -574,61 +498,63 @@ def test_the_disk_tier_serves_what_its_source_lost(home: _Home) -> None:
     )  # fmt: skip
     for expected_misses in (4, 0):
         store = CartridgeStore(settings, make_engine(make_fingerprint()))
-        _assert_served(store, made, _prompt(home, made))
+        assert_served(store, made, prompt_for(home, made))
         assert store._disk.stats().misses == expected_misses
         store.close()
 
 
-def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home: _Home) -> None:
+def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home: Home) -> None:
     with pytest.raises(OverBudget, match=f"at least {CHUNK_BYTES}"):
         CartridgeStore(Settings(home=home.path, cpu_bytes=CHUNK_BYTES - 1), make_engine(make_fingerprint()))
 
 
-def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home: _Home) -> None:
+def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home: Home) -> None:
     home.registry.path.write_bytes(b"no database" * 1000)
     with pytest.raises(RegistryError):
         home.open()
 
 
 def test_an_empty_home_serves_nothing_and_is_not_made(tmp_path: Path) -> None:
-    store = CartridgeStore(Settings(home=tmp_path / "none", cpu_bytes=CHUNK_BYTES), make_engine(make_fingerprint()))
+    store = CartridgeStore(
+        Settings(home=tmp_path / "none", cpu_bytes=CHUNK_BYTES, disk_bytes=0), make_engine(make_fingerprint())
+    )
     assert (store.names(), store.refused(), store.lookup([1, 2])) == ([], {}, 0)
     assert list(tmp_path.iterdir()) == []
     store.close()
 
 
-def test_both_names_of_the_same_content_are_served(home: _Home) -> None:
+def test_both_names_of_the_same_content_are_served(home: Home) -> None:
     made = home.make("one", token_ids=make_ids(72, 0))
     home.make("two", token_ids=make_ids(72, 0))
     store = home.open()
     assert sorted(store.names()) == ["one@1", "two@1"]
-    _assert_served(store, made, _prompt(home, made, "one"))
+    assert_served(store, made, prompt_for(home, made, "one"))
 
 
-def test_after_closing_everything_is_a_miss(home: _Home) -> None:
+def test_after_closing_everything_is_a_miss(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), _prompt(home, made)
+    store, prompt = home.open(), prompt_for(home, made)
     store.close()
     _assert_not_served(store, prompt)
 
 
-def _answer(store: CartridgeStore, made: Made, prompt: _Prompt, broken: Callable[[], bool]) -> int:
+def _answer(store: CartridgeStore, made: Made, prompt: Prompt, broken: Callable[[], bool]) -> int:
     """Ask as an engine does and return the chunks answered; whatever is lent must be right."""
     run = store.lookup(prompt.hashes, prompt.tag)
     assert prompt.tag is None or run in (0, prompt.whole)
     assert run == prompt.whole or broken()
     for chunk, chunk_hash in enumerate(prompt.hashes[:run]):
-        found = _lent(store, chunk_hash, prompt.tag)
+        found = lent(store, chunk_hash, prompt.tag)
         assert found in (None, heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]))
         assert found is not None or broken()
         store.release(chunk_hash, prompt.tag)
     return run
 
 
-def test_many_requests_for_sound_and_corrupt_cartridges_at_once_get_the_right_bytes_or_none(home: _Home) -> None:
+def test_many_requests_for_sound_and_corrupt_cartridges_at_once_get_the_right_bytes_or_none(home: Home) -> None:
     kinds = {"a": "prefill", "b": "trained", "c": "prefill", "d": "trained"}
     made = {n: home.make(n, kind=k, positions=64, seed=i) for i, (n, k) in enumerate(kinds.items())}
-    prompts = {name: _prompt(home, made[name], name) for name in made}
+    prompts = {name: prompt_for(home, made[name], name) for name in made}
     store = home.open(chunks=16)
     for name in "cd":
         _corrupt(home, made[name], name, 2)
@@ -643,10 +569,10 @@ def test_many_requests_for_sound_and_corrupt_cartridges_at_once_get_the_right_by
     assert sorted(store.names()) == ["a@1", "b@1"]
     assert store.stats().leased == 0
     for name in "ab":
-        _assert_served(store, made[name], prompts[name])
+        assert_served(store, made[name], prompts[name])
 
 
-def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home: _Home) -> None:
+def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home: Home) -> None:
     fingerprint = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     first = home.make("first", kind="trained", positions=4 * CHUNK, seed=1, fingerprint=fingerprint)
     second = home.make("second", positions=4 * CHUNK, seed=2, fingerprint=fingerprint)

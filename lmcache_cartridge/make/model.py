@@ -106,13 +106,15 @@ class CausalModel:
         out = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=True)
         return out.logits[0].float().cpu()
 
-    def provenance(self, verb: str, source: Path, content: bytes, canary: Canary | None = None) -> Provenance:
-        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now of the file `source`."""
+    def provenance(
+        self, verb: str, source: Path | None, content: bytes = b"", canary: Canary | None = None
+    ) -> Provenance:
+        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now of `source`, if of any."""
         return Provenance(
             tool=f"lmcache-cartridge {__version__} {verb}",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             model=self.name,
-            document=source.name,
-            document_blake3=blake3(content).hexdigest(),
+            document=source and source.name,
+            document_blake3=source and blake3(content).hexdigest(),
             canary=canary,
         )

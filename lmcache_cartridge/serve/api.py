@@ -32,8 +32,10 @@ from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import init_logger
 
 from ..errors import CartridgeError, UnsupportedEngine
+from ..metrics import Outcome, StatusCollector, requests
+from ..residency import LOAD_SECONDS
 from ..settings import Settings
-from . import headers
+from . import headers, scrape
 from .admin import add_routes
 from .control import Workers
 from .gate import Gate
@@ -111,6 +113,8 @@ class CartridgePlugin:
         app.add_middleware(Gate, plugin=self)
         headers.attach(app)
         add_routes(app, self)
+        self._numbers = StatusCollector(LOAD_SECONDS)
+        scrape.attach(app, self._numbers)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Wrap what requests pass through. Raises `UnsupportedEngine`, which ends the server's start."""
@@ -132,7 +136,9 @@ class CartridgePlugin:
                 raise UnsupportedEngine(f"vLLM's {name} has no online_renderer or engine_client to wrap; use vLLM 0.32")
             serving.online_renderer = CartridgeRenderer(serving.online_renderer, self)
             serving.engine_client = GuardedEngine(engine_client, self)
-        await probe(state)
+        with requests().paused():
+            await probe(state)
+        self._following = asyncio.create_task(scrape.follow(self._numbers, partial(self.call, "status")))
 
     async def _control_paths(self) -> list[str]:
         try:
@@ -231,12 +237,19 @@ class CartridgeRenderer:
         return await self._render(self._inner.render_responses, request, kwargs, lambda result: [result.engine_input])
 
     async def _render(self, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
-        selection = await self._select(request)
-        if selection is None:
-            return await render(request, **kwargs)
+        with requests().request() as outcome:
+            selection = await self._select(request)
+            if selection is not None:
+                return await self._render_with(selection, render, request, kwargs, inputs, outcome)
+        return await render(request, **kwargs)
+
+    async def _render_with(
+        self, selection: Selection, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any, outcome: Outcome
+    ) -> Any:
         try:
             check_request(request, selection)
-            claim = await self._plugin.admit(selection)
+            with requests().wait():
+                claim = await self._plugin.admit(selection)
         except Refusal as refusal:
             raise _http(refusal) from None
         except CartridgeError:
@@ -255,6 +268,9 @@ class CartridgeRenderer:
                 claim.release()
             raise
         headers.note(selection.used if claim is not None else selection.replaced)
+        outcome.value = "failed" if not engine_inputs else "used" if claim is not None else "document"
+        if claim is not None and selection.tag is not None:
+            requests().injected(len(selection.token_ids) * len(engine_inputs))
         return result
 
     async def _select(self, request: Any) -> Selection | None:
@@ -342,8 +358,10 @@ class GuardedEngine:
         needs_leave = selection.must_inject > 0
         if answered or selection.document_ids is None or (needs_leave and self._plugin.settings.on_miss != "document"):
             headers.retry_after(1)
+            requests().lost("error")
             raise RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
         headers.note(selection.replaced)
+        requests().lost("document")
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
         prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
         plain = params.clone()

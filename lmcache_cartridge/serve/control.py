@@ -79,8 +79,10 @@ def _answer(connection: socket.socket, store: Callable[[], CartridgeStore]) -> N
     }
     try:
         while (frame := _receive(connection)) is not None:
-            method, *arguments = msgspec.msgpack.decode(frame)
+            method, *arguments = msgspec.msgpack.decode(frame, type=list)
             try:
+                if method not in methods:
+                    raise CartridgeError(f"there is no method {method!r}")
                 reply = [None, methods[method](*arguments)]
             except CartridgeError as error:
                 reply = [str(error), None]
@@ -90,6 +92,8 @@ def _answer(connection: socket.socket, store: Callable[[], CartridgeStore]) -> N
             _send(connection, reply)
     except OSError as error:
         logger.debug("a control connection broke: %s", error)
+    except ValueError as error:  # no frame of ours; what follows it cannot be told apart either
+        logger.warning("a control connection was ended: %s", error)
     finally:
         for held in claims.values():
             held.close()
@@ -103,7 +107,7 @@ class Workers:
         self._paths = list(paths)
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_all, name="cartridge-release", daemon=True).start()
 
     def release(self, claim: str) -> None:
@@ -114,14 +118,17 @@ class Workers:
         """Return each rank's result. Raises `CartridgeError` with a worker's own error, or when one does not answer."""
         with self._lock:
             try:
-                if not self._connections:
-                    self._connections = [_connect(path) for path in self._paths]
+                for path in self._paths[len(self._connections) :]:
+                    self._connections.append(_connect(path))
                 for connection in self._connections:
                     _send(connection, [method, *arguments])
                 frames = [_receive(connection) for connection in self._connections]
             except OSError as error:
                 self._drop()
                 raise UnsupportedEngine(f"a worker does not answer {method}: {error}") from error
+            except BaseException:  # an interrupt: the answer under way would be taken for the next call's
+                self._drop()
+                raise
             if None in frames:
                 self._drop()
                 raise UnsupportedEngine(f"a worker ended while it was asked for {method}")
@@ -131,13 +138,13 @@ class Workers:
         return [result for _, result in replies]
 
     def close(self) -> None:
-        """Disconnect, which ends every claim."""
+        """Disconnect, which ends every claim. Nothing may be called any more."""
+        self._released.put(None)
         with self._lock:
             self._drop()
 
     def _release_all(self) -> None:
-        while True:
-            claim = self._released.get()
+        while (claim := self._released.get()) is not None:
             with suppress(CartridgeError):  # the worker is gone, and its claims with it
                 self.call("release", claim)
 

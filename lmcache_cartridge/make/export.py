@@ -1,0 +1,146 @@
+"""Export: a cartridge's KV in the formats that others read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from .. import __version__, artifact
+from ..errors import ArtifactError, CartridgeExists, SettingsError
+from ..manifest import Manifest
+from .adapter import TENSOR, WEIGHTS
+from .tokens import DOCUMENT_IDS, IDS
+
+FORMATS = ("peft", "hazy")
+CHECKPOINT = "cartridge.pt"
+FROZEN = 1
+"""Positions that count as frozen: the attention sink. HazyResearch's loader refuses a checkpoint with none."""
+
+
+def export(root: Path, form: str, output: Path, *, base_model: str | None = None) -> Manifest:
+    """Write the KV of the artefact at `root` to the new directory `output` and return its manifest.
+
+    `peft` is an adapter directory for `PeftModel.from_pretrained`; `hazy` a checkpoint for HazyResearch's
+    `TrainableCache.from_pretrained`. `base_model` is the Hub id to name. What a prefill cartridge's token ids were, and
+    a trained one's document, lie beside it, so that an import gives the same cartridge. Raises `CartridgeExists`
+    unless `output` is new or empty, `ArtifactError` for a corrupt artefact or one without KV; leaves nothing then.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CartridgeExists(f"{output} is there and not empty; export writes to a new directory")
+    for _ in artifact.verify(root):
+        pass
+    manifest = artifact.load_manifest(root)
+    if manifest.payload is None:
+        raise ArtifactError(f"cartridge {manifest.name}: has token ids but no KV to export")
+    base = base_model or manifest.provenance.model or manifest.fingerprint.architecture
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.parent / f".{output.name}.{uuid.uuid4().hex}.partial"
+    partial.mkdir()
+    try:
+        kv = _kv(manifest, root)
+        {"peft": _peft, "hazy": _hazy}[form](manifest, kv, base, partial)
+        if manifest.kind == "prefill":
+            (partial / IDS).write_text(json.dumps(artifact.load_token_ids(manifest, root).tolist()))
+        if (document := artifact.load_document_ids(manifest, root)) is not None:
+            (partial / DOCUMENT_IDS).write_text(json.dumps(document.tolist()))
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _kv(manifest: Manifest, root: Path) -> torch.Tensor:
+    """Return canonical KV `[2, L, p, H, D]`."""
+    with safe_open(root / manifest.payload.file, framework="pt") as file:
+        return torch.cat([file.get_tensor(name) for name in sorted(file.keys())], dim=3).permute(1, 2, 3, 0, 4)
+
+
+def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
+    try:
+        from peft import CartridgeConfig, TaskType
+    except ImportError as error:
+        raise SettingsError("PEFT is not installed; pip install 'lmcache-cartridge[train]'") from error
+    shape = manifest.fingerprint
+    config = CartridgeConfig(
+        task_type=TaskType.CAUSAL_LM, base_model_name_or_path=base, inference_mode=True, num_frozen_tokens=FROZEN,
+        num_virtual_tokens=manifest.positions, num_layers=shape.layers, num_attention_heads=shape.kv_heads,
+        token_dim=shape.kv_heads * shape.head_size, num_transformer_submodules=1,
+    )  # fmt: skip
+    config.save_pretrained(str(directory))
+    packed = kv.permute(2, 1, 0, 3, 4).reshape(manifest.positions, -1)
+    save_file({TENSOR: packed.contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / "README.md").write_text(card(manifest, base))
+
+
+def _hazy(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
+    planes = {}
+    for plane, name in enumerate(("keys", "values")):
+        layers = [layer.transpose(0, 1)[None] for layer in kv[plane]]
+        for part, span in (("frozen", slice(0, FROZEN)), ("trainable", slice(FROZEN, None))):
+            planes[f"{part}_{name}"] = torch.nn.ParameterList(
+                torch.nn.Parameter(layer[:, :, span].contiguous(), requires_grad=part == "trainable")
+                for layer in layers
+            )
+    torch.save(planes, directory / CHECKPOINT)
+    notes = {"model": base, "dtype": manifest.fingerprint.dtype, "n_layers": manifest.fingerprint.layers,
+             "budget_tokens": manifest.positions}  # fmt: skip
+    (directory / "meta.json").write_text(json.dumps(notes, indent=2))
+
+
+def card(manifest: Manifest, base: str) -> str:
+    """Return a model card with the metadata by which the Hub finds adapters."""
+    shape, origin = manifest.fingerprint, manifest.provenance
+    made = {
+        "prefill": "a plain forward pass over a document; its token ids are in `prefix_token_ids.json`",
+        "trained": "training; no tokens produced it",
+    }
+    return f"""---
+library_name: peft
+base_model: {json.dumps(base)}
+pipeline_tag: text-generation
+tags:
+- cartridge
+- kv-cache
+- lmcache-cartridge
+- {json.dumps(f"base_model:adapter:{base}")}
+---
+
+# {manifest.id}
+
+A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to stand before any prompt. It was made by
+{made[manifest.kind]}.
+
+| | |
+| --- | --- |
+| positions | {manifest.positions} |
+| layers, KV heads, head size | {shape.layers}, {shape.kv_heads}, {shape.head_size} |
+| dtype | {shape.dtype} |
+| digest | `{manifest.digest}` |
+| made | {origin.created}, {origin.tool} |
+| exported by | lmcache-cartridge {__version__} |
+
+With PEFT:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto")
+model = PeftModel.from_pretrained(model, "path/to/this/directory")
+```
+
+With vLLM and LMCache:
+
+```sh
+lmcache-cartridge import path/to/this/directory --model {base} --id {manifest.id}
+lmcache-cartridge serve {base}
+```
+"""

@@ -1,0 +1,148 @@
+"""Makers of foreign checkpoints: PEFT's by PEFT itself, others by code that follows their published formats."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import CartridgeConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft.tuners.cartridge.utils import prompt_embeddings_from_past_key_values
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lmcache_cartridge.recall import MODEL_DIR
+
+LAYERS, HEADS, HEAD_SIZE = 3, 2, 64
+"""Geometry of the shipped model."""
+
+
+def random_kv(
+    positions: int, *, layers: int = LAYERS, heads: int = HEADS, head_size: int = HEAD_SIZE, seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:  # fmt: skip
+    """Return canonical KV `[2, L, T, H, D]`, no two elements alike by intent."""
+    shape = (2, layers, positions, heads, head_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def htd(kv: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Return canonical KV as keys and values `(1, H, T, D)` of each layer, as transformers' cache has them."""
+    return [[layer.transpose(0, 1)[None].contiguous() for layer in plane] for plane in kv]
+
+
+def thd(kv: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Return canonical KV as keys and values `(1, T, H, D)` of each layer."""
+    return [[layer[None].clone() for layer in plane] for plane in kv]
+
+
+def base_model(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the shipped model as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).eval()
+
+
+def peft_adapter(
+    kv: torch.Tensor, directory: Path, *, kind: str = "CARTRIDGE", safe: bool = True, **config: Any
+) -> Path:
+    """Save canonical KV with PEFT: put into its prompt encoder as its own initialiser does, saved by `save_pretrained`."""
+    maker = {"CARTRIDGE": CartridgeConfig, "PREFIX_TUNING": PrefixTuningConfig}[kind]
+    wrapped = get_peft_model(base_model(), maker(task_type="CAUSAL_LM", num_virtual_tokens=kv.shape[2], **config))
+    if not config.get("prefix_projection"):
+        keys, values = htd(kv)
+        past = tuple(zip(keys, values, strict=True))
+        packed = prompt_embeddings_from_past_key_values(past, num_virtual_tokens=kv.shape[2])
+        wrapped.prompt_encoder["default"].load_prompt_embeddings(packed)
+    wrapped.save_pretrained(directory, safe_serialization=safe)
+    return directory
+
+
+@torch.inference_mode()
+def peft_logits(directory: Path, ids: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return float32 logits `[len(ids), vocabulary]` of PEFT's own forward pass with an adapter."""
+    wrapped = PeftModel.from_pretrained(base_model(dtype), directory).eval()
+    return wrapped(input_ids=torch.tensor([list(ids)])).logits[0].float()
+
+
+class TrainableCache(nn.Module):
+    """What HazyResearch's class of this name has in its state, and how its later releases save and load that.
+
+    Written from the published format, not a copy: frozen before trainable, each a `ParameterList` of `(1, H, T, D)`.
+    """
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], frozen: int) -> None:
+        super().__init__()
+        self.keys, self.values, self.frozen = keys, values, frozen
+
+    def _part(self, tensors: list[torch.Tensor], span: slice) -> nn.ParameterList:
+        return nn.ParameterList([nn.Parameter(t[:, :, span].contiguous()) for t in tensors])
+
+    def save(
+        self, path: Path, *, prefix: str = "frozen", wrap: Callable[[nn.ParameterList], Any] = lambda part: part
+    ) -> None:
+        front, back = slice(0, self.frozen), slice(self.frozen, None)
+        nothing = nn.ParameterList()
+        content = {
+            "trainable_keys": wrap(self._part(self.keys, back)),
+            "trainable_values": wrap(self._part(self.values, back)),
+            f"{prefix}_keys": wrap(self._part(self.keys, front) if self.frozen else nothing),
+            f"{prefix}_values": wrap(self._part(self.values, front) if self.frozen else nothing),
+        }
+        torch.save(content, path)
+
+    @classmethod
+    def from_pretrained(cls, path: Path, prefix: str = "frozen") -> TrainableCache:
+        """Load as the published loader does, which insists on frozen keys in every layer."""
+        content = torch.load(path, map_location="cpu", weights_only=False)
+        trainable = len(content["trainable_keys"])
+        assert len(content[f"{prefix}_keys"]) == trainable, "Mismatch in number of layers between trainable and fixed"
+        planes = [
+            [torch.cat([front, back], dim=2).detach()
+             for front, back in zip(content[f"{prefix}_{name}"], content[f"trainable_{name}"], strict=True)]
+            for name in ("keys", "values")
+        ]  # fmt: skip
+        return cls(*planes, content[f"{prefix}_keys"][0].shape[2])
+
+
+def hazy(kv: torch.Tensor, path: Path, *, frozen: int = 1, prefix: str = "frozen", plain: bool = False) -> Path:
+    """Save canonical KV as a HazyResearch checkpoint; `plain` lists of tensors instead of parameters, as knlp has them."""
+    wrap = (lambda part: [p.detach() for p in part] or None) if plain else (lambda part: part)
+    TrainableCache(*htd(kv), frozen).save(path, prefix=prefix, wrap=wrap)
+    return path
+
+
+def pairs(kv: torch.Tensor, path: Path, *, names: tuple[str, str] | None = None) -> Path:
+    """Save canonical KV as knlp's older list of (K, V), or of dicts of `names`."""
+    layers = list(zip(*htd(kv), strict=True))
+    torch.save([dict(zip(names, layer, strict=True)) for layer in layers] if names else layers, path)
+    return path
+
+
+def flat(kv: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return canonical KV under the vLLM fork's names, positions before heads."""
+    return {
+        f"layers.{layer}.attention.prefix.{name}": tensor
+        for name, plane in zip(("keys", "values"), thd(kv), strict=True)
+        for layer, tensor in enumerate(plane)
+    }
+
+
+def write_ids(directory: Path, ids: Sequence[int]) -> None:
+    """Write token ids beside a checkpoint."""
+    (directory / "prefix_token_ids.json").write_text(json.dumps(list(ids)))
+
+
+def edit_config(directory: Path, **fields: Any) -> Path:
+    """Change fields of an adapter's configuration."""
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return directory
+
+
+def quiet_load(path: Path) -> Any:
+    """Load a pickle without any care."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(path, weights_only=False)

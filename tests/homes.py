@@ -1,0 +1,123 @@
+"""A home directory with artefacts registered in it, the stores opened over it, and the prompts that ask for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
+
+from lmcache_cartridge.artifact import PAYLOAD, load_token_ids
+from lmcache_cartridge.fingerprint import Fingerprint
+from lmcache_cartridge.layout import rank_heads
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.store import CartridgeStore
+
+CHUNK = 16
+CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Prompt(NamedTuple):
+    """A cartridge's ids with a question behind them, as the engine hashes it."""
+
+    hashes: list[int]
+    """Of the cartridge's whole chunks, then of the question."""
+    whole: int
+    """How many are the cartridge's."""
+    tag: str | None
+
+
+class Home:
+    """A home directory, with the artefacts registered in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.registry = Registry(path / "registry.sqlite")
+        self._opened: list[CartridgeStore] = []
+
+    def make(self, name: str = "doc", **arguments: Any) -> Made:
+        made = make_artifact(self.root(name), cartridge_id=name, **({"positions": 72} | arguments))
+        self.registry.register(self.root(name))
+        return made
+
+    def root(self, name: str = "doc") -> Path:
+        return self.path / "cartridges" / name / "1"
+
+    def payload(self, name: str = "doc") -> Path:
+        return self.root(name) / PAYLOAD
+
+    def open(
+        self,
+        *,
+        fingerprint: Fingerprint | None = None,
+        chunks: int = 16,
+        settings: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **engine: Any,
+    ) -> CartridgeStore:
+        """Return a store with memory for `chunks`, closed and checked at the end of the test."""
+        engine = make_engine(fingerprint or make_fingerprint(), **engine)
+        heads = len(rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)) / engine.fingerprint.kv_heads
+        budget = int(chunks * engine.chunk_tokens * engine.fingerprint.token_bytes * heads)
+        given = {"home": self.path, "cpu_bytes": budget, "lookup_timeout_s": 20} | (settings or {})
+        store = CartridgeStore(Settings(**given), engine, clock=clock)
+        self._opened.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in self._opened:
+            store.close()
+            store.check()
+            assert store.stats().lent == 0, "a test forgot to close a loan"
+
+
+def prompt_for(home: Home, made: Made, name: str = "doc") -> Prompt:
+    """Return a prompt that begins with a cartridge of the home."""
+    ids = load_token_ids(made.manifest, home.root(name)).tolist()
+    tag = made.manifest.digest if made.manifest.kind == "trained" else None
+    hashes = list(sha256_hasher(CHUNK)(ids + make_ids(2 * CHUNK, 99)))
+    return Prompt(hashes, made.manifest.positions // CHUNK, tag)
+
+
+def chunk_bytes(made: Made, chunk: int) -> bytes:
+    """Return what chunk `chunk` of an engine with all heads must be."""
+    return heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+
+
+def lent(store: CartridgeStore, chunk_hash: int, tag: str | None = None) -> bytes | None:
+    """Return a copy of what a store lends, None if it lends nothing."""
+    loan = store.lend(chunk_hash, tag)
+    if loan is None:
+        return None
+    with loan:
+        return loan.bytes.numpy().tobytes()
+
+
+def assert_served(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
+    """Look a prompt up, and compare every chunk with the KV, bit by bit."""
+    assert store.lookup(prompt.hashes, prompt.tag) == prompt.whole
+    for chunk, chunk_hash in enumerate(prompt.hashes[: prompt.whole]):
+        assert lent(store, chunk_hash, prompt.tag) == chunk_bytes(made, chunk), chunk
+        assert store.release(chunk_hash, prompt.tag) is True
+    assert store.release(prompt.hashes[0], prompt.tag) is False
+
+
+def until(done: Callable[[], Any], *, timeout_s: float = 20) -> None:
+    """Wait until something is so; fail if it never is."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.002)

@@ -1,0 +1,392 @@
+"""What is claimed, pinned, preloaded or labelled warm comes into memory without anybody waiting, and stays there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from homes import Clock, Home, assert_served, prompt_for, until
+from making import Made, flip_bit, make_fingerprint, make_rope, run_threads
+
+from lmcache_cartridge import store as store_module
+from lmcache_cartridge.artifact import chunk_range
+from lmcache_cartridge.errors import CartridgeError, OverBudget
+from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.store import CartridgeStore
+
+STILL = {"reload_s": 0}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
+    yield home
+    home.close()
+
+
+def _lookup_and_release(store: CartridgeStore, home: Home, made: Made, name: str) -> int:
+    prompt = prompt_for(home, made, name)
+    found = store.lookup(prompt.hashes, prompt.tag)
+    for chunk_hash in prompt.hashes[:found]:
+        assert store.release(chunk_hash, prompt.tag)
+    return found
+
+
+class _Gate:
+    """Lets a store's loads through one by one."""
+
+    def __init__(self, store: CartridgeStore) -> None:
+        self._load, self._tickets = store._loader.load, threading.Semaphore(0)
+        store._loader.load = self
+
+    def __call__(self, *args: object) -> None:
+        assert self._tickets.acquire(timeout=20)
+        self._load(*args)
+
+    def let(self, count: int) -> None:
+        self._tickets.release(count)
+
+
+# Claims.
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home: Home, kind: str) -> None:
+    made = home.make(kind=kind, positions=64)
+    store = home.open(settings=STILL)
+    gate = _Gate(store)
+    claim = store.claim(made.manifest.digest, {})
+    assert store.stats().loading == 0, "it started before anybody polled"
+    assert claim.poll()[:3] == (0, 4, 4)
+    for count in range(1, 4):
+        gate.let(1)
+        until(lambda: claim.poll().resident == count)  # noqa: B023
+        assert not claim.poll().ready
+    gate.let(1)
+    until(lambda: claim.poll().ready)
+    assert store.stats().misses == 4
+    assert_served(store, made, prompt_for(home, made))
+    claim.close()
+
+
+def test_a_claim_keeps_its_chunks_however_much_else_is_wanted(home: Home) -> None:
+    made, other = home.make(seed=1), home.make("other", seed=2)
+    store = home.open(chunks=4, settings=STILL)
+    with_claim = store.claim(made.manifest.digest, {})
+    until(lambda: with_claim.poll().ready)
+    for _ in range(3):
+        assert _lookup_and_release(store, home, other, "other") == 0
+        assert store.evict(made.manifest.digest) == 0
+    assert store.stats().evicted == 0
+    assert_served(store, made, prompt_for(home, made))
+    with_claim.close()
+    with_claim.close()
+    assert _lookup_and_release(store, home, other, "other") == 4
+    with_claim.poll()
+    assert store.stats().held == 0, "a closed claim took something"
+
+
+def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(home: Home) -> None:
+    held, document = home.make("held", positions=48, seed=1), home.make("document", positions=64, seed=2)
+    trained = home.make("trained", kind="trained", positions=64, seed=3)
+    store = home.open(chunks=5, settings=STILL)
+    first = store.claim(held.manifest.digest, {})
+    until(lambda: first.poll().ready)
+    whole, leading = store.claim(trained.manifest.digest, {}), store.claim(document.manifest.digest, {})
+    assert whole.poll()[:3] == (0, 0, 4)
+    until(lambda: leading.poll()[:3] == (2, 2, 4))
+    assert leading.is_done(), "it is as far as memory allows"
+    assert not whole.is_done()
+    leading.close()
+    assert whole.poll().admitted == 0
+    first.close()
+    until(lambda: whole.poll().ready)
+    assert_served(store, trained, prompt_for(home, trained, "trained"))
+    whole.close()
+
+
+def test_a_claim_says_why_it_is_refused(home: Home) -> None:
+    sound, big = home.make("sound", positions=16), home.make("big", positions=80, seed=1)
+    foreign = home.make("foreign", layers=4, seed=2)
+    banned = home.make("banned", seed=3)
+    Quarantine(Settings(home=home.path).quarantine_dir).put(banned.manifest.digest, "chunk 1 is corrupt")
+    store = home.open(chunks=4, settings=STILL)
+
+    def refusal(*digests: str) -> tuple[str, bool]:
+        claim = store.claim(".".join(digests), {})
+        state = claim.poll()
+        assert not state.ready
+        assert claim.is_done()
+        claim.close()
+        return state.refused, state.mismatch
+
+    assert refusal("00" * 32) == ("a cartridge of it is not there", False)
+    assert refusal(sound.manifest.digest, "00" * 32) == ("a cartridge of it is not there", False)
+    assert refusal(banned.manifest.digest) == ("quarantined: chunk 1 is corrupt", False)
+    assert refusal(sound.manifest.digest, banned.manifest.digest) == ("quarantined: chunk 1 is corrupt", False)
+    reason, mismatch = refusal(foreign.manifest.digest)
+    assert mismatch
+    assert "made for another model" in reason
+    reason, mismatch = refusal(big.manifest.digest)
+    assert (mismatch, reason) == (False, f"5 chunks take {5 * store.shape.size_bytes} bytes, more than cpu_bytes")
+    assert store.stats().misses == 0
+
+
+def test_a_chain_that_cannot_stand_in_that_order_is_refused(home: Home) -> None:
+    shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+    first = home.make("first", positions=24, seed=1, fingerprint=shape)
+    last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
+    store = home.open(fingerprint=shape, settings=STILL)
+    refused = store.claim(f"{first.manifest.digest}.{last.manifest.digest}", {}).poll().refused
+    assert "do not fill a chunk" in refused
+
+
+def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:
+    made = home.make(kind="trained", positions=64)
+    flip_bit(home.payload(), chunk_range(made.manifest, 2, range(1)).start)
+    store = home.open(settings=STILL)
+    claim = store.claim(made.manifest.digest, {})
+    until(lambda: claim.poll().refused)
+    assert "chunk 2, KV head 0" in claim.poll().refused
+    assert claim.is_done()
+    claim.close()
+    assert "chunk 2" in store.claim(made.manifest.digest, {}).poll().refused
+
+
+def test_the_time_left_follows_the_pace_so_far(home: Home) -> None:
+    made = home.make(positions=64)
+    clock = Clock()
+    store = home.open(settings=STILL, clock=clock)
+    gate = _Gate(store)
+    claim = store.claim(made.manifest.digest, {})
+    clock.now += 2
+    assert claim.poll().eta_s is None
+    gate.let(1)
+    until(lambda: claim.poll().resident == 1)
+    assert claim.poll().eta_s == 6.0
+    clock.now += 6
+    assert claim.poll().eta_s == 24.0
+    gate.let(2)
+    until(lambda: claim.poll().resident == 3)
+    assert claim.poll().eta_s == pytest.approx(8 / 3)
+    gate.let(1)
+    until(lambda: claim.poll().ready)
+    assert claim.poll().eta_s == 0.0
+    claim.close()
+
+
+def test_what_was_resident_before_says_nothing_of_the_pace(home: Home) -> None:
+    made = home.make(positions=64)
+    clock = Clock()
+    store = home.open(settings=STILL, clock=clock)
+    store.lookup(prompt_for(home, made).hashes[:3])
+    gate = _Gate(store)
+    claim = store.claim(made.manifest.digest, {})
+    clock.now += 5
+    assert (claim.poll().resident, claim.poll().eta_s) == (3, None)
+    gate.let(1)
+    until(lambda: claim.poll().ready)
+    claim.close()
+
+
+# Pins.
+
+
+def test_a_pin_loads_what_is_missing_and_survives_pressure(home: Home) -> None:
+    made, other = home.make(seed=1), home.make("other", seed=2)
+    store = home.open(chunks=6, settings=STILL)
+    prompt = prompt_for(home, made)
+    store.lookup(prompt.hashes[:1])
+    store.release(prompt.hashes[0])
+    assert store.pin(made.manifest.digest) == 4
+    assert store.pin(made.manifest.digest) == 4
+    until(lambda: store.resident(prompt.hashes) == 4)
+    for _ in range(3):
+        assert _lookup_and_release(store, home, other, "other") == 2
+        assert store.evict(made.manifest.digest) == 0
+    assert store.status()["pinned"] == [made.manifest.digest]
+    assert store.resident(prompt.hashes) == 4
+    assert store.unpin(made.manifest.digest) == 4
+    assert store.unpin(made.manifest.digest) == 0
+    assert store.status()["pinned"] == []
+    assert _lookup_and_release(store, home, other, "other") == 4
+
+
+def test_a_pin_without_room_pins_nothing(home: Home) -> None:
+    first, second = home.make("first", seed=1), home.make("second", seed=2)
+    store = home.open(chunks=6, settings=STILL)
+    store.pin(first.manifest.digest)
+    with pytest.raises(OverBudget, match="only 2 of 4 chunks can be pinned: others hold the memory"):
+        store.pin(second.manifest.digest)
+    assert store.status()["pinned"] == [first.manifest.digest]
+    until(lambda: store.stats().loading == 0)
+    assert store.stats().held == 4
+    store.unpin(first.manifest.digest)
+    assert store.pin(second.manifest.digest) == 4
+
+
+def test_a_pin_of_what_cannot_be_served_says_why(home: Home) -> None:
+    big = home.make(positions=80)
+    store = home.open(chunks=4, settings=STILL)
+    with pytest.raises(CartridgeError, match="more than cpu_bytes"):
+        store.pin(big.manifest.digest)
+    with pytest.raises(CartridgeError, match="is not there"):
+        store.pin("00" * 32)
+    assert store.status()["pinned"] == []
+
+
+def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home: Home) -> None:
+    made = home.make()
+    store = home.open(settings=STILL)
+    away = home.payload().rename(home.path / "away")
+    assert store.pin(made.manifest.digest) == 4
+    until(lambda: store.stats().failed >= 4)
+    assert store.pin(made.manifest.digest) == 4, "a pin on its way is a pin"
+    away.rename(home.payload())
+    until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
+    assert store.stats().held == 4
+
+
+# Fetches in the background.
+
+
+def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home) -> None:
+    made = home.make()
+    store = home.open(settings=STILL)
+    gate = _Gate(store)
+    assert store.preload(made.manifest.digest, {})[:3] == (0, 4, 4)
+    assert store.status()["loading"][made.manifest.digest]["chunks"] == 4
+    gate.let(1)
+    until(lambda: store.preload(made.manifest.digest, {}).resident == 1)
+    assert list(store._claims) == [made.manifest.digest], "asking again began another"
+    gate.let(3)
+    until(lambda: not store._claims)
+    assert store.resident(prompt_for(home, made).hashes) == 4
+    assert (store.stats().held, store.status()["loading"]) == (0, {})
+    assert store.preload(made.manifest.digest, {}).ready
+    assert store._claims == {}
+
+
+def test_preloading_tries_again_what_failed(home: Home) -> None:
+    made = home.make()
+    store = home.open(settings=STILL)
+    away = home.payload().rename(home.path / "away")
+    store.preload(made.manifest.digest, {})
+    until(lambda: store.preload(made.manifest.digest, {}).problem)
+    away.rename(home.payload())
+    until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
+    until(lambda: not store._claims)
+
+
+def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Home) -> None:
+    made = home.make()
+    clock = Clock()
+    store = home.open(settings=STILL, clock=clock)
+    assert store.preload("00" * 32, {}).refused
+    assert store._claims == {}
+    home.payload().unlink()
+    store.preload(made.manifest.digest, {})
+    clock.now += store_module._GIVE_UP_S - 1
+    time.sleep(3 * store_module._POLL_S)
+    assert list(store._claims) == [made.manifest.digest]
+    clock.now += 2
+    until(lambda: not store._claims)
+    assert store.stats().held == 0
+
+
+def test_evicting_ends_a_fetch_in_the_background(home: Home) -> None:
+    made = home.make()
+    store = home.open(settings=STILL)
+    gate = _Gate(store)
+    store.preload(made.manifest.digest, {})
+    gate.let(2)
+    until(lambda: store.stats().resident == 2)
+    assert store.evict(made.manifest.digest) == 2
+    assert store._claims == {}
+    gate.let(2)
+    until(lambda: store.stats().loading == 0)
+    assert store.stats().held == 0
+
+
+# Warm labels.
+
+
+def test_what_warm_labels_point_at_is_brought_in_at_the_start(home: Home) -> None:
+    warm, cold = home.make("warm", seed=1), home.make("cold", seed=2)
+    home.registry.label("current", "warm", warm=True)
+    home.registry.label("other", "cold")
+    store = home.open(settings=STILL)
+    until(lambda: store.resident(prompt_for(home, warm, "warm").hashes) == 4)
+    assert store.stats().resident == 4
+    assert store.resident(prompt_for(home, cold, "cold").hashes) == 0
+
+
+def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) -> None:
+    made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
+    home.registry.label("current", "a", warm=True)
+    store = home.open(settings=STILL)
+    until(lambda: store.stats().resident == 4)
+    until(lambda: not store._claims)
+    assert store.evict(made[0].manifest.digest) == 4
+    store.refresh()
+    assert store.stats().loading == store.stats().resident == 0, "a person's eviction was undone"
+    home.registry.label("current", "b", warm=True)
+    store.refresh()
+    until(lambda: store.resident(prompt_for(home, made[1], "b").hashes) == 4)
+    home.registry.label("current", "a", warm=True)
+    store.refresh()
+    until(lambda: store.resident(prompt_for(home, made[0], "a").hashes) == 4)
+
+
+def test_a_warm_label_on_what_is_bad_is_followed_once_that_is_good(home: Home) -> None:
+    made = home.make()
+    home.registry.label("current", "doc", warm=True)
+    away = home.root().rename(home.path / "away")
+    store = home.open(settings=STILL)
+    assert store.stats().loading == 0
+    away.rename(home.root())
+    home.registry.register(home.root())
+    store.refresh()
+    until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
+
+
+# All at once.
+
+
+def test_claims_pins_looks_and_questions_from_many_threads_keep_the_books_right(home: Home) -> None:
+    made = {name: home.make(name, positions=64, seed=seed) for seed, name in enumerate("abcd")}
+    store = home.open(chunks=9, settings={"reload_s": 0.005})
+
+    def work(number: int) -> None:
+        for turn in range(25):
+            name = "abcd"[(number + turn) % 4]
+            digest = made[name].manifest.digest
+            if number == 0:
+                store.status()
+                home.registry.register(home.root(name))
+            elif number == 1:
+                with suppress(OverBudget):
+                    assert store.pin(digest) == 4
+                store.unpin(digest)
+            elif number == 2:
+                store.preload(digest, {})
+            elif number == 3:
+                store.evict(digest)
+            else:
+                claim = store.claim(digest, {})
+                claim.poll()
+                _lookup_and_release(store, home, made[name], name)
+                claim.close()
+            store.check()
+
+    run_threads(10, work)
+    until(lambda: not store._claims)
+    until(lambda: store.stats().held == store.stats().leased == store.stats().loading == 0)
+    for name in made:
+        assert_served(store, made[name], prompt_for(home, made[name], name))

@@ -1,0 +1,436 @@
+"""Calls reach the store of every worker over its socket; whatever a client does hurts that client alone."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from homes import Home, assert_served, prompt_for, until
+from making import Made, make_artifact, run_threads
+
+from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
+from lmcache_cartridge.serve import control
+from lmcache_cartridge.serve.control import ControlServer, Workers
+from lmcache_cartridge.store import CartridgeStore
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
+    yield home
+    home.close()
+
+
+@pytest.fixture
+def made(home: Home) -> Made:
+    return home.make()
+
+
+@pytest.fixture
+def store(home: Home, made: Made) -> CartridgeStore:
+    return home.open(settings={"reload_s": 0})
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ControlServer]]:
+    """Return a function that starts a server for a store."""
+    servers = []
+
+    def start(store: Any) -> ControlServer:
+        servers.append(ControlServer(lambda: store))
+        return servers[-1]
+
+    yield start
+    for server in servers:  # which takes half a second each
+        threading.Thread(target=server.close).start()
+
+
+@pytest.fixture
+def server(serve: Callable, store: CartridgeStore) -> ControlServer:
+    return serve(store)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Workers]]:
+    opened = []
+
+    def make(*servers: ControlServer) -> Workers:
+        opened.append(Workers([server.path for server in servers]))
+        return opened[-1]
+
+    yield make
+    for workers in opened:
+        workers.close()
+
+
+@pytest.fixture
+def workers(connect: Callable, server: ControlServer) -> Workers:
+    return connect(server)
+
+
+def _raw(server: ControlServer) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(20)
+    connection.connect(server.path)
+    return connection
+
+
+def _frame(message: Any) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def _claimed(workers: Workers, name: str, digest: str) -> dict[str, Any]:
+    """Claim a cartridge, wait for it, and return how far the first rank is."""
+    until(lambda: all(rank["ready"] for rank in workers.call("claim", name, digest, {})))
+    return workers.call("claim", name, digest, {})[0]
+
+
+def test_a_claim_holds_its_chunks_until_it_is_released(workers: Workers, store: CartridgeStore, made: Made) -> None:
+    state = _claimed(workers, "mine", made.manifest.digest)
+    assert (state["resident"], state["chunks"], state["refused"], state["eta_s"]) == (4, 4, None, 0.0)
+    assert store.stats().held == 4
+    workers.call("release", "nobody's")
+    assert store.stats().held == 4
+    assert workers.call("release", "mine") == [None]
+    assert store.stats().held == 0
+    assert workers.call("release", "mine") == [None]
+
+
+def test_one_name_is_one_claim_however_often_it_is_asked_for(
+    workers: Workers, store: CartridgeStore, made: Made
+) -> None:
+    for _ in range(3):
+        _claimed(workers, "mine", made.manifest.digest)
+    workers.call("release", "mine")
+    assert store.stats().held == 0
+
+
+def test_a_claim_may_say_where_a_cartridge_lies(workers: Workers, tmp_path: Path, store: CartridgeStore) -> None:
+    other = make_artifact(tmp_path / "other", positions=32, seed=7)
+    places = {other.manifest.digest: (str(tmp_path / "other"), str(tmp_path / "other"))}
+    until(lambda: workers.call("claim", "mine", other.manifest.digest, places)[0]["ready"])
+    assert store.stats().held == 2
+
+
+def test_everything_the_store_can_do_is_there(workers: Workers, store: CartridgeStore, home: Home, made: Made) -> None:
+    digest = made.manifest.digest
+    status = workers.call("status")[0]
+    assert (status["rank"], status["served"], status["refused"]) == (0, ["doc@1"], {})
+    assert workers.call("preload", digest, {})[0]["chunks"] == 4
+    until(lambda: store.stats().resident == 4)
+    assert workers.call("pin", digest) == [4]
+    assert workers.call("status")[0]["pinned"] == [digest]
+    until(lambda: store.stats().held == 4)
+    assert workers.call("evict", digest) == [0]
+    assert workers.call("unpin", digest) == [4]
+    until(lambda: workers.call("evict", digest) == [4] or store.stats().resident == 0)
+    home.make("later", seed=2)
+    assert workers.call("refresh") == [None]
+    assert workers.call("status")[0]["served"] == ["doc@1", "later@1"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (("explode",), "no method 'explode'"),
+        (("__class__",), "no method"),
+        (("claim",), "TypeError"),
+        (("claim", "a", "b", "c"), "AttributeError"),
+        (("claim", "a", "b", {"c": 5}), "TypeError"),
+        (("claim", ["a"], "b", {}), "TypeError"),
+        (("evict", "a", "b"), "TypeError"),
+        (("pin", "00" * 32), "is not there"),
+        (("pin", 7), "AttributeError"),
+    ],
+    ids=str,
+)
+def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
+    workers: Workers, store: CartridgeStore, made: Made, call: tuple, message: str
+) -> None:
+    _claimed(workers, "mine", made.manifest.digest)
+    with pytest.raises(CartridgeError, match=message):
+        workers.call(*call)
+    assert workers.call("status")[0]["served"] == ["doc@1"]
+    assert store.stats().held == 4, "the claim was lost"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (1 << 30).to_bytes(4, "little"),
+        b"\xff\xff\xff\xff" + b"x" * 1000,
+        (5).to_bytes(4, "little") + b"\xc1\xc1\xc1\xc1\xc1",
+        _frame("status"),
+        _frame([]),
+        _frame({"status": 1}),
+        _frame(7),
+        (0).to_bytes(4, "little"),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["huge", "huge with data", "no msgpack", "a string", "an empty list", "a map", "a number", "empty", "http"],
+)
+def test_a_client_that_talks_nonsense_is_disconnected_and_loses_its_claims_only(
+    server: ControlServer, workers: Workers, store: CartridgeStore, home: Home, made: Made, data: bytes,
+    capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    other = home.make("other", positions=32, seed=3)
+    store.refresh()
+    _claimed(workers, "mine", made.manifest.digest)
+    with _raw(server) as connection:
+        connection.sendall(_frame(["claim", "its", other.manifest.digest, {}]))
+        assert connection.recv(4)
+        until(lambda: store.stats().held == 6)
+        connection.sendall(data)
+        until(lambda: store.stats().held == 4)
+        rest = b"x"
+        while rest:
+            try:
+                rest = connection.recv(1 << 16)
+            except ConnectionResetError:
+                rest = b""
+    assert workers.call("status")[0]["rank"] == 0
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [0, 2, 4, 10])
+def test_a_client_that_goes_in_the_middle_of_a_frame_loses_its_claims(
+    server: ControlServer, store: CartridgeStore, made: Made, sent: int
+) -> None:
+    with _raw(server) as connection:
+        connection.sendall(_frame(["claim", "its", made.manifest.digest, {}]))
+        until(lambda: store.stats().held == 4)
+        connection.sendall(_frame(["release", "its"])[:sent])
+        time.sleep(0.05)
+        assert store.stats().held == 4
+    until(lambda: store.stats().held == 0)
+
+
+def test_a_client_that_says_half_a_frame_keeps_nobody_waiting(
+    server: ControlServer, connect: Callable, made: Made
+) -> None:
+    with _raw(server) as connection:
+        connection.sendall(_frame(["status"])[:5])
+        assert connect(server).call("status")[0]["rank"] == 0
+        connection.sendall(_frame(["status"])[5:])
+        assert connection.recv(4), "its own answer comes too"
+
+
+def test_disconnecting_ends_every_claim(workers: Workers, store: CartridgeStore, made: Made) -> None:
+    for name in "abc":
+        _claimed(workers, name, made.manifest.digest)
+    workers.close()
+    until(lambda: store.stats().held == 0)
+
+
+def test_a_worker_that_answers_more_than_a_frame_holds_is_an_error(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_MAX_FRAME_BYTES", 100)
+    with pytest.raises(UnsupportedEngine, match="does not answer status: a frame of"):
+        workers.call("status")
+    monkeypatch.undo()
+    assert workers.call("status")[0]["rank"] == 0
+
+
+# Several ranks.
+
+
+@pytest.fixture
+def ranks(home: Home, made: Made) -> list[CartridgeStore]:
+    return [home.open(settings={"reload_s": 0}, rank=rank, world=2) for rank in range(2)]
+
+
+def test_every_rank_answers_in_order(serve: Callable, connect: Callable, ranks: list, made: Made) -> None:
+    workers = connect(*map(serve, ranks))
+    assert [rank["rank"] for rank in workers.call("status")] == [0, 1]
+    _claimed(workers, "mine", made.manifest.digest)
+    assert [store.stats().held for store in ranks] == [4, 4]
+    workers.close()
+    until(lambda: [store.stats().held for store in ranks] == [0, 0])
+
+
+def test_an_error_of_one_rank_is_the_callers_and_no_answer_is_left_over(
+    serve: Callable, connect: Callable, ranks: list, made: Made
+) -> None:
+    workers = connect(*map(serve, ranks))
+
+    def fail(digest: str) -> int:
+        raise CartridgeError("rank 1 will not")
+
+    ranks[1].evict = fail
+    with pytest.raises(CartridgeError, match="rank 1 will not"):
+        workers.call("evict", made.manifest.digest)
+    assert [rank["rank"] for rank in workers.call("status")] == [0, 1]
+
+
+class _Dying(socket.socket):
+    """A worker that reads one call and dies."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.bind(path)
+        self.listen()
+        self.path = path
+        threading.Thread(target=self._die, daemon=True).start()
+
+    def _die(self) -> None:
+        connection, _ = self.accept()
+        with connection:
+            connection.recv(1000)
+        self.close()
+
+
+def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_called(
+    serve: Callable, connect: Callable, ranks: list, made: Made, tmp_path: Path
+) -> None:
+    first, path = serve(ranks[0]), tmp_path / "s"
+    workers = connect(first, _Dying(str(path)))
+    # Where the dying rank had not read all of the call, Linux resets the connection instead of closing it.
+    for message in ("ended while it was asked|does not answer status: .*reset", "does not answer status: .*refused"):
+        with pytest.raises(UnsupportedEngine, match=message):
+            workers.call("status")
+    until(lambda: ranks[0].stats().held == 0)
+    path.unlink()
+    path.symlink_to(serve(ranks[1]).path)
+    assert [rank["rank"] for rank in workers.call("status")] == [0, 1]
+
+
+def test_a_rank_that_was_never_there_is_an_error(connect: Callable, server: ControlServer, tmp_path: Path) -> None:
+    workers = Workers([server.path, str(tmp_path / "nobody")])
+    for _ in range(3):
+        with pytest.raises(UnsupportedEngine, match="does not answer status"):
+            workers.call("status")
+    workers.close()
+
+
+def test_a_worker_that_does_not_answer_in_time_is_an_error(
+    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_TIMEOUT_S", 0.1)
+    release, evict = threading.Event(), store.evict
+    store.evict = lambda digest: (release.wait(20), evict(digest))[1]
+    with pytest.raises(UnsupportedEngine, match="timed out"):
+        workers.call("evict", made.manifest.digest)
+    release.set()
+    assert workers.call("status")[0]["rank"] == 0, "the late answer was taken for this one's"
+
+
+# Many callers.
+
+
+def test_thirty_two_threads_get_their_own_answers(workers: Workers, home: Home, store: CartridgeStore) -> None:
+    sizes = {home.make(f"d{n}", positions=16 * n, seed=n).manifest.digest: n for n in range(1, 5)}
+    store.refresh()
+
+    def work(number: int) -> None:
+        digest = list(sizes)[number % 4]
+        for turn in range(10):
+            name = f"{number}-{turn}"
+            assert workers.call("claim", name, digest, {})[0]["chunks"] == sizes[digest]
+            with pytest.raises(CartridgeError, match=f"m{number}x{turn}"):
+                workers.call(f"m{number}x{turn}")
+            assert workers.call("unpin", digest) == [0]
+            workers.release(name)
+
+    run_threads(32, work)
+    until(lambda: store.stats().held == 0)
+
+
+def test_a_release_in_a_finalizer_or_in_the_middle_of_a_call_never_waits(
+    workers: Workers, store: CartridgeStore, made: Made
+) -> None:
+    class Request:
+        def __init__(self, name: str) -> None:
+            self.itself = self  # only the garbage collector ends it
+            weakref.finalize(self, workers.release, name).atexit = False
+
+    names = [f"r{n}" for n in range(40)]
+    for name in names:
+        _claimed(workers, name, made.manifest.digest)
+        Request(name)
+    held, status = threading.Event(), store.status
+    store.status = lambda: (held.wait(20), status())[1]
+
+    def work(number: int) -> None:
+        if number == 0:
+            workers.call("status")  # holds the lock of `workers` meanwhile
+        else:
+            until(workers._lock.locked)
+            gc.collect()
+            held.set()
+
+    run_threads(2, work)
+    until(lambda: store.stats().held == 0)
+
+
+def test_a_release_comes_through_from_the_thread_that_is_in_a_call(
+    workers: Workers, store: CartridgeStore, made: Made
+) -> None:
+    _claimed(workers, "mine", made.manifest.digest)
+    with workers._lock:  # as a garbage collection would, anywhere within `call`
+        workers.release("mine")
+    until(lambda: store.stats().held == 0)
+    assert workers.call("status")[0]["rank"] == 0
+
+
+def test_after_closing_a_late_release_does_not_connect_again(
+    workers: Workers, store: CartridgeStore, made: Made
+) -> None:
+    _claimed(workers, "mine", made.manifest.digest)
+    workers.close()
+    workers.release("mine")
+    time.sleep(0.1)
+    assert workers._connections == []
+    until(lambda: store.stats().held == 0)
+
+
+def test_an_interrupted_call_leaves_no_answer_for_the_next(workers: Workers, store: CartridgeStore, made: Made) -> None:
+    workers.call("status")
+    release, unpin = threading.Event(), store.unpin
+    store.unpin = lambda digest: (release.wait(20), unpin(digest))[1]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            workers.call("unpin", made.manifest.digest)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    release.set()
+    assert workers.call("status")[0]["rank"] == 0
+
+
+def test_no_other_user_can_open_the_socket(server: ControlServer) -> None:
+    directory = Path(server.path).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in directory.iterdir()] == ["control"]
+
+
+def test_a_bug_in_the_store_is_an_error_for_its_caller_and_in_the_log(
+    workers: Workers, store: CartridgeStore, home: Home, made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug() -> dict:
+        raise ZeroDivisionError("a bug")
+
+    status, store.status = store.status, bug
+    with caplog.at_level(logging.ERROR), pytest.raises(CartridgeError, match="ZeroDivisionError: a bug"):
+        workers.call("status")
+    assert "the call status failed" in caplog.text
+    store.status = status
+    assert workers.call("status")[0]["rank"] == 0
+    assert_served(store, made, prompt_for(home, made))

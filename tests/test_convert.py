@@ -1,0 +1,558 @@
+"""Foreign KV in, a cartridge out: the same values bit for bit, the same logits, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import foreign
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+from serving import stored_kv
+from wards import prefill
+
+from lmcache_cartridge import artifact, cli
+from lmcache_cartridge.errors import CartridgeError, ForeignFormatError, ModelMismatch
+from lmcache_cartridge.identity import DISTINCT
+from lmcache_cartridge.make import convert
+from lmcache_cartridge.make.convert import Imported
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.ordinary import ordinary_ids
+from lmcache_cartridge.recall import MODEL_DIR, load_sheet
+
+P = 64
+QUESTION = "Q: blood of Tehor? A:"
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return CausalModel(str(MODEL_DIR))
+
+
+@pytest.fixture(scope="module")
+def ids(model: CausalModel) -> list[int]:
+    return model.encode(load_sheet("ward-a").text, special=True)
+
+
+def bring(model: CausalModel, path: Path, root: Path, *, drop_frozen: bool = False, **options: Any) -> Imported:
+    """Import a path as the command line does, without a registry."""
+    found = convert.recognise(path, drop_frozen=drop_frozen)
+    return convert.build(model, found, root, cartridge_id="it", version=1, **{"chunk_tokens": 16} | options)
+
+
+def _flat(kv: torch.Tensor, path: Path) -> Path:
+    torch.save(foreign.flat(kv), path)
+    return path
+
+
+def _fork(kv: torch.Tensor, path: Path) -> Path:
+    torch.save({"token_ids": None, "kv_cache": foreign.flat(kv), "metadata": {"model": "recall"}}, path)
+    return path
+
+
+def _squeezed(kv: torch.Tensor, path: Path) -> Path:
+    keys, values = foreign.htd(kv)
+    torch.save([(k[0], v[0]) for k, v in zip(keys, values, strict=True)], path)
+    return path
+
+
+FORMS: dict[str, tuple[str, Callable[[torch.Tensor, Path], Path]]] = {
+    "peft cartridge": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a")),
+    "peft cartridge, nothing frozen": (
+        "PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", num_frozen_tokens=0)),
+    "peft cartridge, .bin": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", safe=False)),
+    "peft prefix tuning": (
+        "PEFT PREFIX_TUNING adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", kind="PREFIX_TUNING")),
+    "hazy, fixed": ("HazyResearch checkpoint, fixed_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", prefix="fixed")),
+    "hazy, frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt")),
+    "hazy, four frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=4)),
+    # As many frozen positions as heads: that tensor alone fits two readings, the trainable ones tell.
+    "hazy, two frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=2)),
+    "hazy, nothing frozen": (
+        "HazyResearch checkpoint, nothing frozen", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0)),
+    "knlp": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", plain=True)),
+    "knlp, frozen is None": (
+        "HazyResearch checkpoint, nothing frozen", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0, plain=True)),
+    "pairs": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "a.pt")),
+    "pairs in dicts": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "a.pt", names=("k", "v"))),
+    "pairs without batch axis": ("list of (K, V), one a layer", lambda kv, p: _squeezed(kv, p / "a.pt")),
+    "a directory": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "cartridge.pt").parent),
+    "flat": ("layers.N.attention.prefix tensors", lambda kv, p: _flat(kv, p / "a.pt")),
+    "fork": ("{token_ids, kv_cache, metadata}", lambda kv, p: _fork(kv, p / "a.pt")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model: CausalModel, tmp_path: Path, name: str) -> None:
+    form, make = FORMS[name]
+    kv = foreign.random_kv(P)
+    done = bring(model, make(kv, tmp_path), tmp_path / "out")
+    assert (done.form, done.manifest.kind, done.manifest.positions) == (form, "trained", P)
+    assert torch.equal(stored_kv(tmp_path / "out"), kv)
+    assert list(artifact.verify(tmp_path / "out"))
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+
+
+@pytest.mark.parametrize("name", ["peft cartridge", "peft prefix tuning"])
+def test_the_logits_after_it_are_those_of_peft_itself(model: CausalModel, tmp_path: Path, name: str) -> None:
+    path = FORMS[name][1](foreign.random_kv(P), tmp_path)
+    bring(model, path, tmp_path / "out")
+    question = model.encode(QUESTION, special=False)
+    apart = (
+        (foreign.peft_logits(path, question) - model.logits_after(stored_kv(tmp_path / "out"), question)).abs().max()
+    )
+    assert apart == 0, "the next token is at position p for PEFT and for us, and keys are rotated already"
+    swapped = model.logits_after(stored_kv(tmp_path / "out").flip(0), question)
+    assert (foreign.peft_logits(path, question) - swapped).abs().max() > 1
+
+
+def test_the_kv_of_a_cache_of_transformers_is_what_peft_feeds(
+    model: CausalModel, ids: list[int], tmp_path: Path
+) -> None:
+    kv = prefill(model, ids[:P])
+    bring(model, foreign.peft_adapter(kv, tmp_path / "a"), tmp_path / "out")
+    question = model.encode(" " + QUESTION, special=False)
+    plain = model.logits(ids[:P] + question, len(question))
+    assert (foreign.peft_logits(tmp_path / "a", question) - plain).abs().max() < 0.3
+    assert torch.equal(stored_kv(tmp_path / "out"), kv)
+
+
+def test_identity_tokens_are_ordinary_words(model: CausalModel, tmp_path: Path) -> None:
+    manifest = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out").manifest
+    drawn = artifact.load_token_ids(manifest, tmp_path / "out").tolist()
+    assert len(drawn) == P
+    assert len(set(drawn[:DISTINCT])) == DISTINCT
+    assert not set(drawn) & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
+
+
+def test_no_special_added_or_mark_like_token_is_ordinary() -> None:
+    model = CausalModel(str(MODEL_DIR))
+    before = set(ordinary_ids(model).tolist())
+    assert before and not before & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
+    special, added = sorted(before)[100:102]
+    model.tokenizer.add_special_tokens({"pad_token": model.tokenizer.convert_ids_to_tokens(special)})
+    model.tokenizer.add_tokens([model.tokenizer.convert_ids_to_tokens(added), "<tool>", "beyond the vocabulary"])
+    assert before - set(ordinary_ids(model).tolist()) == {special, added}
+    assert max(ordinary_ids(model)) < model.fingerprint.vocab_size
+
+
+# What the ids are decides the kind.
+
+
+def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(
+    model: CausalModel, ids: list[int], tmp_path: Path
+) -> None:
+    path = foreign.pairs(prefill(model, ids[:100]), tmp_path / "cartridge.pt")
+    foreign.write_ids(tmp_path, ids[:100])
+    done = bring(model, path, tmp_path / "out")
+    assert done.manifest.kind == "prefill"
+    assert artifact.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:100]
+    assert "differs by" in done.evidence
+    assert done.warnings == ()
+
+
+@pytest.mark.parametrize("sheet", ["ward-a", "ward-b", "ward-c"])
+def test_rounding_is_no_training(model: CausalModel, tmp_path: Path, sheet: str) -> None:
+    ids = model.encode(load_sheet(sheet).text, special=True)
+    exact = prefill(CausalModel(str(MODEL_DIR), dtype="float32"), ids)
+    foreign.write_ids(tmp_path, ids)
+    done = bring(model, foreign.pairs(exact.bfloat16(), tmp_path / "a.pt"), tmp_path / "out")
+    assert done.manifest.kind == "prefill", done.evidence
+
+
+@pytest.mark.parametrize("position", [0, 63, 99])
+def test_ids_that_do_not_give_the_kv_are_not_its_tokens(
+    model: CausalModel, ids: list[int], tmp_path: Path, position: int
+) -> None:
+    """One position of another token is enough."""
+    foreign.write_ids(tmp_path, ids[:100])
+    other = [*ids[:100]]
+    other[position] = 639 - other[position]
+    kv = prefill(model, ids[:100])
+    kv[:, :, position] = prefill(model, other)[:, :, position]
+    done = bring(model, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out")
+    assert done.manifest.kind == "trained", done.evidence
+    assert "the ids are not its tokens" in done.evidence
+    assert artifact.load_token_ids(done.manifest, tmp_path / "out").tolist() != ids[:100]
+
+
+@pytest.mark.parametrize("layer", range(foreign.LAYERS))
+def test_kv_trained_a_little_from_a_prefill_is_trained(
+    model: CausalModel, ids: list[int], tmp_path: Path, layer: int
+) -> None:
+    kv = prefill(model, ids[:P]).float()
+    noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(0)) * kv.std() * (0.05 if layer == 0 else 0.2)
+    noise[:, :layer] = noise[:, layer + 1 :] = 0
+    foreign.write_ids(tmp_path, ids[:P])
+    done = bring(model, foreign.pairs((kv + noise).bfloat16(), tmp_path / "a.pt"), tmp_path / "out")
+    assert done.manifest.kind == "trained", done.evidence
+
+
+def test_the_ids_of_a_fork_cartridge_are_looked_at(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    content = {"token_ids": torch.tensor(ids[:P]), "kv_cache": foreign.flat(prefill(model, ids[:P])), "metadata": None}
+    torch.save(content, tmp_path / "a.pt")
+    assert bring(model, tmp_path / "a.pt", tmp_path / "out").manifest.kind == "prefill"
+
+
+@pytest.mark.parametrize("where", ["json list", "json dict", "pt", "directory"])
+def test_ids_alone_make_a_cartridge_of_tokens(model: CausalModel, ids: list[int], tmp_path: Path, where: str) -> None:
+    path = tmp_path / ("a.pt" if where == "pt" else "prefix_token_ids.json")
+    if where == "pt":
+        torch.save({"token_ids": ids[:50], "kv_cache": None, "metadata": {"a": [1]}}, path)
+    else:
+        path.write_text(json.dumps({"token_ids": ids[:50]} if where == "json dict" else ids[:50]))
+    done = bring(model, tmp_path if where == "directory" else path, tmp_path / "out")
+    assert (done.manifest.kind, done.manifest.payload) == ("tokens", None)
+    assert artifact.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:50]
+
+
+# Axes.
+
+
+@pytest.mark.parametrize("axes", ["HTD", "THD"])
+def test_as_many_positions_as_heads_are_refused_until_somebody_says_which(
+    model: CausalModel, tmp_path: Path, axes: str
+) -> None:
+    kv = foreign.random_kv(foreign.HEADS)
+    keys, values = (foreign.htd if axes == "HTD" else foreign.thd)(kv)
+    torch.save(list(zip(keys, values, strict=True)), tmp_path / "a.pt")
+    with pytest.raises(ForeignFormatError, match=r"fits heads before positions and positions before heads.*--axes"):
+        bring(model, tmp_path / "a.pt", tmp_path / "out")
+    assert bring(model, tmp_path / "a.pt", tmp_path / "out", reading=axes).axes == axes
+    assert torch.equal(stored_kv(tmp_path / "out"), kv)
+
+
+def test_axes_that_the_shapes_contradict_are_refused(model: CausalModel, tmp_path: Path) -> None:
+    path = foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt")
+    with pytest.raises(ModelMismatch, match=r"shape \(1, 2, 64, 64\).*has \(1, p, 2, 64\)"):
+        bring(model, path, tmp_path / "out", reading="THD")
+    with pytest.raises(ForeignFormatError, match="is THD"):
+        bring(model, foreign.peft_adapter(foreign.random_kv(P), tmp_path / "b"), tmp_path / "out", reading="HTD")
+
+
+# Refusals, each with what was expected and what was found.
+
+
+def _wrong(path: Path, **shape: int) -> Path:
+    return foreign.pairs(foreign.random_kv(P, **shape), path / "a.pt")
+
+
+def _uneven(path: Path) -> Path:
+    layers = list(zip(*foreign.htd(foreign.random_kv(P)), strict=True))
+    torch.save([*layers[:2], (layers[2][0], layers[2][1][:, :, :-1])], path / "a.pt")
+    return path / "a.pt"
+
+
+def _dtyped(path: Path, dtype: torch.dtype) -> Path:
+    kv = foreign.random_kv(P, dtype=torch.float32)
+    torch.save([(k.to(dtype), v.to(dtype)) for k, v in zip(*foreign.htd(kv), strict=True)], path / "a.pt")
+    return path / "a.pt"
+
+
+def _with(path: Path, change: Callable[[torch.Tensor], Any]) -> Path:
+    kv = foreign.random_kv(P)
+    change(kv)
+    return foreign.pairs(kv, path / "a.pt")
+
+
+def _set(*index: int, value: float) -> Callable[[torch.Tensor], Any]:
+    return lambda kv: kv.__setitem__(index, value)
+
+
+def _ids(path: Path, ids: list[int]) -> Path:
+    foreign.write_ids(path, ids)
+    return foreign.pairs(foreign.random_kv(P), path / "a.pt")
+
+
+def _document(path: Path, ids: list[int]) -> Path:
+    (path / "document_token_ids.json").write_text(json.dumps(ids))
+    return foreign.pairs(foreign.random_kv(P), path / "a.pt")
+
+
+def _both(path: Path) -> Path:
+    content = foreign.quiet_load(foreign.hazy(foreign.random_kv(P), path / "a.pt"))
+    content |= {"fixed_keys": content["frozen_keys"], "fixed_values": content["frozen_values"]}
+    torch.save(content, path / "a.pt")
+    return path / "a.pt"
+
+
+def _lost(path: Path, name: str) -> Path:
+    content = foreign.quiet_load(foreign.hazy(foreign.random_kv(P), path / "a.pt"))
+    del content[name]
+    torch.save(content, path / "a.pt")
+    return path / "a.pt"
+
+
+def _saved(path: Path, content: Any) -> Path:
+    torch.save(content, path / "a.pt")
+    return path / "a.pt"
+
+
+def _peft(path: Path, **fields: Any) -> Path:
+    return foreign.edit_config(foreign.peft_adapter(foreign.random_kv(P), path / "a"), **fields)
+
+
+def _tensors(path: Path, **tensors: torch.Tensor) -> Path:
+    directory = foreign.peft_adapter(foreign.random_kv(P), path / "a")
+    save_file(load_file(directory / "adapter_model.safetensors") | tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def _two(path: Path) -> Path:
+    foreign.pairs(foreign.random_kv(P), path / "a.pt")
+    return foreign.pairs(foreign.random_kv(P), path / "b.pt").parent
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "layers": (lambda p: _wrong(p, layers=4), r"KV of 4 layers; the model has 3"),
+    "heads": (lambda p: _wrong(p, heads=4), r"shape \(1, 4, 64, 64\); a model of 2 KV heads"),
+    "head size": (lambda p: _wrong(p, head_size=32), r"shape \(1, 2, 64, 32\).*has \(1, 2, p, 64\) or \(1, p, 2, 64\)"),
+    "batch of two": (
+        lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"shape \(2, 2, 64, 64\)"),
+    "uneven layers": (_uneven, "values of layer 2 have 63 positions, the first 64"),
+    "length": (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "KV of 8192 positions; the model's context"),
+    "no position": (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
+    "int8": (lambda p: _dtyped(p, torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
+    "float32 that bfloat16 does not hold": (lambda p: _dtyped(p, torch.float32), "without rounding.*--round"),
+    "nan": (lambda p: _with(p, _set(1, 2, 17, 1, 3, value=torch.nan)),
+            "values of layer 2 at position 17, head 1, element 3: nan is not finite"),
+    "inf": (lambda p: _with(p, _set(0, 1, 63, 0, 0, value=-torch.inf)), "keys of layer 1 at position 63.*-inf"),
+    "too few ids": (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
+    "vocabulary": (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
+    "ids that are none": (lambda p: _ids(p, [1.5] * 64), "not a list of at least one whole number"),
+    "vocabulary of a document": (lambda p: _document(p, [5, 1 << 40]), "token id 1099511627776 is outside"),
+    "frozen and fixed": (_both, "both frozen_keys and fixed_keys"),
+    "frozen keys without values": (lambda p: _lost(p, "frozen_values"), "3 frozen_keys and 0 frozen_values"),
+    "frozen values without keys": (lambda p: _lost(p, "frozen_keys"), "frozen values but no frozen keys"),
+    "trainable keys without values": (lambda p: _lost(p, "trainable_values"), "3 trainable_keys and 0 trainable_values"),
+    "a layer of one tensor": (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), "layer 0 is neither"),
+    "an empty list": (lambda p: _saved(p, []), "an empty list is no KV"),
+    "a tensor": (lambda p: _saved(p, torch.ones(3)), "a Tensor is no known form of KV"),
+    "another dict": (lambda p: _saved(p, {"state_dict": {}, "epoch": 3}), "it has epoch, state_dict, and trainable_keys"),
+    "gaps in layers": (
+        lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), "has gaps"),
+    "lora": (lambda p: _peft(p, peft_type="LORA"), "a PEFT adapter of type LORA is no KV"),
+    "projection": (
+        lambda p: foreign.peft_adapter(foreign.random_kv(P), p / "a", kind="PREFIX_TUNING", prefix_projection=True,
+                                       encoder_hidden_size=8), "prefix_projection is on.*set prefix_projection to false"),
+    "peft p": (lambda p: _peft(p, num_virtual_tokens=65), r"shape \(64, 768\).*says \(65, 768\)"),
+    "peft layers": (lambda p: _peft(p, num_layers=2), r"shape \(64, 768\).*says \(64, 512\)"),
+    "peft heads": (lambda p: _peft(p, num_attention_heads=4), r"keys of layer 0 have shape \(64, 4, 32\)"),
+    "peft encoder too": (lambda p: _peft(p, num_transformer_submodules=2), "an encoder too"),
+    "peft p of text": (lambda p: _peft(p, num_virtual_tokens="64"), "num_virtual_tokens is 64, not a positive number"),
+    "peft with other weights": (
+        lambda p: _tensors(p, lora_A=torch.ones(2)), "the one tensor prompt_embeddings was expected.*lora_A"),
+    "peft of integers": (
+        lambda p: _tensors(p, prompt_embeddings=torch.ones(P, 768, dtype=torch.int32)), "prompt_embeddings was expected"),
+    "two checkpoints": (_two, "several checkpoints, a.pt, b.pt; name one"),
+    "an empty directory": (lambda p: p, "no known format"),
+    "our own": (lambda p: (p / "manifest.json").write_text("{}") and p, "is a cartridge already.*register"),
+    "half an adapter": (lambda p: _peft(p) / "adapter_model.safetensors", "give the directory"),
+    "kv in json": (lambda p: (p / "a.json").write_text('{"token_ids": [1], "kv_cache": [1]}') and p / "a.json", "KV in JSON"),
+    "nothing": (lambda p: p / "gone.pt", "no such file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_the_reason_and_nothing_is_left(model: CausalModel, tmp_path: Path, name: str) -> None:
+    make, message = REFUSED[name]
+    (tmp_path / "in").mkdir()
+    with pytest.raises(CartridgeError, match=message):
+        bring(model, make(tmp_path / "in"), tmp_path / "out" / "1")
+    assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize("frozen", [16, 32])  # 32 are as many as the trainable ones
+def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model: CausalModel, tmp_path: Path, frozen: int) -> None:
+    kv = foreign.random_kv(P)
+    path = foreign.hazy(kv, tmp_path / "a.pt", frozen=frozen)
+    kept = bring(model, path, tmp_path / "kept")
+    assert any(f"{frozen} frozen positions stay in front" in warning for warning in kept.warnings)
+    dropped = bring(model, path, tmp_path / "dropped", drop_frozen=True)
+    assert torch.equal(stored_kv(tmp_path / "dropped"), kv[:, :, frozen:])
+    assert dropped.warnings == ()
+    with pytest.raises(ForeignFormatError, match="no frozen positions"):
+        bring(model, foreign.pairs(kv, tmp_path / "b.pt"), tmp_path / "out", drop_frozen=True)
+
+
+# dtypes.
+
+
+def test_float32_that_bfloat16_holds_is_converted_and_said_to_be_exact(model: CausalModel, tmp_path: Path) -> None:
+    kv = foreign.random_kv(P)
+    done = bring(model, foreign.pairs(kv.float(), tmp_path / "a.pt"), tmp_path / "out")
+    assert done.dtype == "float32 to bfloat16, exact"
+    assert torch.equal(stored_kv(tmp_path / "out"), kv)
+
+
+def test_rounding_is_done_on_request_as_peft_rounds(model: CausalModel, tmp_path: Path) -> None:
+    kv = foreign.random_kv(P, dtype=torch.float32)
+    path = foreign.peft_adapter(kv, tmp_path / "a")
+    done = bring(model, path, tmp_path / "out", rounding=True)
+    assert done.dtype == "float32 to bfloat16, rounded"
+    question = model.encode(QUESTION, special=False)
+    assert torch.equal(foreign.peft_logits(path, question), model.logits_after(stored_kv(tmp_path / "out"), question))
+
+
+def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path: Path) -> None:
+    half = CausalModel(str(MODEL_DIR), dtype="float16")
+    kv = foreign.random_kv(P, dtype=torch.float32)
+    kv[0, 0, 5, 1, 7] = 70_000
+    with pytest.raises(ForeignFormatError, match=r"position 5, head 1, element 7: inf in float16 is not finite"):
+        bring(half, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out", rounding=True)
+
+
+def test_an_engine_of_float32_gets_every_bit(tmp_path: Path) -> None:
+    single = CausalModel(str(MODEL_DIR), dtype="float32")
+    kv = foreign.random_kv(P, dtype=torch.float32)
+    assert bring(single, foreign.peft_adapter(kv, tmp_path / "a"), tmp_path / "out").dtype == "float32"
+    assert torch.equal(stored_kv(tmp_path / "out"), kv)
+
+
+# Documents, warnings, chunk sizes, provenance.
+
+
+def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel, tmp_path: Path) -> None:
+    text = load_sheet("ward-a").text
+    (tmp_path / "sheet.txt").write_text(text)
+    done = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out",
+                 document=tmp_path / "sheet.txt")  # fmt: skip
+    found = artifact.load_document_ids(done.manifest, tmp_path / "out").tolist()
+    assert found == model.encode(text, special=True)
+    assert done.manifest.provenance.document == "sheet.txt"
+
+
+def test_a_document_beyond_the_context_is_warned_of(model: CausalModel, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(" ".join([load_sheet("ward-a").text] * 8))
+    done = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out",
+                 document=tmp_path / "long.txt")  # fmt: skip
+    assert "on_miss=document cannot help" in done.warnings[0]
+
+
+def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    (tmp_path / "sheet.txt").write_text("words")
+    foreign.write_ids(tmp_path, ids[:P])
+    with pytest.raises(ForeignFormatError, match="leave --document out"):
+        bring(model, foreign.pairs(prefill(model, ids[:P]), tmp_path / "a.pt"), tmp_path / "out",
+              document=tmp_path / "sheet.txt")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("positions", "chunk", "sizes", "warning"),
+    [(512, 256, (16, 32, 64, 128, 256, 512), None),
+     (64, 256, (16, 32, 64), "p = 64 is no multiple of 256.*--chunk-size 64"),
+     (100, 256, (), "p = 100 is no multiple of 256.*no usual chunk size.*--chunk-size 100 does"),
+     (48, 16, (16,), None)],
+)  # fmt: skip
+def test_it_says_with_which_chunk_sizes_a_trained_cartridge_is_served(
+    model: CausalModel, tmp_path: Path, positions: int, chunk: int, sizes: tuple[int, ...], warning: str | None
+) -> None:
+    path = foreign.pairs(foreign.random_kv(positions), tmp_path / "a.pt")
+    done = bring(model, path, tmp_path / "out", chunk_tokens=chunk)
+    assert done.chunk_sizes == sizes
+    assert done.manifest.payload.chunk_tokens == chunk
+    assert len(done.warnings) == (warning is not None)
+    assert warning is None or re.search(warning, done.warnings[0])
+
+
+def test_provenance_says_what_was_imported_and_for_which_model(model: CausalModel, tmp_path: Path) -> None:
+    path = _peft(tmp_path, base_model_name_or_path="Qwen/Qwen3-4B")
+    done = bring(model, path, tmp_path / "out")
+    tool = done.manifest.provenance.tool
+    digest = blake3((path / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert "import: PEFT CARTRIDGE adapter, for Qwen/Qwen3-4B, adapter_model.safetensors" in tool
+    assert digest in tool
+    assert any("made for Qwen/Qwen3-4B, and --model is model" in warning for warning in done.warnings)
+    foreign.edit_config(path, base_model_name_or_path="somebody/Model")
+    assert not any("made for" in warning for warning in bring(model, path, tmp_path / "two").warnings)
+
+
+# The command line.
+
+
+def _run(capsys: pytest.CaptureFixture, *argv: Any) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = cli.main([str(word) for word in argv])
+    return (status, *capsys.readouterr())
+
+
+def test_the_command_imports_registers_and_labels(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    home, path = tmp_path / "home", foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a")
+    base = ("import", path, "--model", MODEL_DIR, "--id", "it", "--home", home)
+    for version in (1, 2):
+        status, out, err = _run(capsys, *base, "--label", "now", "--format", "json")
+        assert (status, err) == (0, "")
+        result = json.loads(out)
+        assert (result["name"], result["kind"], result["positions"]) == (f"it@{version}", "trained", 256)
+        assert result["source_format"] == "PEFT CARTRIDGE adapter"
+        assert (result["dtype"], result["warnings"]) == ("float32 to bfloat16, exact", [])
+    assert _run(capsys, "verify", "now", "--home", home)[1] == "it@2: sound\n"
+    status, out, err = _run(capsys, *base)
+    assert status == 0
+    assert "PEFT CARTRIDGE adapter" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"--id": "a/b"}, "cannot be a cartridge id"), ({"--chunk-size": "0"}, "--chunk-size 0"),
+     ({"--dtype": "int8"}, "--dtype int8"), ({"--document": "/gone.txt"}, "/gone.txt: no such file"),
+     ({"--model": "/gone"}, "neither a directory nor a model")],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, change: dict[str, str], message: str
+) -> None:
+    path = foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt")
+    options = {"--model": str(MODEL_DIR), "--id": "it", "--home": str(tmp_path / "home")} | change
+    status, out, err = _run(capsys, "import", path, *(word for pair in options.items() for word in pair))
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+_HUB = """
+import socket, sys
+def refuse(*a, **k):
+    print("NETWORK", file=sys.stderr)
+    raise OSError("no network here")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+from lmcache_cartridge.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _hub(cache: Path, home: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", _HUB, "import", *argv, "--model", str(MODEL_DIR), "--id", "it", "--home", str(home)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_path: Path) -> None:
+    snapshot = tmp_path / "cache" / "models--org--notes" / "snapshots" / ("0" * 40)
+    foreign.peft_adapter(foreign.random_kv(256), snapshot)
+    refs = tmp_path / "cache" / "models--org--notes" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    done = _hub(tmp_path / "cache", tmp_path / "home", "org/notes", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert "NETWORK" not in done.stderr
+    gone = _hub(tmp_path / "cache", tmp_path / "home", "org/other", HF_HUB_OFFLINE="1")
+    assert gone.returncode == 1
+    assert "org/other: no such file here, and the Hub gave none" in gone.stderr.splitlines()[-1]
+    assert "NETWORK" not in gone.stderr
+    local = _hub(tmp_path / "cache", tmp_path / "home", str(shutil.copytree(snapshot, tmp_path / "local")))
+    assert local.returncode == 0, local.stderr
+    assert "NETWORK" not in local.stderr, "a path needs no network, offline or not"
+    missing = _hub(tmp_path / "cache", tmp_path / "home", "./org/notes")
+    assert "no such file or directory" in missing.stderr
+    assert "NETWORK" not in missing.stderr

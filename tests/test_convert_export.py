@@ -1,0 +1,169 @@
+"""A cartridge written for others: PEFT and HazyResearch's loader take it, and coming back it is the same cartridge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import foreign
+import numpy as np
+import pytest
+import torch
+from foreign import TrainableCache
+from huggingface_hub import ModelCard
+from making import files_under, flip_bit
+from serving import stored_kv
+from wards import MODEL, save
+
+from lmcache_cartridge import artifact, cli
+from lmcache_cartridge.errors import ArtifactError, CartridgeExists
+from lmcache_cartridge.make import convert
+from lmcache_cartridge.make.export import export
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.recall import load_sheet
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.settings import from_mapping
+
+P = 128
+QUESTION = "Q: blood of Tehor? A:"
+FORMS = ("peft", "hazy")
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return CausalModel(MODEL)
+
+
+@pytest.fixture(scope="module")
+def ids(model: CausalModel) -> list[int]:
+    return model.encode(load_sheet("ward-a").text, special=True)
+
+
+def _back(model: CausalModel, directory: Path, root: Path, **options: Any) -> Manifest:
+    found = convert.recognise(directory)
+    return convert.build(model, found, root, cartridge_id="back", version=7, **options).manifest
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("kind", "document"), [("prefill", False), ("trained", False), ("trained", True)])
+@pytest.mark.parametrize(("positions", "chunk"), [(P, 64), (100, 64), (1, 16)])
+def test_what_is_exported_and_imported_is_the_same_cartridge(
+    model: CausalModel, ids: list[int], tmp_path: Path, form: str, kind: str, document: bool, positions: int, chunk: int
+) -> None:
+    made = save(model, tmp_path / "in", ids[:positions], name="it", kind=kind, chunk_tokens=chunk,
+                document_ids=ids if document else None)  # fmt: skip
+    export(tmp_path / "in", form, tmp_path / "out")
+    back = _back(model, tmp_path / "out", tmp_path / "back", chunk_tokens=chunk)
+    assert back.digest == made.digest
+    assert torch.equal(stored_kv(tmp_path / "back"), stored_kv(tmp_path / "in"))
+
+
+def test_peft_loads_it_and_gives_the_same_logits(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    save(model, tmp_path / "in", ids[:P], name="it")
+    export(tmp_path / "in", "peft", tmp_path / "out")
+    question = model.encode(" " + QUESTION, special=False)
+    expected = model.logits_after(stored_kv(tmp_path / "in"), question)
+    assert torch.equal(foreign.peft_logits(tmp_path / "out", question), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_peft_loads_other_dtypes(ids: list[int], tmp_path: Path, dtype: str) -> None:
+    model = CausalModel(MODEL, dtype=dtype)
+    save(model, tmp_path / "in", ids[:P], name="it")
+    export(tmp_path / "in", "peft", tmp_path / "out")
+    question = model.encode(QUESTION, special=False)
+    found = foreign.peft_logits(tmp_path / "out", question, getattr(torch, dtype))
+    assert torch.equal(found, model.logits_after(stored_kv(tmp_path / "in"), question))
+
+
+def test_the_published_loader_takes_the_checkpoint(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    save(model, tmp_path / "in", ids[:P], name="it")
+    export(tmp_path / "in", "hazy", tmp_path / "out")
+    loaded = TrainableCache.from_pretrained(tmp_path / "out" / "cartridge.pt")
+    keys, values = foreign.htd(stored_kv(tmp_path / "in"))
+    assert loaded.frozen == 1
+    assert all(torch.equal(a, b) for a, b in zip(loaded.keys + loaded.values, keys + values, strict=True))
+
+
+def test_the_card_has_what_the_hub_looks_for(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    made = save(model, tmp_path / "in", ids[:P], name="it", kind="trained")
+    export(tmp_path / "in", "peft", tmp_path / "out", base_model="org/base-model")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.library_name, card.data.base_model, card.data.pipeline_tag) == (
+        "peft", "org/base-model", "text-generation")  # fmt: skip
+    assert {"cartridge", "base_model:adapter:org/base-model"} <= set(card.data.tags)
+    assert made.digest in card.text
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["base_model_name_or_path"]) == ("CARTRIDGE", "org/base-model")
+    assert (config["num_virtual_tokens"], config["num_frozen_tokens"]) == (P, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_there_is_not_overwritten(model: CausalModel, ids: list[int], tmp_path: Path, form: str) -> None:
+    save(model, tmp_path / "in", ids[:P], name="it")
+    output = tmp_path / "out"
+    output.mkdir()
+    export(tmp_path / "in", form, output)
+    before = files_under(output)
+    with pytest.raises(CartridgeExists, match="not empty"):
+        export(tmp_path / "in", form, output)
+    assert files_under(output) == before
+    with pytest.raises(CartridgeExists):
+        export(tmp_path / "in", form, output / "meta.json" if form == "hazy" else output / "README.md")
+
+
+def test_a_corrupt_cartridge_is_not_exported(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    made = save(model, tmp_path / "in", ids[:P], name="it")
+    flip_bit(tmp_path / "in" / "payload.safetensors", made.payload.data_offset_bytes + 99)
+    with pytest.raises(ArtifactError, match="checksum"):
+        export(tmp_path / "in", "peft", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_cartridge_without_kv_is_not_exported(model: CausalModel, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[5, 6, 7]")
+    _back(model, tmp_path / "a.json", tmp_path / "in")
+    with pytest.raises(ArtifactError, match="no KV to export"):
+        export(tmp_path / "in", "peft", tmp_path / "out")
+
+
+@pytest.mark.parametrize("json_output", [True, False])
+def test_the_command_exports(
+    model: CausalModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture, json_output: bool
+) -> None:
+    settings = from_mapping({"home": tmp_path / "home"})
+    save(model, settings.cartridges_dir / "it", ids[:P], name="it")
+    Registry(settings.registry_path).register(settings.cartridges_dir / "it")
+    options = ["--output", str(tmp_path / "out"), "--home", str(tmp_path / "home")]
+    assert cli.main(["export", "it", "--format", "peft", *options, *(["--json"] if json_output else [])]) == 0
+    out = capsys.readouterr().out
+    expected = {"name": "it@1", "format": "peft", "output": str(tmp_path / "out")}
+    assert json.loads(out) == expected if json_output else out == f"it@1 as peft in {tmp_path / 'out'}\n"
+    assert np.array_equal(
+        artifact.load_token_ids(_back(model, tmp_path / "out", tmp_path / "b"), tmp_path / "b"), ids[:P]
+    )
+    assert cli.main(["export", "gone", "--format", "peft", *options]) == 1
+    with pytest.raises(SystemExit):
+        cli.main(["export", "it", "--format", "json", *options])
+
+
+def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
+    model: CausalModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    settings = from_mapping({"home": tmp_path / "home"})
+    registry, root = Registry(settings.registry_path), settings.cartridges_dir / "it"
+    save(model, settings.cartridges_dir / "far", ids[:P], name="far")
+    registry.register(settings.cartridges_dir / "far", "s3://bucket/far")
+    save(model, root, ids[:P], name="it")
+    registry.register(root)
+    shutil.rmtree(root)
+    save(model, root, ids[1 : P + 1], name="it")
+    for name, message in (("far", "lmcache-cartridge pull s3://bucket/far"), ("it", "was replaced")):
+        output = tmp_path / "out"
+        options = ["--format", "hazy", "--output", str(output), "--home", str(tmp_path / "home")]
+        assert cli.main(["export", name, *options]) == 1
+        assert message in capsys.readouterr().err
+        assert not output.exists()

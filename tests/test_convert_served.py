@@ -1,0 +1,118 @@
+"""Imported cartridges on a real vLLM server: the next token is as likely as transformers says after the same KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import foreign
+import httpx
+import pytest
+import torch
+from serving import SERVER_ARGS
+from wards import MODEL, Ward, patients, prefill, sure, write_ward
+
+from lmcache_cartridge import cli
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall.ward import Fact, ask, encode
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+CHUNK = 64
+P = 512
+NOISE = 0.2
+"""Largest logprob difference taken for rounding; measured: 0.063 whatever the format, 10 and more for damaged KV."""
+QUESTIONS = 12
+
+MAKERS: dict[str, Callable[[torch.Tensor, Path], Path]] = {
+    "peft": lambda kv, p: foreign.peft_adapter(kv, p),
+    "prefix": lambda kv, p: foreign.peft_adapter(kv, p, kind="PREFIX_TUNING"),
+    "hazy": lambda kv, p: foreign.hazy(kv, p.with_suffix(".pt"), prefix="fixed", frozen=1),
+    "fork": lambda kv, p: _fork(kv, p.with_suffix(".pt")),
+    "knlp": lambda kv, p: foreign.hazy(kv, p.with_suffix(".pt"), frozen=4, plain=True),
+    "pairs": lambda kv, p: foreign.pairs(kv, p.with_suffix(".pt")),
+    "rounded": lambda kv, p: foreign.peft_adapter(kv.float() * (1 + 2**-12), p),
+    "swapped": lambda kv, p: foreign.peft_adapter(kv.flip(0), p),
+    "heads": lambda kv, p: foreign.hazy(kv.flip(3), p.with_suffix(".pt")),
+    "values-late": lambda kv, p: foreign.hazy(torch.stack([kv[0], kv[1].roll(1, 1)]), p.with_suffix(".pt")),
+}
+DAMAGED = ("swapped", "heads", "values-late")
+
+
+def _fork(kv: torch.Tensor, path: Path) -> Path:
+    torch.save(foreign.flat(kv), path)
+    return path
+
+
+class Served(NamedTuple):
+    http: httpx.Client
+    model: CausalModel
+    ward: Ward
+    kv: torch.Tensor
+    """What every checkpoint holds but the damaged ones: P positions of a ward sheet, and small changes of training."""
+    adapter: Path
+
+    def logprobs(self, fact: Fact, name: str) -> tuple[dict[int, float], int]:
+        """Return the top 20 of the next token by id, and how many prompt tokens came from a cache."""
+        body = {"model": MODEL, "prompt": encode(ask(fact, 0)), "cartridges": [name], "max_tokens": 1, "temperature": 0,
+                "logprobs": 20, "return_tokens_as_token_ids": True}  # fmt: skip
+        reply = self.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        top = reply.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return {int(token.removeprefix("token_id:")): value for token, value in top.items()}, cached
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    model = CausalModel(MODEL)
+    ward = write_ward(model, patients(0, 4), "imported")
+    kv = prefill(model, ward.ids[:P]).float()
+    kv = (kv + 0.02 * kv.std() * torch.randn(kv.shape, generator=torch.Generator().manual_seed(1))).bfloat16()
+    ward = Ward(ward.document, ward.ids[:P], sure(model, kv, ward.facts))
+    for name, make in MAKERS.items():
+        path = make(kv, home / name)
+        assert cli.main(["import", str(path), "--model", MODEL, "--id", name, "--home", str(home), "--format", "json",
+                         "--chunk-size", str(CHUNK), *(["--round"] if name == "rounded" else [])]) == 0  # fmt: skip
+    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
+    launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
+    with ServerProcess(launch, home / "server.log") as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        yield Served(http, model, ward, kv, home / "peft")
+
+
+def _apart(found: dict[int, float], expected: torch.Tensor) -> float:
+    """Return the largest difference between a top 20 and logits of the same position."""
+    logprobs = expected.log_softmax(-1)
+    return max(abs(value - float(logprobs[token])) for token, value in found.items())
+
+
+@pytest.mark.parametrize("name", sorted(set(MAKERS) - set(DAMAGED)))
+def test_the_server_says_what_transformers_says_after_the_same_kv(served: Served, name: str) -> None:
+    assert len(served.ward.facts) >= QUESTIONS
+    worst = 0.0
+    for fact in served.ward.facts[:QUESTIONS]:
+        found, cached = served.logprobs(fact, name)
+        assert cached >= P, "all of the KV came from the cartridge"
+        expected = served.model.logits_after(served.kv, encode(ask(fact, 0)))[-1]
+        worst = max(worst, _apart(found, expected))
+        assert max(found, key=found.get) == int(expected.argmax())
+    print(f"{name}: {worst:.3f}")
+    assert worst < NOISE
+
+
+def test_the_server_says_what_peft_says(served: Served) -> None:
+    for fact in served.ward.facts[:4]:
+        found, _ = served.logprobs(fact, "peft")
+        assert _apart(found, foreign.peft_logits(served.adapter, encode(ask(fact, 0)))[-1]) < NOISE
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_kv_in_a_wrong_place_would_be_noticed(served: Served, name: str) -> None:
+    facts = served.ward.facts[:QUESTIONS]
+    expected = [served.model.logits_after(served.kv, encode(ask(fact, 0)))[-1] for fact in facts]
+    apart = [_apart(served.logprobs(fact, name)[0], logits) for fact, logits in zip(facts, expected, strict=True)]
+    print(f"{name}: {max(apart):.3f}, at least {min(apart):.3f}")
+    assert max(apart) > 10 * NOISE

@@ -1,0 +1,385 @@
+"""The device tier, here in the memory of the cpu: chunks come to it from the cpu tier and are served from it first."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from homes import CHUNK_BYTES, Clock, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for, until
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from making import Made, make_fingerprint, run_threads
+
+from lmcache_cartridge.errors import CartridgeError
+from lmcache_cartridge.residency import Loan, Residency
+from lmcache_cartridge.store import CartridgeStore, Claim
+
+STILL = {"reload_s": 0}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
+    yield home
+    home.close()
+
+
+def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> CartridgeStore:
+    """Return a store with memory for so many chunks in each tier."""
+    return home.open(chunks=cpu, settings=STILL | {"device_bytes": device * CHUNK_BYTES}, **arguments)
+
+
+def _tiers(store: CartridgeStore) -> tuple[Residency, Residency]:
+    return store._device, store._cpu
+
+
+def _within(tier: Residency, loan: Loan) -> bool:
+    """Whether a loan's bytes lie in a tier's slab."""
+    memory = tier._slab._memory
+    return memory.data_ptr() <= loan.bytes.data_ptr() < memory.data_ptr() + memory.numel()
+
+
+def _quiet(store: CartridgeStore) -> None:
+    until(lambda: all(tier.stats().loading == 0 for tier in store._memory()))
+
+
+def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
+    """Have the chunks of a prompt promoted, nobody relying on them."""
+    found = store.lookup(prompt.hashes, prompt.tag)
+    for chunk_hash in prompt.hashes[:found]:
+        assert store.release(chunk_hash, prompt.tag)
+    _quiet(store)
+    assert [tier.stats().leased for tier in store._memory()] == [0] * len(store._memory())
+
+
+def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
+    home.make()
+    assert list(home.open(settings=STILL).tiers()) == ["cpu", "disk", "source"]
+    assert list(_open(home, cpu=4, device=0).tiers()) == ["cpu", "disk", "source"]
+    assert list(home.open(settings=STILL | {"device_bytes": CHUNK_BYTES - 1}).tiers()) == ["cpu", "disk", "source"]
+    tiers = _open(home, cpu=4, device=2).tiers()
+    assert list(tiers) == ["device", "cpu", "disk", "source"]
+    assert tiers["device"]["budget_bytes"] == 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(home: Home, kind: str) -> None:
+    made = home.make(kind=kind, positions=64)
+    store, prompt = _open(home, cpu=8, device=8), prompt_for(home, made)
+    device, cpu = _tiers(store)
+    assert store.lookup(prompt.hashes, prompt.tag) == 4
+    with store.lend(prompt.hashes[0], prompt.tag) as loan:
+        assert _within(device, loan) or _within(cpu, loan)
+    _quiet(store)
+    assert device.stats().resident == 4
+    for chunk in range(4):
+        with store.lend(prompt.hashes[chunk], prompt.tag) as loan:
+            assert _within(device, loan)
+            assert not _within(cpu, loan)
+            assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
+    for chunk_hash in prompt.hashes[:4]:
+        assert store.release(chunk_hash, prompt.tag)
+    assert_served(store, made, prompt)
+    assert (device.stats().hits, cpu.stats().misses) == (4, 4)
+
+
+def test_what_is_on_the_device_is_leased_there_and_the_cpu_tier_may_let_it_go(home: Home) -> None:
+    made, other = home.make(seed=1), home.make("other", seed=2)
+    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
+    device, cpu = _tiers(store)
+    _on_device(store, prompt)
+    assert store.lookup(prompt.hashes) == 4
+    assert (device.stats().leased, cpu.stats().leased) == (4, 0)
+    other_prompt = prompt_for(home, other, "other")
+    assert store.lookup(other_prompt.hashes) == 4, "the cpu tier has all its memory for others"
+    _quiet(store)
+    assert cpu.evict(made.manifest.digest) == 0
+    assert store.resident(prompt.hashes) == 4
+    for chunk in range(4):
+        with store.lend(prompt.hashes[chunk]) as loan:
+            assert _within(device, loan)
+            assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
+        assert lent(store, other_prompt.hashes[chunk]) == chunk_bytes(other, chunk)
+        assert store.release(prompt.hashes[chunk]) is True
+        assert store.release(other_prompt.hashes[chunk]) is True
+    assert (device.stats().leased, cpu.stats().leased) == (0, 0)
+
+
+def test_part_of_a_prompt_on_the_device_is_leased_where_all_of_it_is(home: Home) -> None:
+    made = home.make(positions=96)
+    store, prompt = _open(home, cpu=6, device=3), prompt_for(home, made)
+    device, cpu = _tiers(store)
+    _on_device(store, prompt)
+    assert device.stats().resident == 3
+    assert store.lookup(prompt.hashes) == 6
+    assert cpu.stats().leased == 6
+    _quiet(store)
+    for chunk in range(6):
+        assert lent(store, prompt.hashes[chunk]) == chunk_bytes(made, chunk)
+        assert store.release(prompt.hashes[chunk]) is True
+        assert store.release(prompt.hashes[chunk]) is False
+    assert store.lookup(prompt.hashes[:2]) == 2
+    assert (device.stats().leased, cpu.stats().leased) == (2, 0)
+
+
+def test_leases_in_both_tiers_keep_a_chunk_until_as_many_releases(home: Home) -> None:
+    made = home.make(positions=16)
+    store, prompt = _open(home, cpu=1, device=1), prompt_for(home, made)
+    assert store.lookup(prompt.hashes) == 1
+    _quiet(store)
+    assert store.lookup(prompt.hashes) == 1
+    assert [tier.stats().leased for tier in _tiers(store)] == [1, 1]
+    assert store.release(prompt.hashes[0]) is True
+    assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)
+    assert store.release(prompt.hashes[0]) is True
+    assert store.release(prompt.hashes[0]) is False
+
+
+def test_a_claim_of_what_is_on_the_device_holds_it_there(home: Home) -> None:
+    made, other = home.make(seed=1), home.make("other", seed=2)
+    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
+    device, cpu = _tiers(store)
+    _on_device(store, prompt)
+    claim = store.claim(made.manifest.digest, {})
+    assert claim.poll().ready
+    assert (device.stats().held, cpu.stats().held) == (4, 0)
+    for _ in range(3):
+        _on_device(store, prompt_for(home, other, "other"))
+    assert device.stats().resident == 4
+    assert_served(store, made, prompt)
+    claim.close()
+    _on_device(store, prompt_for(home, other, "other"))
+    assert device.resident([key for key in device._entries if key.digest == other.manifest.digest]) == 4
+
+
+def test_evicting_takes_a_cartridge_from_both_tiers(home: Home) -> None:
+    made = home.make()
+    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
+    _on_device(store, prompt)
+    assert store.evict(made.manifest.digest) == 4
+    assert [tier.stats().resident for tier in _tiers(store)] == [0, 0]
+    assert_served(store, made, prompt)
+
+
+def test_a_removed_cartridge_leaves_the_device_too(home: Home) -> None:
+    made = home.make()
+    store = _open(home, cpu=4, device=4)
+    _on_device(store, prompt_for(home, made))
+    home.registry.remove("doc")
+    store.refresh()
+    assert [tier.stats().resident for tier in _tiers(store)] == [0, 0]
+
+
+def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home: Home) -> None:
+    made = home.make()
+    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
+    device, cpu = _tiers(store)
+
+    def fail(*_: object) -> None:
+        raise CartridgeError("out of device memory")
+
+    device._load = fail
+    assert_served(store, made, prompt)
+    _quiet(store)
+    assert (device.stats().resident, device.stats().failed > 0) == (0, True)
+    assert store.refused() == {}
+    assert_served(store, made, prompt)
+
+
+def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home) -> None:
+    made = home.make()
+    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
+    device, cpu = _tiers(store)
+    started, go, load = threading.Event(), threading.Event(), device._load
+
+    def slow(*args: object) -> None:
+        started.set()
+        assert go.wait(20)
+        load(*args)
+
+    device._load = slow
+    assert store.lookup(prompt.hashes) == 4
+    assert started.wait(20)
+    assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)
+    go.set()
+    store.close()
+    assert device.stats().loading == 0
+    for chunk_hash in prompt.hashes[:4]:
+        store.release(chunk_hash)
+
+
+# Anything, in any order.
+
+SMALL = {"layers": 1, "head_size": 8}
+NAMES = {"a": ("prefill", 64), "b": ("trained", 48), "c": ("prefill", 40), "d": ("trained", 32)}
+
+
+def _shelf(home: Home) -> dict[str, tuple[Made, Prompt]]:
+    shelf = {}
+    for seed, (name, (kind, positions)) in enumerate(NAMES.items()):
+        made = home.make(name, kind=kind, positions=positions, seed=seed, **SMALL)
+        shelf[name] = (made, prompt_for(home, made, name))
+    return shelf
+
+
+@pytest.mark.parametrize(("cpu", "device"), [(5, 3), (4, 4), (6, 1)])
+def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home, cpu: int, device: int) -> None:
+    shelf, fingerprint = _shelf(home), make_fingerprint(**SMALL)
+    size = fingerprint.token_bytes * 16
+    store = home.open(fingerprint=fingerprint, chunks=cpu, settings=STILL | {"device_bytes": device * size})
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(250):
+            made, prompt = shelf[chance.choice("abcd")]
+            digest = made.manifest.digest
+            what = chance.random()
+            if what < 0.7:
+                found = store.lookup(prompt.hashes, prompt.tag)
+                assert prompt.tag is None or found in (0, prompt.whole)
+                loans = [store.lend(chunk_hash, prompt.tag) for chunk_hash in prompt.hashes[:found]]
+                for chunk, loan in enumerate(loans):
+                    with loan:  # what was promised is there
+                        assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
+                for chunk_hash in prompt.hashes[:found]:
+                    assert store.release(chunk_hash, prompt.tag)
+            elif what < 0.9:
+                claim = store.claim(digest, {})
+                claim.poll()
+                claim.poll()
+                claim.close()
+            else:
+                store.evict(digest)
+            store.check()
+            for tier in store._memory():
+                assert tier.stats().resident_bytes <= tier.stats().budget_bytes
+
+    run_threads(16, work, timeout_s=60)
+    _quiet(store)
+    for tier in store._memory():
+        assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
+        assert tier.stats().promoted > 20
+    for made, prompt in shelf.values():
+        assert_served(store, made, prompt)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A store with both tiers against a model of what was promised: leases, loans and claims by cartridge."""
+
+    home: Home
+    shelf: dict[str, tuple[Made, Prompt]]
+
+    @initialize(cpu=st.integers(3, 6), device=st.integers(1, 4))
+    def open(self, cpu: int, device: int) -> None:
+        self.clock = Clock()
+        size = make_fingerprint(**SMALL).token_bytes * 16
+        self.store = self.home.open(
+            fingerprint=make_fingerprint(**SMALL), chunks=cpu, clock=self.clock,
+            settings=STILL | {"device_bytes": device * size, "lookup_timeout_s": 20, "lease_s": 100.0},
+        )  # fmt: skip
+        self.promised: list[tuple[str, int]] = []
+        self.loans: list[tuple[str, int, Loan]] = []
+        self.claims: list[tuple[str, Claim]] = []
+
+    names = st.sampled_from("abcd")
+
+    @rule(name=names)
+    def look_up(self, name: str) -> None:
+        _, prompt = self.shelf[name]
+        found = self.store.lookup(prompt.hashes, prompt.tag)
+        assert prompt.tag is None or found in (0, prompt.whole)
+        self.promised += [(name, chunk) for chunk in range(found)]
+
+    @precondition(lambda self: self.promised)
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        name, chunk = data.draw(st.sampled_from(self.promised))
+        _, prompt = self.shelf[name]
+        loan = self.store.lend(prompt.hashes[chunk], prompt.tag)
+        assert loan is not None, "what was promised is not there"
+        self.loans.append((name, chunk, loan))
+
+    @precondition(lambda self: self.promised)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name, chunk = self.promised.pop(data.draw(st.integers(0, len(self.promised) - 1)))
+        _, prompt = self.shelf[name]
+        assert self.store.release(prompt.hashes[chunk], prompt.tag) is True
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data())
+    def close_loan(self, data: st.DataObject) -> None:
+        self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))[2].close()
+
+    @rule(name=names)
+    def claim(self, name: str) -> None:
+        claim = self.store.claim(self.shelf[name][0].manifest.digest, {})
+        claim.poll()
+        self.claims.append((name, claim))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def close_claim(self, data: st.DataObject) -> None:
+        self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))[1].close()
+
+    @rule(name=names)
+    def evict(self, name: str) -> None:
+        self.store.evict(self.shelf[name][0].manifest.digest)
+
+    @rule()
+    def settle(self) -> None:
+        _quiet(self.store)
+
+    @rule()
+    def let_leases_run_out(self) -> None:
+        self.clock.now += 101
+        self.promised = []
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.store.check()
+        for tier in self.store._memory():
+            assert tier.stats().resident_bytes <= tier.stats().budget_bytes
+        for name, chunk, loan in self.loans:
+            assert loan.bytes.numpy().tobytes() == chunk_bytes(self.shelf[name][0], chunk)
+        for name, claim in self.claims:
+            state = claim.poll()
+            assert NAMES[name][0] == "prefill" or state.admitted in (0, state.chunks)
+
+    def teardown(self) -> None:
+        for *_, loan in self.loans:
+            loan.close()
+        for _, claim in self.claims:
+            claim.close()
+        _quiet(self.store)
+        self.clock.now += 101
+        for tier in self.store._memory():
+            assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
+        for made, prompt in self.shelf.values():
+            if prompt.whole <= self.store._cpu._slab.slots:
+                assert_served(self.store, made, prompt)
+        self.store.close()
+        self.store.check()
+
+
+def test_whatever_is_asked_of_both_tiers_promises_are_kept(home: Home) -> None:
+    class Machine(StoreMachine):
+        pass
+
+    Machine.home, Machine.shelf = home, _shelf(home)
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+    )

@@ -1,0 +1,147 @@
+"""Under load the budget holds, what is asked for often stays, and nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from homes import Clock, Home, chunk_bytes, lent, prompt_for, until
+from making import Made, make_fingerprint
+
+from lmcache_cartridge.store import CartridgeStore
+
+SMALL = {"layers": 1, "head_size": 8}
+CARTRIDGES, ROOM, REQUESTS = 20, 5, 3000
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
+    yield home
+    home.close()
+
+
+def _open(home: Home, chunks: int, **settings: object) -> CartridgeStore:
+    return home.open(fingerprint=make_fingerprint(**SMALL), chunks=chunks, settings={"reload_s": 0} | settings)
+
+
+def _zipf(seed: int) -> list[int]:
+    """Return which cartridge each request asks for: the n-th of them in proportion to 1 / n."""
+    weights = [1 / rank for rank in range(1, CARTRIDGES + 1)]
+    return random.Random(seed).choices(range(CARTRIDGES), weights, k=REQUESTS)
+
+
+def _hits(asked: list[int], *, lru: bool = True) -> int:
+    """Simulate an LRU, or a queue, of whole cartridges with room for `ROOM`; return how many requests it answers."""
+    here: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for name in asked:
+        hits += name in here
+        here[name] = None
+        if lru:
+            here.move_to_end(name)
+        if len(here) > ROOM:
+            here.popitem(last=False)
+    return hits
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+@pytest.mark.parametrize("by", ["lookup", "claim"])
+def test_twenty_cartridges_in_room_for_five_are_kept_as_an_lru_keeps_them(home: Home, kind: str, by: str) -> None:
+    made = [home.make(f"d{n}", kind=kind, positions=48, seed=n, **SMALL) for n in range(CARTRIDGES)]
+    prompts = [prompt_for(home, one, f"d{n}") for n, one in enumerate(made)]
+    store, asked, hits = _open(home, 3 * ROOM), _zipf(1), 0
+    for turn, name in enumerate(asked):
+        prompt = prompts[name]
+        hits += store.resident(prompt.hashes, prompt.tag) == 3
+        if by == "claim":
+            claim = store.claim(made[name].manifest.digest, {})
+            until(lambda: claim.poll().ready)  # noqa: B023
+        assert store.lookup(prompt.hashes, prompt.tag) == 3
+        if turn % 50 == 0:
+            assert lent(store, prompt.hashes[turn % 3], prompt.tag) == chunk_bytes(made[name], turn % 3)
+            store.check()
+        for chunk_hash in prompt.hashes[:3]:
+            assert store.release(chunk_hash, prompt.tag)
+        if by == "claim":
+            claim.close()
+        stats = store.stats()
+        assert stats.resident_bytes <= stats.budget_bytes
+    expected = _hits(asked)
+    assert 0.4 * REQUESTS < expected < 0.6 * REQUESTS
+    assert expected - _hits(asked, lru=False) > 0.03 * REQUESTS, "a load that does not tell an LRU from others"
+    assert abs(hits - expected) / REQUESTS < 0.02
+    assert stats.hits + stats.misses == 3 * REQUESTS
+    assert abs(stats.hits / (3 * REQUESTS) - expected / REQUESTS) < 0.02
+
+
+def _resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("device_chunks", [0, 1])
+def test_memory_is_flat_over_ten_thousand_loads_and_evictions(home: Home, device_chunks: int) -> None:
+    made = [home.make(name, positions=16, seed=seed, **SMALL) for seed, name in enumerate("ab")]
+    prompts = [prompt_for(home, one, name) for one, name in zip(made, "ab", strict=True)]
+    store = _open(home, 1, device_bytes=device_chunks * make_fingerprint(**SMALL).token_bytes * 16)
+
+    def cycles(count: int) -> tuple[float, int]:
+        for turn in range(count // 2):
+            for one, prompt in zip(made, prompts, strict=True):
+                if turn % 10 == 0:
+                    with store.lend(prompt.hashes[0]) as loan:
+                        assert loan.bytes.numel()
+                assert store.lookup(prompt.hashes) == 1
+                assert store.release(prompt.hashes[0])
+                if device_chunks:
+                    until(lambda: store._device.stats().loading == 0)
+                    assert store.evict(one.manifest.digest) == 1
+        gc.collect()
+        return _resident_mib(), len(gc.get_objects())
+
+    warm_up, count = (400, 1000) if device_chunks else (1000, 10_000)
+    before_mib, before_objects = cycles(warm_up)
+    after_mib, after_objects = cycles(count)
+    stats = store.stats()
+    assert stats.promoted >= warm_up + count
+    assert stats.promoted - stats.evicted == stats.resident <= 1
+    assert after_objects - before_objects < 200
+    assert after_mib - before_mib < 3
+
+
+def _tables(store: CartridgeStore) -> dict[str, int]:
+    catalog, index = store._catalog, store._catalog.index
+    held = {**vars(catalog), **{f"index.{name}": value for name, value in vars(index).items()}}
+    return {name: len(value) for name, value in held.items() if isinstance(value, dict | set | list)} | {
+        name: len(value) for name, value in vars(store).items() if isinstance(value, dict | set | list)
+    }
+
+
+def test_nothing_is_left_of_cartridges_that_came_and_went(home: Home) -> None:
+    clock = Clock()
+    made: list[Made] = [home.make(name, positions=32, seed=seed, **SMALL) for seed, name in enumerate("abc")]
+    home.registry.label("current", "a", warm=True)
+    settings = {"reload_s": 0, "lease_s": 10.0}
+    store = home.open(fingerprint=make_fingerprint(**SMALL), chunks=4, settings=settings, clock=clock)
+    until(lambda: not store._claims)
+    before = _tables(store)
+    for turn in range(30):
+        name, one = "bc"[turn % 2], made[1 + turn % 2]
+        store.preload(one.manifest.digest, {})
+        claim = store.claim(one.manifest.digest, {})
+        claim.poll()
+        home.registry.remove(name)
+        store.refresh()
+        claim.close()
+        clock.now += 11
+        store.refresh()
+        home.registry.register(home.root(name))
+        store.refresh()
+    until(lambda: not store._claims)
+    assert _tables(store) == before
+    assert sorted(store.names()) == ["a@1", "b@1", "c@1"]

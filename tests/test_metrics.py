@@ -1,0 +1,528 @@
+"""Metrics: names and values of what stores and requests count, on `/metrics` of a real server and in Grafana."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import SERVER_ARGS
+from wards import MODEL, Asker, patients, register, write_ward
+from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
+
+from lmcache_cartridge import cli
+from lmcache_cartridge.layout import ChunkShape
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.metrics import PREFIX, RequestMetrics, StatusCollector
+from lmcache_cartridge.recall.ward import ask
+from lmcache_cartridge.residency import LOAD_SECONDS
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+with warnings.catch_warnings():  # torch's, while vLLM is imported
+    warnings.simplefilter("ignore")
+    from vllm.exceptions import GracefulHTTPError
+
+    from lmcache_cartridge.serve import scrape
+    from lmcache_cartridge.serve.control import ControlServer, Workers
+
+ROOT = Path(__file__).parents[1]
+DASHBOARD = ROOT / "configs" / "grafana.json"
+
+
+@pytest.fixture
+def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Watched]:
+    watched = Watched(tmp_path, device=getattr(request, "param", True))
+    yield watched
+    watched.close()
+
+
+WITHOUT_DEVICE = pytest.mark.parametrize("watched", [False], indirect=True, ids=["without device"])
+
+
+# Stores.
+
+
+def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched: Watched) -> None:
+    made = watched.make("a")  # four whole chunks
+    watched.look_up(made, "a")
+    while watched.value("promoted_total", tier="device", rank="0") != 4:
+        time.sleep(0.01)  # the device is filled in the background
+    for rank in ("0", "1"):
+        cpu, device = ({"tier": tier, "rank": rank} for tier in ("cpu", "device"))
+        assert watched.value("misses_total", **cpu) == watched.value("promoted_total", **cpu) == 4
+        assert watched.value("resident_chunks", **cpu) == watched.value("load_seconds_count", **cpu) == 4
+        assert watched.value("resident_bytes", **cpu) == 4 * CHUNK_BYTES
+        assert watched.value("budget_bytes", **cpu) == CPU_CHUNKS * CHUNK_BYTES
+        assert watched.value("budget_bytes", **device) == DEVICE_CHUNKS * CHUNK_BYTES
+        assert watched.value("budget_bytes", tier="disk", rank=rank) == DISK_CHUNKS * CHUNK_BYTES
+        assert watched.value("misses_total", tier="disk", rank=rank) == 4
+        assert watched.value("read_bytes_total", tier="source", rank=rank) == 4 * CHUNK_BYTES
+        assert watched.value("reads_total", tier="source", rank=rank) == 4
+        assert watched.value("read_seconds_total", tier="source", rank=rank) > 0
+        for name in ("failed_total", "evicted_total", "loading_chunks", "held_chunks", "leased_chunks", "lent_chunks"):
+            assert watched.value(name, **cpu) == 0, name
+    before = watched.value("hits_total", tier="device", rank="0")
+    watched.look_up(made, "a")
+    assert watched.value("hits_total", tier="device", rank="0") == before + 4
+    assert watched.value("reads_total", tier="source", rank="0") == 4, "a hit reads nothing"
+
+
+@WITHOUT_DEVICE
+def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched: Watched) -> None:
+    rank = {"rank": "0"}
+    made = watched.make("a")
+    watched.make("alien", dtype="float16")
+    assert (watched.value("served_cartridges", **rank), watched.value("refused_cartridges", **rank)) == (1, 1)
+    watched.look_up(made, "a")
+    store = watched.stores[0]
+    store.pin(made.manifest.digest)
+    assert (watched.value("pinned_cartridges", **rank), watched.value("held_chunks", tier="cpu", **rank)) == (1, 4)
+    store.unpin(made.manifest.digest)
+    assert store.evict(made.manifest.digest) == 4
+    assert watched.value("evicted_total", tier="cpu", **rank) == 4
+    assert watched.value("resident_bytes", tier="cpu", **rank) == 0
+    claims = [watched.stores[0].claim(m.manifest.digest, {}) for m in (made, watched.make("b", seed=1))]
+    assert watched.value("waiting_claims", **rank) == 2
+    for claim in claims:
+        while not claim.poll().ready:
+            time.sleep(0.01)
+    assert watched.value("waiting_claims", **rank) == 0
+    for claim in claims:
+        claim.close()
+    for store in watched.stores:
+        store.evict(made.manifest.digest)
+    payload = watched.settings.cartridges_dir / "a" / "1" / "payload.safetensors"
+    payload.write_bytes(bytes(reversed(payload.read_bytes())))
+    broken = watched.stores[0].claim(made.manifest.digest, {})
+    broken.poll()
+    while watched.value("quarantined_cartridges", **rank) != 1:
+        time.sleep(0.01)
+    broken.close()
+    assert watched.value("failed_total", tier="cpu", **rank) >= 1
+    assert watched.value("corrupt_copies_total", tier="source", **rank) >= 1
+
+
+def test_load_times_are_a_histogram_that_adds_up(watched: Watched) -> None:
+    watched.look_up(watched.make("a"), "a")
+    tier = {"tier": "cpu", "rank": "1"}
+    families = {family.name: family for family in text_string_to_metric_families(watched.exposition())}
+    family = families[f"{PREFIX}load_seconds"]
+    buckets = [s for s in family.samples if s.name.endswith("_bucket") and tier.items() <= s.labels.items()]
+    assert [float(s.labels["le"]) for s in buckets] == [*LOAD_SECONDS, float("inf")]
+    counts = [s.value for s in buckets]
+    assert counts == sorted(counts)
+    assert counts[-1] == value(watched.exposition(), "load_seconds_count", **tier) == 4
+    stats = watched.stores[1].stats()
+    assert list(itertools.accumulate(stats.load_counts)) == counts
+    assert value(watched.exposition(), "load_seconds_sum", **tier) == pytest.approx(stats.load_seconds)
+
+
+def test_a_slow_load_is_in_the_bucket_of_its_duration() -> None:
+    counts = [0] * (len(LOAD_SECONDS) + 1)
+    counts[LOAD_SECONDS.index(0.3)], counts[-1] = 2, 1
+    registry = CollectorRegistry()
+    collector = StatusCollector(LOAD_SECONDS, registry=registry)
+    collector.update([{"rank": 3, "tiers": {"cpu": {"load_counts": counts, "load_seconds": 40.5}}}])
+    registry.register(collector)
+    text, tier = generate_latest(registry).decode(), {"tier": "cpu", "rank": "3"}
+    found = {le: value(text, "load_seconds_bucket", le=le, **tier) for le in ("0.1", "0.3", "30.0", "+Inf")}
+    assert found == {"0.1": 0, "0.3": 2, "30.0": 2, "+Inf": 3}
+    assert value(text, "load_seconds_sum", **tier) == 40.5
+
+
+def test_names_are_prefixed_have_base_units_and_teach(watched: Watched) -> None:
+    families = list(text_string_to_metric_families(watched.exposition()))
+    assert len(families) > 30
+    for family in families:
+        assert re.fullmatch(PREFIX + r"[a-z_]+[a-z]", family.name)
+        if family.name.endswith("_created"):  # prometheus_client's own
+            continue
+        assert not re.search(r"_(ms|milliseconds?|kb|mb|mib|kib|percent|ratio|count|total|info)(_|$)", family.name)
+        assert family.type in ("counter", "gauge", "histogram"), family.name
+        assert len(family.documentation) > 20 and family.documentation.endswith((".", "error."))
+        for sample in family.samples:
+            assert sample.labels.keys() <= {"tier", "rank", "outcome", "le"}, "unbounded labels"
+            assert family.type != "counter" or sample.name.endswith("_total")
+            assert sample.value >= 0
+
+
+def test_more_cartridges_make_no_more_series(watched: Watched) -> None:
+    watched.make("a")
+    few = watched.exposition().splitlines()
+    for number in range(20):
+        watched.make(f"more{number}", positions=16, seed=number + 1)
+    many = watched.exposition().splitlines()
+    assert watched.value("served_cartridges", rank="0") == 21
+    assert len(many) == len(few)
+
+
+@WITHOUT_DEVICE
+def test_counters_never_go_back(watched: Watched) -> None:
+    made = [watched.make(f"c{seed}", seed=seed) for seed in range(6)]
+    last: dict[Any, float] = {}
+    for number in range(12):
+        watched.look_up(made[number % 6], f"c{number % 6}")  # 24 chunks through a tier of 16
+        for family in text_string_to_metric_families(watched.exposition()):
+            if family.type == "gauge":
+                continue
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                assert sample.value >= last.get(key, 0)
+                last[key] = sample.value
+    assert watched.value("evicted_total", tier="cpu", rank="0") > 0
+
+
+# What is missing or wrong.
+
+
+def test_a_number_that_a_tier_has_not_is_left_out() -> None:
+    registry = CollectorRegistry()
+    collector = StatusCollector(LOAD_SECONDS, registry=registry)
+    collector.update([{"rank": 0, "tiers": {"disk": {"hits": 1, "new": {"x": 1}}, "source": {}}}])
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    assert value(text, "hits_total", tier="disk", rank="0") == 1
+    assert value(text, "misses_total", tier="disk", rank="0") is None
+    assert "new" not in text
+
+
+def test_a_status_that_cannot_be_read_leaves_the_last_numbers(watched: Watched) -> None:
+    watched.make("a")
+    before = watched.value("served_cartridges", rank="0")
+    for wrong in (
+        [{}],
+        [{"rank": 0, "tiers": {"cpu": {"hits": "x"}}}],
+        [{"rank": 0, "tiers": {"cpu": {"load_counts": [1]}}}],
+        5,
+    ):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            watched.collector.update(wrong)
+    text = generate_latest(watched.registry).decode()
+    assert value(text, "served_cartridges", rank="0") == before == 1
+
+
+def test_the_age_of_the_numbers_grows_until_the_next_update() -> None:
+    now, registry = [10.0], CollectorRegistry()
+    collector = StatusCollector(LOAD_SECONDS, clock=lambda: now[0], registry=registry)
+    registry.register(collector)
+    assert value(generate_latest(registry).decode(), "status_age_seconds") is None, "never updated"
+    collector.update([])
+    for age in (0.0, 2.5):
+        now[0] = 10.0 + age
+        assert value(generate_latest(registry).decode(), "status_age_seconds") == age
+    collector.update([])
+    assert value(generate_latest(registry).decode(), "status_age_seconds") == 0
+
+
+def test_workers_that_die_cost_their_numbers_only_and_are_counted(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scrape, "_EVERY_S", 0.01)
+    watched.make("a")
+    control = ControlServer(lambda: watched.stores[0])
+    alive, dead = Workers([control.path]), Workers([str(tmp_path / "nobody")])
+    workers = [alive]
+
+    async def status() -> Any:
+        return await asyncio.to_thread(workers[0].call, "status")
+
+    def scraped(name: str, **labels: str) -> float | None:
+        return value(generate_latest(watched.registry).decode(), name, **labels)
+
+    async def live() -> None:
+        following = asyncio.create_task(scrape.follow(watched.collector, status))
+        while scraped("served_cartridges", rank="0") != 1:
+            await asyncio.sleep(0.01)
+        assert scraped("status_failures_total") == 0
+        workers[0] = dead
+        while scraped("status_failures_total") < 3:
+            await asyncio.sleep(0.01)
+        assert scraped("served_cartridges", rank="0") == 1, "the last numbers stay"
+        assert scraped("status_age_seconds") > 0.02
+        watched.make("b", seed=1)
+        workers[0] = alive
+        while scraped("served_cartridges", rank="0") != 2:
+            await asyncio.sleep(0.01)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(live(), 30))
+    alive.close()
+    control.close()
+
+
+def test_a_scrape_asks_no_worker(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched.exposition()
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("a scrape asked a worker")
+
+    for store in watched.stores:
+        monkeypatch.setattr(store, "status", asked)
+    assert f"{PREFIX}hits_total" in generate_latest(watched.registry).decode()
+    with pytest.raises(AssertionError, match="a scrape asked"):
+        watched.exposition()
+
+
+# Requests.
+
+
+def _counted(registry: CollectorRegistry) -> dict[str, float]:
+    families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
+    return {
+        s.labels["outcome"]: s.value for s in families[f"{PREFIX}requests"].samples if s.name.endswith("_total")
+    }  # fmt: skip
+
+
+def test_requests_are_counted_once_by_how_they_end() -> None:
+    registry = CollectorRegistry()
+    requests = RequestMetrics(registry)
+    assert _counted(registry) == {"used": 0, "document": 0}, "there from the start, so that rates see the first"
+    for outcome in ("used", "used", "document", None):
+        with requests.request() as counted:
+            counted.value = outcome
+    for error in (
+        GracefulHTTPError("x", HTTPStatus.NOT_FOUND),
+        GracefulHTTPError("x", 503),
+        ValueError(),
+        asyncio.CancelledError(),
+    ):
+        with pytest.raises(type(error)), requests.request() as counted:
+            counted.value = "used"
+            raise error
+    assert _counted(registry) == {
+        "used": 2, "document": 1, "refused_404": 1, "refused_503": 1, "failed": 1, "abandoned": 1
+    }  # fmt: skip
+    with requests.paused(), pytest.raises(GracefulHTTPError), requests.request():
+        raise GracefulHTTPError("x", HTTPStatus.BAD_REQUEST)
+    assert "refused_400" not in _counted(registry)
+
+
+def test_waits_are_measured_whatever_comes_of_them() -> None:
+    registry = CollectorRegistry()
+    requests = RequestMetrics(registry)
+
+    def found(name: str, **labels: str) -> float | None:
+        return value(generate_latest(registry).decode(), name, **labels)
+
+    with requests.wait():
+        time.sleep(0.02)
+        assert found("waiting_requests") == 1
+    with pytest.raises(KeyError), requests.wait():
+        raise KeyError
+    assert (found("waiting_requests"), found("request_wait_seconds_count")) == (0, 2)
+    assert found("request_wait_seconds_sum") >= 0.02
+    assert found("request_wait_seconds_bucket", le="0.01") == 1
+
+
+# Several API servers of one engine.
+
+_SECOND_SERVER = """
+import asyncio, sys, warnings
+warnings.simplefilter("ignore")
+import httpx
+from fastapi import FastAPI
+from prometheus_client import Counter
+from vllm.entrypoints.launchers.app import attach_endpoint_plugins
+from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+from lmcache_cartridge.metrics import requests
+app = FastAPI()
+attach_router(app)
+attach_endpoint_plugins(app, ("generate",))
+plugin, = app.state.endpoint_plugins
+Counter("vllm:something", "Something of vLLM's.").inc()
+requests().injected(7)
+plugin._numbers.update([{"rank": 0, "tiers": {"cpu": {"hits": 5}}}])
+async def get():
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        reply = await client.get("/metrics")
+        print(reply.headers["content-type"], reply.status_code)
+        print(reply.text)
+asyncio.run(get())
+"""
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_path: Path, several: bool) -> None:
+    environment = os.environ | {"VLLM_PLUGINS": "cartridges", "PYTHONPATH": str(ROOT)}
+    if several:
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
+    first = "from lmcache_cartridge.metrics import requests; requests().injected(5)"
+    outputs = [
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+        for code in (first, _SECOND_SERVER)
+    ]
+    head, _, text = outputs[1][outputs[1].index("text/plain") :].partition("\n")
+    assert head.endswith(" 200")
+    assert value(text, "positions_total") == (12 if several else 7)
+    assert value(text, "hits_total", tier="cpu", rank="0") == 5
+    assert "vllm:something_total 1.0" in text
+
+
+# A real server.
+
+KEY = "sk-test"
+
+
+def test_on_a_real_server_counters_move_by_what_requests_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = from_mapping({"home": tmp_path, "cpu_bytes": 64 << 20})
+    model = CausalModel(MODEL)
+    ward = write_ward(model, patients(0, 4), "a")
+    register(model, settings, ward.ids, name="a")
+    shape, whole = model.fingerprint, len(ward.ids) // 256
+    chunk_bytes = ChunkShape(shape.kv_heads, shape.layers, 256, shape.head_size, shape.dtype).size_bytes
+    launch = plan(MODEL, settings, vllm_args=[*SERVER_ARGS, "--api-key", KEY])
+    with ServerProcess(launch, tmp_path / "server.log") as server, Asker(server.url, KEY) as asker:
+        cpu = {"tier": "cpu", "rank": "0"}
+
+        def scraped() -> str:
+            """Return what a scraper without the API key gets once the workers were asked after now."""
+            now = time.monotonic()
+            while True:
+                reply = httpx.get(f"{server.url}/metrics")
+                assert reply.status_code == 200
+                # A status that was asked for before now has been taken in after half a second.
+                if time.monotonic() - value(reply.text, "status_age_seconds") > now + 0.5:
+                    return reply.text
+                time.sleep(0.1)
+
+        def moved(before: str, after: str, *names: str, **labels: str) -> list[float]:
+            return [(value(after, n, **labels) or 0) - (value(before, n, **labels) or 0) for n in names]
+
+        start = scraped()
+        assert value(start, "served_cartridges", rank="0") == 1
+        assert value(start, "status_failures_total") == 0
+        assert value(start, "requests_total", outcome="refused_400") is None, "the server's own probe is not counted"
+        assert value(start, "resident_bytes", **cpu) == value(start, "misses_total", **cpu) == 0
+        assert value(start, "budget_bytes", **cpu) == (64 << 20) // chunk_bytes * chunk_bytes
+        tiers = ("hits_total", "misses_total", "promoted_total", "load_seconds_count", "resident_bytes")
+        used = {"outcome": "used"}
+
+        assert asker.complete(ask(ward.facts[0], 0), "a", cache_salt="1").text.strip() == ward.facts[0].value
+        cold = scraped()
+        assert moved(start, cold, *tiers, **cpu) == [0, whole, whole, whole, whole * chunk_bytes]
+        assert moved(start, cold, "requests_total", **used) == [1]
+        assert moved(start, cold, "positions_total", "request_wait_seconds_count") == [len(ward.ids), 1]
+        assert moved(start, cold, "reads_total", "read_bytes_total", tier="source", rank="0") == [
+            whole,
+            whole * chunk_bytes,
+        ]
+
+        assert asker.complete(ask(ward.facts[1], 0), "a", cache_salt="2").text.strip() == ward.facts[1].value
+        hot = scraped()
+        assert moved(cold, hot, *tiers, **cpu) == [whole, 0, 0, 0, 0]
+        assert moved(cold, hot, "requests_total", **used) == [1]
+        assert moved(cold, hot, "reads_total", tier="source", rank="0") == [0]
+
+        asker.complete("Q: x? A:")
+        with pytest.raises(openai.NotFoundError):
+            asker.complete("Q: x? A:", "nope")
+        end = scraped()
+        assert moved(hot, end, "requests_total", **used) == [0], "one without cartridges is none of ours"
+        assert moved(hot, end, "requests_total", outcome="refused_404") == [1]
+        assert moved(hot, end, "positions_total", "request_wait_seconds_count", "waiting_requests") == [0, 0, 0]
+        for theirs in ("vllm:request_success_total", "vllm:num_requests_running", "http_requests_total"):
+            assert theirs in end
+
+        assert cli.main(["top", "--url", server.url, "--api-key", KEY, "--once", "--format", "json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["tiers"]["cpu"]["hits"] == {"total": whole, "per_s": None}
+        assert [(row["id"], row["state"]) for row in shown["cartridges"]] == [("a", "resident")]
+
+
+# Grafana.
+
+
+def _panels() -> list[dict[str, Any]]:
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+def _exported(watched: Watched) -> dict[str, set[str]]:
+    """Return the type-suffixed names of everything exported, and the labels of each."""
+    labels = {"tier", "rank"}
+    names = {}
+    for family in text_string_to_metric_families(watched.exposition()):
+        suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}[family.type]
+        own = {label for sample in family.samples for label in sample.labels} or labels
+        if not family.name.endswith("_created"):
+            names |= {family.name + suffix: own for suffix in suffixes}
+    return names
+
+
+def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched: Watched) -> None:
+    watched.requests.lost("error")
+    exported = _exported(watched)
+    used = set()
+    for panel in _panels():
+        for target in panel["targets"]:
+            expression = target["expr"]
+            names = re.findall(PREFIX + r"\w+", expression)
+            assert names, expression
+            assert set(names) <= set(exported), expression
+            used |= set(names)
+            labels = set.union(*(exported[name] for name in names)) | {"instance"}
+            grouped = {label.strip() for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(",")}
+            assert grouped | set(re.findall(r"(\w+)[!=]~?\"", expression)) <= labels, expression
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= grouped, (
+                "a legend of a label summed away"
+            )
+            assert expression.count("(") == expression.count(")")
+            for name in names:
+                assert f'{name}{{instance=~"$instance"' in expression, "the choice of server would be ignored"
+                counter = name.endswith(("_total", "_bucket", "_count", "_sum"))
+                assert bool(re.search(rf"rate\({name}\{{", expression)) == counter, "counters need a rate, gauges none"
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in exported if "seconds" in name} | {
+        name for name in exported if not name.endswith(("_bucket", "_sum", "_count"))
+    }
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
+    assert families - shown == set(), "a metric that no panel shows"
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert dashboard["schemaVersion"] >= 39
+    assert "id" not in dashboard, "an id would be that of another Grafana"
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
+    assert [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"] == [
+        "Requests", "Tiers", "Loads", "Sources"
+    ]  # fmt: skip
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = set(itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])))
+        assert not cells & taken, f"{panel['title']} lies over another"
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    for panel in _panels():
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+
+
+def test_the_readme_names_every_metric(watched: Watched) -> None:
+    readme = (ROOT / "README.md").read_text()
+    watch = readme[readme.index("## Watch") :].partition("\n## ")[0]
+    exported = {re.sub("_(bucket|sum|count)$", "", n) if "seconds" in n else n for n in _exported(watched)}
+    named = set(re.findall(r"`([a-z_]+)`", watch))
+    assert {name.removeprefix(PREFIX) for name in exported} - named == set()

@@ -1,0 +1,136 @@
+"""Helpers of the tests of metrics and top: real stores of two ranks, and a small server with their real routes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from making import Made, make_artifact, make_engine, make_fingerprint, sha256_hasher
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache_cartridge.artifact import load_token_ids
+from lmcache_cartridge.metrics import PREFIX, RequestMetrics, StatusCollector
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.residency import LOAD_SECONDS
+from lmcache_cartridge.serve.admin import add_routes
+from lmcache_cartridge.serve.process import free_port
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.store import CartridgeStore
+
+CHUNK = 16
+RANKS = 2
+CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK // RANKS
+"""Of one rank."""
+CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS = 16, 8, 32
+Labels = dict[str, str]
+
+
+class Watched:
+    """Stores of two ranks with every tier, or without the device's, what collects their numbers, and a registry that has it all."""
+
+    def __init__(self, home: Path, *, device: bool = True) -> None:
+        self.settings = Settings(
+            home=home, cpu_bytes=CPU_CHUNKS * CHUNK_BYTES, device_bytes=device * DEVICE_CHUNKS * CHUNK_BYTES,
+            disk_bytes=DISK_CHUNKS * CHUNK_BYTES, disk_local=True, lookup_timeout_s=20, reload_s=0,
+        )  # fmt: skip
+        self.registry = CollectorRegistry()
+        self.collector = StatusCollector(LOAD_SECONDS, registry=self.registry)
+        self.registry.register(self.collector)
+        self.requests = RequestMetrics(self.registry)
+        Registry(self.settings.registry_path)
+        engines = (make_engine(make_fingerprint(), rank=rank, world=RANKS) for rank in range(RANKS))
+        self.stores = [CartridgeStore(self.settings, engine) for engine in engines]
+
+    def make(self, name: str, positions: int = 4 * CHUNK + 8, **arguments: Any) -> Made:
+        """Register an artefact and have the stores take it in."""
+        root = self.settings.cartridges_dir / name / "1"
+        made = make_artifact(root, cartridge_id=name, positions=positions, **arguments)
+        Registry(self.settings.registry_path).register(root)
+        for store in self.stores:
+            store.refresh()
+        return made
+
+    def look_up(self, made: Made, name: str) -> None:
+        """Ask every rank for all chunks of a cartridge, and give back what was promised."""
+        hashes = list(
+            sha256_hasher(CHUNK)(load_token_ids(made.manifest, self.settings.cartridges_dir / name / "1").tolist())
+        )
+        for store in self.stores:
+            assert store.lookup(hashes) == len(hashes)
+            assert sum(store.release(chunk_hash) for chunk_hash in hashes) == len(hashes)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every rank's status."""
+        return [store.status() for store in self.stores]
+
+    def exposition(self) -> str:
+        """Return what `/metrics` shows after an update."""
+        self.collector.update(self.status())
+        return generate_latest(self.registry).decode()
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return one number, without our prefix, after an update; None if there is none."""
+        return value(self.exposition(), name, **labels)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+            store.check()
+
+
+def value(exposition: str, name: str, **labels: str) -> float | None:
+    """Return the one sample of a name, without our prefix, and exactly these labels; None if there is none."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+        if (sample.name, sample.labels) == (PREFIX + name, labels)
+    ]
+    assert len(found) <= 1, f"{name} {labels} is there {len(found)} times"
+    return found[0] if found else None
+
+
+@contextmanager
+def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
+    """Serve `/metrics` and our own `/v1/cartridges`, the latter behind an API key as vLLM has it; lend the URL."""
+    app = FastAPI()
+
+    async def call(method: str) -> list[Any]:
+        return [getattr(store, method)() for store in watched.stores]
+
+    add_routes(app, SimpleNamespace(settings=watched.settings, call=call))
+
+    @app.middleware("http")
+    async def authenticate(request: Request, call_next: Any) -> Response:
+        wrong = key is not None and request.headers.get("authorization") != f"Bearer {key}"
+        return Response(status_code=401) if wrong and request.url.path.startswith("/v1") else await call_next(request)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(watched.exposition(), media_type="text/plain")
+
+    with listening(app) as url:
+        yield url
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """Run an ASGI app on a free port; lend its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
