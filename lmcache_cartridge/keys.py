@@ -118,10 +118,7 @@ class KeyIndex:
 
     def candidates(self, chunk_hash: int, tag: str | None) -> tuple[ChunkKey, ...]:
         """Return every chunk that answers a hash, hidden ones too, the newest cartridge's first; no side effects."""
-        if tag is not None:
-            key = (self._trained.get(tag) or self._chains.get(tag) or {}).get(chunk_hash)
-        else:
-            key = self._prefill.get(chunk_hash)
+        key = self._table(tag).get(chunk_hash)
         if key is None:
             return ()
         return (key,) if tag is not None else (key, *self._others.get(chunk_hash, ()))
@@ -131,11 +128,21 @@ class KeyIndex:
 
         Cartridges whose digest is in `without` do not count.
         """
-        run, hidden = [], self._hidden if tag is None else ()
+        table, hidden = self._table(tag), self._hidden if tag is None else ()
+        run = []
         for chunk_hash in hashes:
-            found = self.candidates(chunk_hash, tag)
-            key = next((k for k in found if k.digest not in without and k.digest not in hidden), None)
+            key = table.get(chunk_hash)
             if key is None:
                 break
+            if key.digest in without or key.digest in hidden:
+                others = self.candidates(chunk_hash, tag)[1:]
+                key = next((k for k in others if k.digest not in without and k.digest not in hidden), None)
+                if key is None:
+                    break
             run.append(key)
         return run
+
+    def _table(self, tag: str | None) -> dict[int, ChunkKey]:
+        if tag is None:
+            return self._prefill
+        return self._trained.get(tag) or self._chains.get(tag) or {}

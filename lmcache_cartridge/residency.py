@@ -264,12 +264,19 @@ class Residency:
 
     def lend(self, key: ChunkKey) -> Loan | None:
         """Return the resident bytes of a chunk, or None if it is not resident."""
+        return next(iter(self.lend_run([key])), None)
+
+    def lend_run(self, keys: Sequence[ChunkKey]) -> list[Loan]:
+        """Return the resident bytes of each of the longest leading run of `keys` that is resident."""
+        loans = []
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None or entry.state != "resident":
-                return None
-            entry.loans += 1
-            return Loan(self, entry, self._slab.tensor(entry.slot))
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is None or entry.state != "resident":
+                    break
+                entry.loans += 1
+                loans.append(Loan(self, entry, self._slab.tensor(entry.slot)))
+        return loans
 
     def resident_by_digest(self) -> dict[str, int]:
         """Return how many chunks of each digest are resident; no side effects."""

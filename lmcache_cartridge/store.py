@@ -222,11 +222,26 @@ class CartridgeStore:
         self._cpu.release(keys[0])
         return loan
 
+    def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Loan]:
+        """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
+        self._catalog.derive(tag)
+        keys = self._catalog.index.leading(hashes, tag)
+        loans = next(filter(None, (tier.lend_run(keys) for tier in self._memory())), [])
+        for chunk_hash in hashes[len(loans) :]:
+            loan = self.lend(chunk_hash, tag)
+            if loan is None:
+                break
+            loans.append(loan)
+        return loans
+
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
         self._catalog.derive(tag)
-        keys = self._catalog.index.candidates(chunk_hash, tag)
-        return any(tier.release(key) for key in keys for tier in self._memory())
+        for key in self._catalog.index.candidates(chunk_hash, tag):
+            for tier in self._memory():
+                if tier.release(key):
+                    return True
+        return False
 
     # What the request layer asks.
 

@@ -514,7 +514,7 @@ def test_a_store_that_fails_is_a_miss_and_never_an_error(
     assert serving.plugin.batched_contains(keys, pin=True) == 5, "the control: the store could answer"
     assert all(serving.plugin.unpin(key) for key in keys)
     for error in (RuntimeError, KeyError, MemoryError, OSError, AssertionError):
-        for name in ("lookup", "resident", "lend", "release"):
+        for name in ("lookup", "resident", "lend", "lend_run", "release"):
             monkeypatch.setattr(CartridgeStore, name, _raise(error("the store is broken")))
         assert ask(serving.plugin, keys) == neutral
     caplog.clear()

@@ -8,6 +8,7 @@ constructor is logged and the plugin dropped. So nothing here raises but the con
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -112,7 +113,10 @@ class CartridgeBackend(StoragePluginInterface):
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """End one lease of a chunk; False if it has none."""
-        return self._guard(lambda: self._store.release(key.chunk_hash, _tag(key)), default=False)
+        return self._guard(self._release, key, default=False)
+
+    def _release(self, key: CacheEngineKey) -> bool:
+        return self._store.release(key.chunk_hash, _tag(key))
 
     def _contains(self, keys: list[CacheEngineKey], pin: bool) -> int:
         if not keys:
@@ -124,20 +128,25 @@ class CartridgeBackend(StoragePluginInterface):
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Return a memory object over the resident bytes of each key, LMCache's to release; None from a miss on."""
-        found: list[MemoryObj | None] = [None] * len(keys)
-        for i, key in enumerate(keys):
-            found[i] = self.get_blocking(key)
-            if found[i] is None:
-                break
-        return found
+        found = self._guard(self._get, keys, default=[])
+        return [*found, *[None] * (len(keys) - len(found))]
 
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
         """Return a memory object over the chunk's resident bytes, LMCache's to release, or None on a miss."""
-        return self._guard(self._get, key, default=None)
+        return self.batched_get_blocking([key])[0]
 
-    def _get(self, key: CacheEngineKey) -> MemoryObj | None:
-        loan = self._store.lend(key.chunk_hash, _tag(key))
-        return None if loan is None else _memory_object(loan, self._store)
+    def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
+        size, dtype = _geometry(self._store)
+        size_bytes = self._store.shape.size_bytes
+        found: list[MemoryObj] = []
+        # LMCache asks for the chunks of one request, and a request has one tag.
+        for tag, run in itertools.groupby(keys, _tag):
+            hashes = [key.chunk_hash for key in run]
+            loans = self._store.lend_run(hashes, tag)
+            found += [_memory_object(loan, size, dtype, size_bytes) for loan in loans]
+            if len(loans) < len(hashes):
+                break
+        return found
 
     # Everything LMCache asks of a backend that stores: nothing is.
 
@@ -203,17 +212,20 @@ class _Lender(MemoryAllocatorInterface):
         """Return None: a lender has nothing but its loan."""
 
 
-def _memory_object(loan: Loan, store: CartridgeStore) -> MemoryObj:
-    """Wrap resident bytes for LMCache without copying. A fresh object each time: LMCache counts references in it."""
+def _geometry(store: CartridgeStore) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and dtype of the store's chunks as LMCache's KV_2LTD."""
     shape, layout = store.shape, store.engine.layout
     planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
-    size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
-    dtype = DTYPES[shape.dtype]
+    return torch.Size([planes[0], shape.layers, shape.tokens, planes[1]]), DTYPES[shape.dtype]
+
+
+def _memory_object(loan: Loan, size: torch.Size, dtype: torch.dtype, size_bytes: int) -> MemoryObj:
+    """Wrap resident bytes for LMCache without copying. A fresh object each time: LMCache counts references in it."""
     metadata = MemoryObjMetadata(
         shape=size,
         dtype=dtype,
         address=loan.bytes.data_ptr(),
-        phy_size=shape.size_bytes,
+        phy_size=size_bytes,
         ref_count=1,
         fmt=MemoryFormat.KV_2LTD,
         shapes=[size],

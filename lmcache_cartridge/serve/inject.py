@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
@@ -11,6 +11,17 @@ from lmcache.v1.memory_management import MemoryObj
 
 from ..errors import UnsupportedEngine
 from ..layout import ChunkShape, heads_view
+
+_GATHER_BYTES = 1 << 20
+"""How much of one layer is written by one call: enough to make the call worth its cost, little enough to stay cached."""
+
+
+class _Piece(NamedTuple):
+    """What is to be written of one chunk."""
+
+    layers: tuple[torch.Tensor, ...]
+    """K and V of each layer, `[2, H, T, D]`."""
+    slots: torch.Tensor
 
 
 class EngineWriteConnector(GPUConnectorInterface):
@@ -24,6 +35,7 @@ class EngineWriteConnector(GPUConnectorInterface):
     def __init__(self) -> None:
         self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         self._shape: ChunkShape | None = None
+        self._gathered = 1
 
     def bind(self, kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape) -> None:
         """Write to `kv_caches` from now on: one tensor a layer, by the name of its attention layer in `layers`.
@@ -52,6 +64,7 @@ class EngineWriteConnector(GPUConnectorInterface):
                 )
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
+        self._gathered = max(1, _GATHER_BYTES * shape.layers // shape.size_bytes)
 
     def batched_to_gpu(self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
         """Write chunk i to the slots of tokens `starts[i]` to `ends[i]`, less what vLLM has cached itself.
@@ -59,23 +72,32 @@ class EngineWriteConnector(GPUConnectorInterface):
         Returns when the bytes are in the engine's blocks, so that the chunks' memory may be reused.
         """
         slots, cached = kwargs["slot_mapping"], kwargs.get("vllm_cached_tokens", 0)
+        pieces = []
         for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
             skip = min(max(cached - start, 0), end - start)
             if skip < end - start:
-                self._write(chunk.raw_data, skip, slots[start + skip : end])
+                pieces.append(self._piece(chunk.raw_data, skip, slots[start + skip : end]))
+        for first in range(0, len(pieces), self._gathered):
+            self._write(pieces[first : first + self._gathered])
         if slots.is_cuda:
             torch.cuda.current_stream(slots.device).synchronize()
 
-    def _write(self, raw: torch.Tensor, skip: int, slots: torch.Tensor) -> None:
+    def _piece(self, raw: torch.Tensor, skip: int, slots: torch.Tensor) -> _Piece:
         assert self._shape is not None and raw.numel() == self._shape.size_bytes, "a chunk of another shape"
         assert len(slots) == self._shape.tokens - skip, "a chunk of another length"
-        device = slots.device
-        keys, values = heads_view(raw.to(device, non_blocking=True), self._shape)
-        if device.type != "cpu":
-            # The CUDA ops take a token stride only; the CPU op takes a head stride too and needs no copy.
-            keys, values = keys.contiguous(), values.contiguous()
+        kv = heads_view(raw.to(slots.device, non_blocking=True), self._shape)[:, :, skip:]
+        return _Piece(kv.transpose(2, 3).unbind(1), slots)
+
+    def _write(self, pieces: Sequence[_Piece]) -> None:
+        """Write some chunks together: to gather a layer of several costs less than a call of the op for each."""
+        slots = torch.cat([piece.slots for piece in pieces])
         for layer, (module, kv_cache) in enumerate(self._layers):
-            module.impl.do_kv_cache_update(module, keys[layer, skip:], values[layer, skip:], kv_cache, slots)
+            planes = [piece.layers[layer] for piece in pieces]
+            keys, values = (torch.cat(planes, dim=2) if len(planes) > 1 else planes[0]).transpose(1, 2)
+            if slots.device.type != "cpu":
+                # The CUDA ops take a token stride only; the CPU op takes a head stride too and needs no copy.
+                keys, values = keys.contiguous(), values.contiguous()
+            module.impl.do_kv_cache_update(module, keys, values, kv_cache, slots)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Write one chunk; see `batched_to_gpu`."""

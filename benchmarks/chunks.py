@@ -1,0 +1,612 @@
+"""Chunks through the plugin as LMCache calls it, beside LMCache's own backends and the limits of the machine.
+
+    python benchmarks/chunks.py [--full] [--s3] [--payload 512MiB] [--scratch DIR]
+
+What is timed is what LMCache does with a backend in one retrieval: `batched_contains` with a pin, `batched_get_blocking`,
+then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
+
+  cpu    resident in our cpu tier           LMCache LocalCPU; copying the same bytes once (memcpy)
+  disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies);
+                                            `preadv` into a reused buffer, with and without checksums
+  s3     on S3, verified (--s3)             parallel ranged GETs of the same parts by the same client
+
+Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it) and, for ours, that the chunks were evicted from memory; no O_DIRECT. Cached means that the page cache has the
+files, which takes the disk out of the comparison. Every contender has four threads and runs in turn with the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import report
+from blake3 import blake3
+from sizes import SHAPES, Shape
+
+from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.settings import Settings, from_mapping, parse_bytes
+
+THREADS = 4
+CONCURRENCY = (1, 4, 16)
+CPU_LOOPS = 20
+"""Retrievals in one sample of the cpu tier, which takes microseconds."""
+STEP_BYTES = 1 << 20
+TINY = Shape("tiny", 2, 256, 4, 2, 64, 512, 1000)
+
+
+class Case(NamedTuple):
+    """What one run of contenders shares."""
+
+    shape: Shape
+    chunk_tokens: int
+    chunks: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk."""
+        return self.chunk_tokens * self.shape.token_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return self.chunks * self.chunk_bytes
+
+
+class Scene(NamedTuple):
+    """A case set up: LMCache's engine with our plugin, LMCache's own backends, and the files of them all."""
+
+    case: Case
+    plugin: Any
+    digest: str
+    payload: Path
+    manifest: Manifest
+    rivals: dict[str, Any]
+    rival_files: Path
+    keys: list[Any]
+    s3: Any = None
+    """`(server, digest, keys, settings)` of a copy on S3, or None."""
+
+
+def cases(options: Any) -> list[Case]:
+    """Return what is measured: all shapes at one chunk size and all chunk sizes at one shape, or all of both."""
+    if options.smoke:
+        return [Case(TINY, 64, 8)]
+    shapes = [SHAPES[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")]
+    pairs = [(shape, tokens) for shape in shapes for tokens in (64, 256, 1024)]
+    if not options.full:
+        pairs = [(shape, tokens) for shape, tokens in pairs if tokens == 256 or shape is shapes[0]]
+    made = []
+    for shape, tokens in pairs:
+        chunks = max(1, min(64, options.payload // (tokens * shape.token_bytes)))
+        made.append(Case(shape, tokens, chunks))
+    return made
+
+
+def finite_bytes(count: int) -> bytes:
+    """Return random bfloat16 numbers, none of them NaN or infinite, as bytes."""
+    words = np.random.default_rng(0).integers(0, 1 << 16, count // 2, dtype=np.uint16)
+    return (words & 0xBFFF).astype("<u2").tobytes()
+
+
+def write_artifact(root: Path, fingerprint: Any, case: Case, seed: int) -> Manifest:
+    """Write an artefact whose chunks all have the same bytes; another seed gives other token ids."""
+    from lmcache_cartridge.manifest import Provenance
+    from lmcache_cartridge.writer import ArtifactWriter
+
+    ids = np.random.default_rng(seed).integers(0, fingerprint.vocab_size, case.chunks * case.chunk_tokens)
+    writer = ArtifactWriter(
+        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=fingerprint, token_ids=ids,
+        chunk_tokens=case.chunk_tokens,
+    )  # fmt: skip
+    data = finite_bytes(case.chunk_bytes)
+    with writer:
+        for _ in range(case.chunks):
+            writer.write(data)
+        return writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"))
+
+
+@contextlib.contextmanager
+def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
+    """Set a case up in `scratch` and take it down."""
+    import torch
+    from blocks import vllm_config
+    from inprocess import lmcache_config, lmcache_engine, lmcache_metadata, plugin
+    from lmcache.v1.metadata import LMCacheMetadata  # noqa: F401  (lmcache only after vllm: vLLM 0.32 on CPU)
+
+    from lmcache_cartridge.artifact import load_token_ids
+    from lmcache_cartridge.registry import Registry
+    from lmcache_cartridge.serve import engine as engines
+    from lmcache_cartridge.serve.inject import EngineWriteConnector
+
+    model = scratch / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(case.shape.config()))
+    positions = case.chunks * case.chunk_tokens
+    config = vllm_config(model, max_model_len=max(2048, positions + 64), dtype="bfloat16")
+    settings = from_mapping(
+        {
+            "home": scratch / "home", "cpu_bytes": case.size_bytes, "lookup_timeout_s": 60, "load_threads": THREADS,
+            "disk_bytes": 0, "reload_s": 0, "disk_dir": scratch / "cache",
+        }
+        | ({"s3_endpoint_url": s3_server.endpoint, "s3_region": "us-east-1"} if s3_server else {})
+    )  # fmt: skip
+    registry = Registry(settings.registry_path)
+    lm = lmcache_config(settings, case.chunk_tokens)
+    metadata = lmcache_metadata(lm, config)
+    fingerprint = engines._fingerprint(config, metadata)
+    root = scratch / "doc"
+    manifest = write_artifact(root, fingerprint, case, seed=1)
+    registry.register(root)
+    remote = push(scratch, fingerprint, case, settings, registry, s3_server) if s3_server else None
+    rival_files = scratch / "rivals"
+    with lmcache_engine(lm, config, EngineWriteConnector()) as engine, torch.inference_mode():
+        store = plugin(engine).store
+
+        def keys_of(artefact: Manifest, where: Path) -> list[Any]:
+            ids = load_token_ids(artefact, where).tolist()
+            return [key for _, _, key in engine.token_database.process_tokens(tokens=ids)]
+
+        keys = keys_of(manifest, root)
+        s3 = None
+        if remote:
+            wait_for(lambda: f"{remote.name}" in store.names(), "the manifest on S3")
+            s3 = (s3_server, remote.digest, keys_of(remote, scratch / "remote"), settings)
+        with own_backends(settings, case, metadata, rival_files, keys) as rivals:
+            yield Scene(
+                case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, rivals, rival_files,
+                keys, s3,
+            )  # fmt: skip
+
+
+def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:
+    """Put an artefact of the same chunks, with other token ids, on S3 and register it there."""
+    from lmcache_cartridge.sources import Sources
+    from lmcache_cartridge.transfer import push as push_artifact
+
+    root = scratch / "remote"
+    manifest = write_artifact(root, fingerprint, case, seed=2)
+    bucket = f"bench-{os.getpid()}-{time.monotonic_ns()}"
+    server.client.create_bucket(Bucket=bucket)
+    location = f"s3://{bucket}/remote"
+    sources = Sources(settings)
+    try:
+        push_artifact(root, location, sources.s3(), force=False, progress=lambda *_: None)
+    finally:
+        sources.close()
+    registry.register(root, location)
+    return manifest
+
+
+@contextlib.contextmanager
+def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, keys: list[Any]) -> Iterator[dict]:
+    """Build LMCache's LocalCPU, LocalDisk and file system backends, holding a chunk under each key."""
+    import torch
+    from blocks import quietly
+    from inprocess import lmcache_config
+    from lmcache.v1.memory_management import MemoryFormat
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+    from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+    for name in ("disk", "fs"):
+        (files / name).mkdir(parents=True)
+    pool_gb = (2 * case.size_bytes + (64 << 20)) / 2**30
+    config = lmcache_config(
+        settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/disk/",
+        max_local_disk_size=4 * pool_gb, remote_storage_plugins=["fs"],
+        extra={"remote_storage_plugin.fs.base_path": str(files / "fs"), "disk_io_threads": THREADS},
+    )  # fmt: skip
+    loop, files_pool = asyncio.new_event_loop(), ThreadPoolExecutor(THREADS)
+    loop.set_default_executor(files_pool)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    with quietly():
+        cpu = LocalCPUBackend(config, metadata, "cpu")
+        disk = LocalDiskBackend(config, loop, cpu, "cpu", None, metadata)
+        fs = RemoteBackend(config, metadata, loop, cpu, "cpu", plugin_name="fs")
+    data = torch.frombuffer(bytearray(finite_bytes(case.chunk_bytes)), dtype=torch.uint8)
+    shape = torch.Size([2, case.shape.layers, case.chunk_tokens, case.shape.kv_heads * case.shape.head_size])
+    for key in keys:
+        chunk = cpu.allocate(shape, torch.bfloat16, MemoryFormat.KV_2LTD)
+        chunk.raw_data[: case.chunk_bytes].copy_(data)
+        for backend in (cpu, disk, fs):
+            backend.batched_submit_put_task([key], [chunk])
+        chunk.ref_count_down()
+    for backend in (disk, fs):
+        wait_for(lambda backend=backend: backend.batched_contains(keys) == len(keys), f"LMCache's {backend}", 300)
+        wait_for(lambda backend=backend: not any(map(backend.exists_in_put_tasks, keys)), f"LMCache's {backend}", 300)
+    try:
+        yield {"LMCache LocalCPU": cpu, "LMCache LocalDisk": disk, "LMCache FS": fs}
+    finally:
+        for backend in (fs, disk, cpu):
+            with contextlib.suppress(Exception):
+                backend.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        files_pool.shutdown()
+        loop.close()
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    """Return when the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.02)
+
+
+def retrieve(backend: Any, keys: Sequence[Any]) -> None:
+    """Do what LMCache does with a backend in one retrieval, but for the injection."""
+    found = backend.batched_contains(keys, True)
+    assert found == len(keys), f"{backend} has {found} of {len(keys)} chunks"
+    chunks = backend.batched_get_blocking(keys)
+    assert None not in chunks and len(chunks) == len(keys), f"{backend} lost a chunk"
+    for chunk in chunks:
+        chunk.ref_count_down()
+    for key in keys:
+        backend.unpin(key)
+
+
+def runs(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Cut into up to `count` runs of nearly equal length."""
+    count = min(count, len(items))
+    cuts = [len(items) * i // count for i in range(count + 1)]
+    return [items[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def at_once(work: Callable[[Any], None], parts: Sequence[Any]) -> float:
+    """Return the seconds that a thread for each part takes, all started together."""
+    if len(parts) == 1:
+        return report.timed(lambda: work(parts[0]))
+    start, errors = threading.Barrier(len(parts) + 1), []
+
+    def run(part: Any) -> None:
+        start.wait()
+        try:
+            work(part)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    took = report.timed(lambda: [thread.join() for thread in threads])
+    if errors:
+        raise errors[0]
+    return took
+
+
+def drop(files: Sequence[Path]) -> None:
+    """Drop files from the page cache, and prove it."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            for _ in range(10):  # pages that a core has just put in stay until it flushes its list of them
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                if not (share := cached_share(path)):
+                    break
+                time.sleep(0.05)
+            else:
+                raise RuntimeError(f"{share:.1%} of {path} stays in the page cache")
+        finally:
+            os.close(descriptor)
+
+
+def cached_share(path: Path) -> float:
+    """Return how much of a file is in the page cache, as `mincore` tells."""
+    mapped = np.memmap(path, np.uint8, "r")
+    pages = np.zeros(-(-len(mapped) // 4096), np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return float((pages & 1).mean())
+
+
+def warm(files: Sequence[Path]) -> None:
+    """Bring files into the page cache."""
+    buffer = bytearray(8 << 20)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+class Limit:
+    """`preadv` of the payload's chunks into one reused buffer by `THREADS` threads, each chunk verified or not."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._start = scene.manifest.payload.data_offset_bytes
+        self._path, self._bytes, self._chunks = scene.payload, scene.case.chunk_bytes, scene.case.chunks
+        self._head_bytes = scene.manifest.head_bytes(0)
+        self._buffer = memoryview(np.ones(scene.case.size_bytes, np.uint8))
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._hashers = ThreadPoolExecutor(THREADS)
+
+    def read(self) -> None:
+        """Read only."""
+        self._each(lambda descriptor, chunk: self._read(descriptor, chunk))
+
+    def read_then_hash(self) -> None:
+        """Read a chunk, then hash it; other threads read meanwhile."""
+
+        def work(descriptor: int, chunk: int) -> None:
+            for head in self._heads(self._read(descriptor, chunk)):
+                blake3(head).digest()
+
+        self._each(work)
+
+    def read_while_hashing(self) -> None:
+        """Read a chunk in steps, and hash each step in another thread while the next one is read."""
+
+        def work(descriptor: int, chunk: int) -> None:
+            pending = None
+            for head, part in enumerate(self._heads(self._place(chunk))):
+                hasher = blake3()
+                for offset in range(0, len(part), STEP_BYTES):
+                    step = part[offset : offset + STEP_BYTES]
+                    at = self._start + chunk * self._bytes + head * self._head_bytes + offset
+                    _read_all(descriptor, step, at)
+                    if pending is not None:
+                        pending.result()
+                    pending = self._hashers.submit(hasher.update, step)
+            pending.result()
+
+        self._each(work)
+
+    def _each(self, work: Callable[[int, int], Any]) -> None:
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            list(self._pool.map(lambda chunk: work(descriptor, chunk), range(self._chunks)))
+        finally:
+            os.close(descriptor)
+
+    def _place(self, chunk: int) -> memoryview:
+        return self._buffer[chunk * self._bytes : (chunk + 1) * self._bytes]
+
+    def _read(self, descriptor: int, chunk: int) -> memoryview:
+        _read_all(descriptor, self._place(chunk), self._start + chunk * self._bytes)
+        return self._place(chunk)
+
+    def _heads(self, chunk: memoryview) -> list[memoryview]:
+        return [chunk[i : i + self._head_bytes] for i in range(0, len(chunk), self._head_bytes)]
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown()
+        self._hashers.shutdown()
+
+
+def _read_all(descriptor: int, out: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(out):
+        done += os.preadv(descriptor, [out[done:]], offset + done)
+
+
+def measure_cpu(at: Scene, repeat: int) -> list[dict[str, Any]]:
+    """Return a row for each contender and concurrency with everything in memory."""
+    rows = []
+    source, target = np.ones(at.case.size_bytes, np.uint8), np.empty(at.case.size_bytes, np.uint8)
+    retrieve(at.plugin, at.keys)
+    for c in CONCURRENCY:
+        parts = runs(at.keys, c)
+
+        def loops(backend: Any, parts: Any = parts) -> float:
+            def work(keys: Any) -> None:
+                for _ in range(CPU_LOOPS):
+                    retrieve(backend, keys)
+
+            took = at_once(work, parts) / CPU_LOOPS
+            if hasattr(backend, "keys_in_request"):
+                backend.touch_cache()
+            return took
+
+        samples = report.in_turns(
+            {
+                "cartridge": lambda loops=loops: loops(at.plugin),
+                "LMCache LocalCPU": lambda loops=loops: loops(at.rivals["LMCache LocalCPU"]),
+                "memcpy of the bytes": lambda: report.timed(lambda: np.copyto(target, source)),
+            },
+            repeat,
+        )
+        rows += make_rows(at.case, "cpu", c, samples)
+    return rows
+
+
+def measure_disk(at: Scene, repeat: int, cold: bool) -> list[dict[str, Any]]:
+    """Return a row for each contender and concurrency with the chunks in files, in the page cache or not."""
+    limit, rows = Limit(at), []
+    files = {
+        "cartridge": [at.payload],
+        "LMCache LocalDisk": sorted((at.rival_files / "disk").rglob("*.pt")),
+        "LMCache FS": sorted((at.rival_files / "fs").rglob("*.data")),
+    }
+    assert all(files.values()), "no files of some backend"
+
+    def prepare(name: str) -> None:
+        at.plugin.store.evict(at.digest)
+        (drop if cold else warm)(files.get(name, files["cartridge"]))
+
+    reads = {
+        "preadv": limit.read,
+        "preadv, then checksum": limit.read_then_hash,
+        "preadv while checksumming": limit.read_while_hashing,
+    }
+    for c in CONCURRENCY:
+        parts = runs(at.keys, c)
+
+        def through(name: str, backend: Any, parts: Any = parts) -> float:
+            prepare(name)
+            return at_once(lambda keys: retrieve(backend, keys), parts)
+
+        def limited(name: str) -> float:
+            prepare(name)
+            return report.timed(reads[name])
+
+        contenders: dict[str, Callable[[], float]] = {
+            "cartridge": lambda through=through: through("cartridge", at.plugin)
+        }
+        for name in ("LMCache LocalDisk", "LMCache FS"):
+            contenders[name] = lambda name=name, through=through: through(name, at.rivals[name])
+        if c == 1:
+            contenders |= {name: (lambda name=name, limited=limited: limited(name)) for name in reads}
+        rows += make_rows(at.case, "disk cold" if cold else "disk cached", c, report.in_turns(contenders, repeat))
+    limit.close()
+    return rows
+
+
+def measure_s3(at: Scene, repeat: int) -> list[dict[str, Any]]:
+    """Return a row for ours and for raw ranged GETs, by the same client settings."""
+    server, digest, keys, settings = at.s3
+    from lmcache_cartridge.registry import Registry
+    from lmcache_cartridge.s3 import parse
+    from lmcache_cartridge.sources import Sources
+
+    location = Registry(settings.registry_path, read_only=True).find("remote").location
+    bucket, prefix = parse(location)
+    key, sources = f"{prefix}/payload.safetensors", Sources(settings)
+    client, part = sources.s3()._client, settings.s3_part_bytes
+    buffer = memoryview(np.ones(at.case.size_bytes, np.uint8))
+    start = at.manifest.payload.data_offset_bytes
+    pool = ThreadPoolExecutor(settings.s3_connections)
+
+    def get(offset: int) -> None:
+        out = buffer[offset : min(offset + part, len(buffer))]
+        last = start + offset + len(out) - 1
+        body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start + offset}-{last}")["Body"]
+        done = 0
+        while done < len(out):
+            done += body.readinto(out[done:])
+
+    def ours(c: int) -> float:
+        at.plugin.store.evict(digest)
+        return at_once(lambda part: retrieve(at.plugin, part), runs(keys, c))
+
+    rows = []
+    for c in CONCURRENCY:
+        contenders: dict[str, Callable[[], float]] = {"cartridge": lambda c=c: ours(c)}
+        if c == 1:
+            contenders["ranged GETs"] = lambda: report.timed(lambda: list(pool.map(get, range(0, len(buffer), part))))
+        rows += make_rows(at.case, "s3", c, report.in_turns(contenders, repeat))
+    pool.shutdown()
+    sources.close()
+    return rows
+
+
+def make_rows(case: Case, tier: str, c: int, samples: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return a row for each contender, its time beside ours."""
+    ours = report.Spread.of(samples["cartridge"]).median
+    rows = []
+    for name, seconds in samples.items():
+        took = report.Spread.of(seconds)
+        rows.append(
+            {
+                "model": case.shape.name,
+                "chunk": case.chunk_tokens,
+                "chunks": case.chunks,
+                "tier": tier,
+                "c": c,
+                "contender": name,
+                "us a chunk": took.text(1e6 / case.chunks),
+                "GB/s": round(case.size_bytes / took.median / report.GB, 2),
+                "ours / it": round(took.median / ours, 2),
+                "_seconds": seconds,
+            }
+        )
+    return rows
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the figures of issue 6 as lines."""
+    lines = []
+    cells = {(r["model"], r["chunk"], r["tier"], r["c"]): [] for r in rows if r["c"] == 1}
+    for row in rows:
+        if row["c"] == 1:
+            cells[row["model"], row["chunk"], row["tier"], 1].append(row)
+    for (model, chunk, tier, _), found in cells.items():
+        ratio = {row["contender"]: row["ours / it"] for row in found}
+        us = next(float(row["us a chunk"].split()[0]) for row in found if row["contender"] == "cartridge")
+        where = f"{model}, chunk {chunk}, {tier}:"
+        if tier == "cpu":
+            lines.append(f"{where} {us:g} us a chunk (at most 5), {ratio['LMCache LocalCPU']:g} x LMCache LocalCPU's rate (at least 1)")
+        elif tier == "s3":
+            lines.append(f"{where} {ratio['ranged GETs']:g} of raw ranged GETs (at least 0.9)")
+        else:
+            limit = min(ratio["preadv, then checksum"], ratio["preadv while checksumming"])
+            lines.append(
+                f"{where} {limit:g} of preadv with checksum (at least 0.9), {ratio['LMCache LocalDisk']:g} x LMCache "
+                "LocalDisk (at least 2)"
+            )
+    return lines
+
+
+def panels(rows: Sequence[dict[str, Any]]) -> list[report.Panel]:
+    """Return one diagram a tier: bytes per second of each contender by model and chunk size, at c = 1."""
+    made = []
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        curves: dict[str, list[report.Point]] = {}
+        for row in rows:
+            if row["tier"] == tier and row["c"] == 1:
+                size_gb = row["GB/s"] * report.Spread.of(row["_seconds"]).median
+                rate = report.Spread.of([size_gb / s for s in row["_seconds"]])
+                curves.setdefault(row["contender"], []).append(report.Point(f"{row['model']}\n{row['chunk']}", rate))
+        made.append(report.Panel(f"{tier}, one caller", "", "GB/s", curves))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "chunks")
+    parser.add_argument("--payload", type=parse_bytes, default=512 << 20, help="bytes of chunks in a case (512MiB)")
+    parser.add_argument("--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)")
+    parser.add_argument("--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)")
+    parser.add_argument("--repeat", type=int, help="samples of each figure")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    repeat = options.repeat or (1 if options.smoke else 11 if options.full else 5)
+    machine, rows = report.hardware(), []
+    with contextlib.ExitStack() as stack:
+        base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-chunks-", dir=options.scratch)))
+        server = start_s3(stack, base) if options.s3 else None
+        for number, case in enumerate(cases(options)):
+            report.say(f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes")
+            with tempfile.TemporaryDirectory(dir=base) as scratch:
+                on_s3 = server if number == 0 else None
+                with scene(case, Path(scratch), on_s3) as at:
+                    rows += measure_cpu(at, repeat)
+                    rows += measure_disk(at, repeat, cold=True)
+                    rows += measure_disk(at, repeat, cold=False)
+                    rows += measure_s3(at, min(repeat, 3)) if at.s3 else []
+    details = [{k.removeprefix("_"): v for k, v in row.items()} for row in rows]
+    shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+    report.publish(
+        "chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows)
+    )
+
+
+def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:
+    """Start the S3 server of the tests and set its credentials for this process."""
+    from s3 import S3Server
+
+    server = S3Server(base / "swift")
+    stack.callback(server.kill)
+    server.start()
+    os.environ.update(server.environment)
+    return server
+
+
+if __name__ == "__main__":
+    main()

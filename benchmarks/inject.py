@@ -1,0 +1,147 @@
+"""Bytes per second from resident chunks into the engine's own blocks, beside memcpy of the same bytes.
+
+    python benchmarks/inject.py [--full] [--threads 1,2]
+
+The path is the one that serves: `EngineWriteConnector.batched_to_gpu` writes chunks in the resident layout into the paged
+KV caches of real vLLM CPU attention layers with the backend's own write op, which packs them for the instruction set.
+memcpy copies the same bytes once, out of the same memory, with torch and as many threads. Both read memory that no cache
+holds. LMCache's own kernels write wrong KV into these blocks (LMCache#4463), so there is no rate of theirs to set beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+from chunks import TINY
+from sizes import SHAPES, Shape
+
+CHUNK = 256
+
+
+class Target(NamedTuple):
+    """An engine's blocks and the resident chunks to write there."""
+
+    connector: Any
+    resident: Any
+    """Flat uint8 tensor of all chunks, as a slab."""
+    objects: list[Any]
+    slots: Any
+    copy: Any
+    """Where memcpy puts the same bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return self.resident.numel()
+
+
+@contextmanager
+def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
+    """Build the attention layers of a model of this shape and resident chunks of noise."""
+    import torch
+    from blocks import BLOCK, Blocks, vllm_config
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+    from lmcache_cartridge.layout import DTYPES
+    from lmcache_cartridge.serve.inject import EngineWriteConnector
+
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(shape.config()))
+        tokens = chunks * CHUNK
+        blocks = Blocks(vllm_config(Path(scratch), max_model_len=max(2048, tokens), dtype="bfloat16"), tokens // BLOCK)
+    connector, made = EngineWriteConnector(), blocks.shape(CHUNK)
+    connector.bind(blocks.caches, blocks.layers, made)
+    resident = torch.empty(chunks * made.size_bytes, dtype=torch.uint8)
+    resident.view(torch.bfloat16).normal_()
+    objects = []
+    for i in range(chunks):
+        raw = resident[i * made.size_bytes : (i + 1) * made.size_bytes]
+        size = torch.Size([2 * made.heads, made.layers, made.tokens, made.head_size])
+        about = MemoryObjMetadata(
+            shape=size, dtype=DTYPES[made.dtype], address=raw.data_ptr(), phy_size=made.size_bytes, ref_count=1,
+            fmt=MemoryFormat.KV_2LTD, shapes=[size], dtypes=[DTYPES[made.dtype]],
+        )  # fmt: skip
+        objects.append(TensorMemoryObj(raw, about, None))
+    order = torch.randperm(tokens // BLOCK) if shuffled else torch.arange(tokens // BLOCK)
+    slots = (order[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    with torch.inference_mode():
+        yield Target(connector, resident, objects, slots, torch.zeros_like(resident))
+
+
+def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> list[dict[str, Any]]:
+    """Return rows of both contenders for each number of threads."""
+    import torch
+
+    chunks = max(1, payload // (CHUNK * shape.token_bytes))
+    rows = []
+    with target(shape, chunks, shuffled=True) as at:
+        starts = [i * CHUNK for i in range(chunks)]
+        ends = [start + CHUNK for start in starts]
+        for count in threads:
+            torch.set_num_threads(count)
+            contenders: dict[str, Callable[[], float]] = {
+                "engine write op": lambda: report.timed(
+                    lambda: at.connector.batched_to_gpu(
+                        at.objects, starts, ends, slot_mapping=at.slots, vllm_cached_tokens=0
+                    )
+                ),
+                "memcpy": lambda: report.timed(lambda: at.copy.copy_(at.resident)),
+            }
+            samples = report.in_turns(contenders, repeat)
+            copied = report.Spread.of(samples["memcpy"]).median
+            for name, seconds in samples.items():
+                rate = report.Spread.of([at.size_bytes / s for s in seconds])
+                rows.append(
+                    {
+                        "model": shape.name,
+                        "MiB": at.size_bytes >> 20,
+                        "threads": count,
+                        "path": name,
+                        "GB/s": rate.text(1 / report.GB),
+                        "of memcpy": round(copied / report.Spread.of(seconds).median, 2),
+                        "_rate": rate,
+                    }
+                )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "inject")
+    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], help="1 and all cores")
+    parser.add_argument("--repeat", type=int)
+    options = parser.parse_args(arguments)
+    threads = options.threads or ([1] if options.smoke else sorted({1, len(os.sched_getaffinity(0))}))
+    names = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")
+    shapes = [TINY] if options.smoke else [SHAPES[name] for name in names]
+    payload = (1 if options.smoke else 1024 if options.full else 256) << 20
+    repeat = options.repeat or (2 if options.smoke else 25 if options.full else 9)
+    machine, rows = report.hardware(), []
+    for shape in shapes:
+        report.say(f"{shape.name}: {payload >> 20} MiB")
+        rows += measure(shape, threads, payload, repeat)
+    curves: dict[str, list[report.Point]] = {}
+    for row in rows:
+        name = f"{row['path']}, {row['threads']} threads"
+        rate = row["_rate"]
+        scaled = report.Spread(*(value / report.GB for value in rate[:3]), rate.count)
+        curves.setdefault(name, []).append(report.Point(row["model"], scaled))
+    lines = [
+        f"{row['model']}, {row['threads']} threads: injection at {row['of memcpy']} of memcpy (at least 0.5)"
+        for row in rows
+        if row["path"] == "engine write op"
+    ]
+    shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+    panel = report.Panel("resident chunks into the engine's blocks", "", "GB/s", curves)
+    report.publish("inject", shown, options, machine, panels=[panel], details=rows, lines=lines)
+
+
+if __name__ == "__main__":
+    main()
