@@ -311,7 +311,9 @@ def cached_share(path: Path) -> float:
     mapped = np.memmap(path, np.uint8, "r")
     pages = np.zeros(-(-len(mapped) // 4096), np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)):
+    if libc.mincore(
+        ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)
+    ):
         raise OSError(ctypes.get_errno(), "mincore")
     return float((pages & 1).mean())
 
@@ -541,7 +543,9 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[str]:
         us = next(float(row["us a chunk"].split()[0]) for row in found if row["contender"] == "cartridge")
         where = f"{model}, chunk {chunk}, {tier}:"
         if tier == "cpu":
-            lines.append(f"{where} {us:g} us a chunk (at most 5), {ratio['LMCache LocalCPU']:g} x LMCache LocalCPU's rate (at least 1)")
+            lines.append(
+                f"{where} {us:g} us a chunk (at most 5), {ratio['LMCache LocalCPU']:g} x LMCache LocalCPU's rate (at least 1)"
+            )
         elif tier == "s3":
             lines.append(f"{where} {ratio['ranged GETs']:g} of raw ranged GETs (at least 0.9)")
         else:
@@ -571,7 +575,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = report.parser(__doc__, "chunks")
     parser.add_argument("--payload", type=parse_bytes, default=512 << 20, help="bytes of chunks in a case (512MiB)")
-    parser.add_argument("--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)")
+    parser.add_argument(
+        "--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)"
+    )
     parser.add_argument("--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)")
     parser.add_argument("--repeat", type=int, help="samples of each figure")
     options = parser.parse_args(arguments)
@@ -582,7 +588,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-chunks-", dir=options.scratch)))
         server = start_s3(stack, base) if options.s3 else None
         for number, case in enumerate(cases(options)):
-            report.say(f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes")
+            report.say(
+                f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes"
+            )
             with tempfile.TemporaryDirectory(dir=base) as scratch:
                 on_s3 = server if number == 0 else None
                 with scene(case, Path(scratch), on_s3) as at:
@@ -592,9 +600,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rows += measure_s3(at, min(repeat, 3)) if at.s3 else []
     details = [{k.removeprefix("_"): v for k, v in row.items()} for row in rows]
     shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
-    report.publish(
-        "chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows)
-    )
+    report.publish("chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows))
 
 
 def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:
