@@ -310,7 +310,7 @@ def verdict(summary: Mapping[str, Summary]) -> Iterator[str]:
     first, second = (statistics.mean(s.wordings[i] for s in rows) for i in range(2))
     yield (
         f"- Of the two wordings that nobody trained on, trained cartridges answer the first {first:.1%} and the second "
-        f"{second:.1%}, on average over the rows: what is missing is more often the wording than the fact."
+        f"{second:.1%}, on average over the rows."
     )
     yield f"- Without a prefix {chance:.1%} are right; guessing a value of the right attribute gives about 5%."
     served = max(abs(s.mean - s.hf) for s in summary.values() if s.hf is not None)
