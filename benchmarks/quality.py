@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from quality_page import PAGE
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
@@ -309,7 +310,7 @@ def verdict(summary: Mapping[str, Summary]) -> Iterator[str]:
     first, second = (statistics.mean(s.wordings[i] for s in rows) for i in range(2))
     yield (
         f"- Of the two wordings that nobody trained on, trained cartridges answer the first {first:.1%} and the second "
-        f"{second:.1%}, on average over the rows: what is missing is more often the wording than the fact."
+        f"{second:.1%}, on average over the rows."
     )
     yield f"- Without a prefix {chance:.1%} are right; guessing a value of the right attribute gives about 5%."
     served = max(abs(s.mean - s.hf) for s in summary.values() if s.hf is not None)
@@ -319,51 +320,6 @@ def verdict(summary: Mapping[str, Summary]) -> Iterator[str]:
     )
     lost = max(((s.hf - s.int8, row) for row, s in summary.items() if s.int8 is not None), default=(0.0, ""))
     yield f"- int8 costs {100 * lost[0]:.1f} points at most ({lost[1]})."
-
-
-PAGE = """\
-# How well cartridges answer
-
-Share of facts of a ward sheet answered right, word for word, over {documents} sheets that neither the model nor anybody
-else saw before (`recall/ward.py`, seeds `quality 0` and on), {tokens} tokens long, {questions} questions in all. Mean,
-standard deviation over the sheets, and the worst sheet. Everything was made by `lmcache-cartridge build` and `train`,
-registered in one home and asked on one vLLM server (chunk size {chunk}); the last two columns were asked of transformers.
-
-{table}
-
-![exact answers](quality.png)
-
-{verdict}
-
-The goals: 4x within 2 points of the full document, 16x the best this model honestly reaches, no prefix at chance.
-
-How to read it:
-
-- **What overlaps.** A cartridge is for one document, so the facts asked are the facts trained on. The wording is not: a
-  template made the questions to train on from the sheet's own text, in two wordings (`{trained}`),
-  and the model with the sheet in context answered them; no generator's answer was used. Which step's KV is kept was
-  decided by a third wording (`{held_out}`). Asked was, in turn, `{asked}`,
-  which no training saw.
-- **What this shows, and what not.** KV of p positions can hold the facts of 4p or 16p tokens, the serving stack finds it
-  under tokens that mean nothing, and the answers come from nothing else. It does not show what a language model keeps of
-  a book: this one has 1.2 M parameters and looks values up in lists. The sheets differ in how many facts they hold
-  ({facts}) and in little else; another kind of document may do otherwise.
-- **Where training starts** matters as long as it is short. `random` holds nothing the model can attend to and takes
-  longest. At p = 64 `sci` has room for a single chunk, so it is `first-k` from another place.
-- **Training** is seconds of optimisation on this machine, shared with others at the time, without loading and without the
-  teacher's part, which is computed once a sheet. The rate ({rate}) is right for this tiny model; start from the default
-  for a real one.
-- **Where a cartridge falls short** of the document it is mostly the telegraphic wording `X blood?`: on 2026-11-21 one
-  sheet's 4x `sci` cartridge answered 99.3% in the wordings it was trained on, 98.6% of the long one and 78.6% of this
-  one. The facts are there. Train in the wordings that will be asked.
-- **int8** rounds keys with a scale a channel and values with a scale a token, the first position left alone: half the
-  bytes of bfloat16 and a little. Measured here with transformers only; serving knows nothing of it.
-
-{hardware}; {processes} trainings at a time, one thread each. All trainings together took {trained_minutes:.0f} minutes
-of one thread on a shared, busy machine; the run that wrote this page, {wall:.0f} minutes.
-{date}; lmcache-cartridge {version}, torch {torch}.
-`{command}` wrote this page.
-"""
 
 
 def main() -> None:
