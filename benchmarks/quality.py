@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import date
@@ -97,11 +97,11 @@ def variants(effort: float) -> list[Variant]:
     return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short, RATE)]
 
 
-def draw_sheets(count: int, directory: Path) -> list[Sheet]:
+def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
     """Write sheets, their evaluation questions and the template to train on into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     sheets = []
-    for number in range(count):
+    for number in numbers:
         document = write_document(random.Random(f"quality {number}"), TOKENS)
         asked = [
             Question(ASKED[i % len(ASKED)].format(**fact._asdict()), fact.value)
@@ -327,6 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--documents", type=int, default=5)
+    add("--first", type=int, default=100, help="seed of the first of them; the settings were chosen on those from 0 on")
     add("--processes", type=int, default=2, help="that train at once, one thread each")
     add("--full", action="store_true", help="20 sheets, four times the steps: hours")
     add("--effort", type=float, help="multiply the steps by this (default 1, with --full 4)")
@@ -340,7 +341,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quality-") as scratch:
         home = (options.home or Path(scratch)).absolute()
         settings = from_mapping({"home": home, "cpu_bytes": 512 << 20})
-        sheets = draw_sheets(20 if options.full else options.documents, home / "sheets")
+        numbers = range(options.first, options.first + (20 if options.full else options.documents))
+        sheets = draw_sheets(numbers, home / "sheets")
         wanted = variants(options.effort or (4 if options.full else 1))
         rows = [PREFILL, *(variant.name for variant in wanted)]
         make(sheets, settings, wanted, options.processes)
@@ -349,7 +351,7 @@ def main() -> None:
     summary = summarise(sheets, [NO_PREFIX, FULL, *rows])
     lengths = [len(CausalModel(MODEL).encode(sheet.document.text, special=True)) for sheet in sheets]
     page = markdown(summary, {
-        "documents": len(sheets), "tokens": f"{min(lengths):,} to {max(lengths):,}", "chunk": CHUNK,
+        "documents": len(sheets), "first": options.first, "tokens": f"{min(lengths):,} to {max(lengths):,}", "chunk": CHUNK,
         "questions": sum(len(evaluate.pick(sheet.questions, options.limit)) for sheet in sheets),
         "trained": "`, `".join(TRAINED), "held_out": HELD_OUT,
         "asked": "`, `".join(ASKED),
