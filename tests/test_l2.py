@@ -530,6 +530,17 @@ def test_memory_that_cannot_hold_a_cartridge_costs_a_miss_and_is_given_back(home
         assert engine["tiers"]["cpu"]["leased"] == 0
 
 
+def test_a_claim_on_what_lmcache_has_no_room_for_is_refused_with_the_reason(home: Home) -> None:
+    chunk_bytes = packed(home.made["doc"], 0).numel()
+    with serving(home, l1_bytes=3 * chunk_bytes) as server:
+        workers = Workers([server.confirm()])
+        for name, fits in (("doc", False), ("trained", True)):
+            (state,) = workers.call("claim", name, home.made[name].manifest.digest, {})
+            assert (state["refused"] is None) is fits
+            assert fits or "--l1-size-gb" in state["refused"]
+        workers.close()
+
+
 def test_our_own_memory_that_is_too_small_serves_what_fits(home: Home) -> None:
     with serving(home, cpu_bytes=2 * packed(home.made["doc"], 0).numel()) as server:
         server.confirm()

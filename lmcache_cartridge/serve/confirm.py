@@ -88,13 +88,15 @@ def confirm(path: str, report: Report) -> str:
     Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for serving this engine nothing.
     """
     try:
-        connection = _connect(path)
+        owner, connection = Path(path).stat().st_uid, _connect(path)
     except OSError as error:
         raise UnsupportedEngine(
             f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
             f"the same `control` as in {CONTROL}; see configs/lmcache-multiprocess.sh"
         ) from error
     with connection:
+        if owner != os.getuid():
+            raise UnsupportedEngine(f"{path} belongs to another user")
         _send(connection, msgspec.to_builtins(report))
         frame = _receive(connection)
     if frame is None:

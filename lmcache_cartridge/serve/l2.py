@@ -32,7 +32,7 @@ from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEn
 from ..keys import Hasher
 from ..layout import DTYPES, rank_heads
 from ..settings import from_mapping
-from ..store import CartridgeStore, Claim, Engine, Place
+from ..store import CartridgeStore, Claim, Engine, Place, Readiness
 from ..tiles import is_tiled
 from .confirm import ANYBODY, Desk, Report, tag_salt
 from .control import ControlServer
@@ -72,6 +72,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
                 "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
             )
         self._settings = from_mapping(own, "adapter_params.")
+        self._l1_bytes = getattr(l1_memory_desc, "size", None)
         self._seats: dict[tuple[str, int], _Seat] = {}
         self._tags: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
@@ -118,7 +119,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             allow_trained=report.allow_trained,
         )
         store = CartridgeStore(self._settings, engine)
-        named = _Named(store, self._note)
+        named = _Named(store, self._note, self._l1_bytes and self._l1_bytes // report.world)
         logger.info(
             "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
@@ -258,16 +259,27 @@ class _Seat(NamedTuple):
 class _Named:
     """A store that tells which tags are claimed: from then on their keys are known."""
 
-    def __init__(self, store: CartridgeStore, note: Callable[[str], None]) -> None:
-        self._store, self._note = store, note
+    def __init__(self, store: CartridgeStore, note: Callable[[str], None], l1_bytes: int | None) -> None:
+        """`l1_bytes` is what LMCache has for its own copies of one prefix, None where that is not known."""
+        self._store, self._note, self._l1_bytes = store, note, l1_bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
-        """See `CartridgeStore.claim`."""
+        """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
         self._note(tag)
-        return self._store.claim(tag, places)
+        claim = self._store.claim(tag, places)
+        chunks = claim.poll().chunks
+        if self._l1_bytes is None or chunks * self._store.shape.size_bytes <= self._l1_bytes:
+            return claim
+        claim.close()
+        why = (
+            f"its {chunks} chunks of {self._store.shape.size_bytes} bytes do not fit into the {self._l1_bytes} bytes that "
+            "LMCache's server has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
+        )
+        logger.warning("%s is not served: %s", tag, why)
+        return Claim(tag, None, Readiness(0, 0, chunks, why), time.monotonic)
 
 
 class _Task:
