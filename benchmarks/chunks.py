@@ -84,7 +84,9 @@ def cases(options: Any) -> list[Case]:
         return [Case(TINY, 64, 8)]
     shapes = [SHAPES[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")]
     pairs = [(shape, tokens) for shape in shapes for tokens in (64, 256, 1024)]
-    if not options.full:
+    if options.case:
+        pairs = [pair for pair in pairs if f"{pair[0].name}:{pair[1]}" in options.case]
+    elif not options.full:
         pairs = [(shape, tokens) for shape, tokens in pairs if tokens == 256 or shape is shapes[0]]
     made = []
     for shape, tokens in pairs:
@@ -311,7 +313,9 @@ def cached_share(path: Path) -> float:
     mapped = np.memmap(path, np.uint8, "r")
     pages = np.zeros(-(-len(mapped) // 4096), np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)):
+    if libc.mincore(
+        ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)
+    ):
         raise OSError(ctypes.get_errno(), "mincore")
     return float((pages & 1).mean())
 
@@ -541,7 +545,9 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[str]:
         us = next(float(row["us a chunk"].split()[0]) for row in found if row["contender"] == "cartridge")
         where = f"{model}, chunk {chunk}, {tier}:"
         if tier == "cpu":
-            lines.append(f"{where} {us:g} us a chunk (at most 5), {ratio['LMCache LocalCPU']:g} x LMCache LocalCPU's rate (at least 1)")
+            lines.append(
+                f"{where} {us:g} us a chunk (at most 5), {ratio['LMCache LocalCPU']:g} x LMCache LocalCPU's rate (at least 1)"
+            )
         elif tier == "s3":
             lines.append(f"{where} {ratio['ranged GETs']:g} of raw ranged GETs (at least 0.9)")
         else:
@@ -571,8 +577,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = report.parser(__doc__, "chunks")
     parser.add_argument("--payload", type=parse_bytes, default=512 << 20, help="bytes of chunks in a case (512MiB)")
-    parser.add_argument("--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)")
+    parser.add_argument(
+        "--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)"
+    )
     parser.add_argument("--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)")
+    parser.add_argument("--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable")
     parser.add_argument("--repeat", type=int, help="samples of each figure")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -582,7 +591,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-chunks-", dir=options.scratch)))
         server = start_s3(stack, base) if options.s3 else None
         for number, case in enumerate(cases(options)):
-            report.say(f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes")
+            report.say(
+                f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes"
+            )
             with tempfile.TemporaryDirectory(dir=base) as scratch:
                 on_s3 = server if number == 0 else None
                 with scene(case, Path(scratch), on_s3) as at:
@@ -592,9 +603,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rows += measure_s3(at, min(repeat, 3)) if at.s3 else []
     details = [{k.removeprefix("_"): v for k, v in row.items()} for row in rows]
     shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
-    report.publish(
-        "chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows)
-    )
+    report.publish("chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows))
 
 
 def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:
