@@ -84,7 +84,9 @@ def cases(options: Any) -> list[Case]:
         return [Case(TINY, 64, 8)]
     shapes = [SHAPES[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")]
     pairs = [(shape, tokens) for shape in shapes for tokens in (64, 256, 1024)]
-    if not options.full:
+    if options.case:
+        pairs = [pair for pair in pairs if f"{pair[0].name}:{pair[1]}" in options.case]
+    elif not options.full:
         pairs = [(shape, tokens) for shape, tokens in pairs if tokens == 256 or shape is shapes[0]]
     made = []
     for shape, tokens in pairs:
@@ -579,6 +581,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)"
     )
     parser.add_argument("--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)")
+    parser.add_argument("--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable")
     parser.add_argument("--repeat", type=int, help="samples of each figure")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -23,6 +23,8 @@ from chunks import TINY
 from sizes import SHAPES, Shape
 
 CHUNK = 256
+BLOCK = 128
+"""vLLM's own default on CPU."""
 
 
 class Target(NamedTuple):
@@ -46,7 +48,7 @@ class Target(NamedTuple):
 def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
     """Build the attention layers of a model of this shape and resident chunks of noise."""
     import torch
-    from blocks import BLOCK, Blocks, vllm_config
+    from blocks import Blocks, vllm_config
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
     from lmcache_cartridge.layout import DTYPES
@@ -55,7 +57,8 @@ def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(shape.config()))
         tokens = chunks * CHUNK
-        blocks = Blocks(vllm_config(Path(scratch), max_model_len=max(2048, tokens), dtype="bfloat16"), tokens // BLOCK)
+        config = vllm_config(Path(scratch), max_model_len=max(2048, tokens), dtype="bfloat16", block_size=BLOCK)
+        blocks = Blocks(config, tokens // BLOCK)
     connector, made = EngineWriteConnector(), blocks.shape(CHUNK)
     connector.bind(blocks.caches, blocks.layers, made)
     resident = torch.empty(chunks * made.size_bytes, dtype=torch.uint8)
@@ -116,11 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = report.parser(__doc__, "inject")
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], help="1 and all cores")
+    parser.add_argument("--model", action="append", choices=sorted(SHAPES), help="only this model; repeatable")
     parser.add_argument("--repeat", type=int)
     options = parser.parse_args(arguments)
     threads = options.threads or ([1] if options.smoke else sorted({1, len(os.sched_getaffinity(0))}))
     names = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")
-    shapes = [TINY] if options.smoke else [SHAPES[name] for name in names]
+    shapes = [TINY] if options.smoke else [SHAPES[name] for name in options.model or names]
     payload = (1 if options.smoke else 1024 if options.full else 256) << 20
     repeat = options.repeat or (2 if options.smoke else 25 if options.full else 9)
     machine, rows = report.hardware(), []

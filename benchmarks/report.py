@@ -85,12 +85,15 @@ def in_turns(contenders: Mapping[str, Callable[[], float]], repeat: int) -> dict
     A contender returns its own sample, so that it can prepare untimed. Each runs once before that counts.
     """
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.collect()
+    gc.freeze()  # what is imported by now is large, and not what the collections below are for
     for turn in range(repeat + 1):
         for name, run in contenders.items():
             gc.collect()
             sample = run()
             if turn:
                 samples[name].append(sample)
+    gc.unfreeze()
     return samples
 
 

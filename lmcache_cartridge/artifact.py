@@ -31,8 +31,8 @@ from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, deco
 MANIFEST = "manifest.json"
 PAYLOAD = "payload.safetensors"
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_EXPONENT_WORDS = {"bfloat16": ("<u2", 0xFF00), "float16": ("<u2", 0xF800), "float32": ("<u4", 0xFF000000)}
-"""Of each dtype: an unsigned integer of its size, and infinity's bits in it, shifted left by the sign."""
+_INFINITY = {"bfloat16": ("<i2", 0x7F80), "float16": ("<i2", 0x7C00), "float32": ("<i4", 0x7F800000)}
+"""Of each dtype: a signed integer of its size, and infinity's bits in it."""
 
 
 class ByteRange(NamedTuple):
@@ -70,9 +70,13 @@ def checksum(data: memoryview | bytes) -> str:
 
 def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -> None:
     """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity."""
-    words, infinity = _EXPONENT_WORDS[manifest.fingerprint.dtype]
-    # Without its sign bit an IEEE 754 number is an unsigned integer that grows with it; infinity and NaN are the last.
-    if int((np.frombuffer(data, dtype=words) << 1).max()) >= infinity:
+    words, infinity = _INFINITY[manifest.fingerprint.dtype]
+    signed = np.frombuffer(data, dtype=words)
+    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
+    # without a sign are the largest, as unsigned ones those with it.
+    if signed.max() >= infinity or signed.view(words.replace("i", "u")).max() >= infinity + (
+        1 << 8 * signed.itemsize - 1
+    ):
         raise NonFiniteKV(
             f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
             "Build it again, in bfloat16 or float32 if it was float16"

@@ -1,0 +1,247 @@
+"""What 100 to 100,000 registered cartridges of 4,096 tokens cost: to register, to start with, in memory, to look up in.
+
+    python benchmarks/scale.py [--full] [--counts 100,1000,10000]
+
+Each cartridge has 4,096 token ids of its own, 16 chunks and a payload of its own name and inode that shares one file's
+bytes (hard links), so that what is measured is the number of cartridges and not their KV. Each count runs in a process of
+its own. Start-up is `CartridgeStore(...)`: the registry is read and every cartridge made findable. Without hashing is the
+same with the hashes of the documents' chunks given: what is left if they were stored. Lookup is the time of
+`store.resident` for a prompt that begins with one of the documents, drawn at random. Reload is `store.refresh()` after one
+of the cartridges came to be another version.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import report
+from blake3 import blake3
+
+from lmcache_cartridge.fingerprint import Fingerprint
+from lmcache_cartridge.manifest import FORMAT, Manifest, Payload, Provenance, Tokens, content_digest
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.settings import from_mapping
+
+POSITIONS, CHUNK = 4096, 256
+SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, None, "00" * 32)
+LOOKUPS = 2000
+
+
+def chain(ids: Sequence[int]) -> Iterator[int]:
+    """Yield the hash chain of whole chunks, as LMCache's `sha256` builds its own."""
+    digest, data = b"", np.asarray(ids, "<u4").tobytes()
+    for start in range(0, len(data) - 4 * CHUNK + 1, 4 * CHUNK):
+        digest = hashlib.sha256(digest + data[start : start + 4 * CHUNK]).digest()
+        yield int.from_bytes(digest[:8], "big")
+
+
+def document(number: int) -> np.ndarray:
+    """Return the token ids of a cartridge."""
+    return np.random.default_rng(number).integers(0, SHAPE.vocab_size, POSITIONS).astype("<u4")
+
+
+def write_payload(root: Path) -> tuple[Path, Payload]:
+    """Write the payload that all cartridges share and return its entry in their manifests."""
+    from lmcache_cartridge.writer import ArtifactWriter
+
+    writer = ArtifactWriter(
+        root, cartridge_id="first", version=1, kind="prefill", fingerprint=SHAPE, token_ids=document(0),
+        chunk_tokens=CHUNK,
+    )  # fmt: skip
+    with writer:
+        for _ in range(POSITIONS // CHUNK):
+            writer.write(bytes(CHUNK * SHAPE.token_bytes))
+        manifest = writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"))
+    return root / manifest.payload.file, manifest.payload
+
+
+def write(root: Path, number: int, version: int, payload_file: Path, payload: Payload) -> Path:
+    """Write an artefact by hand, without the syncs of `ArtifactWriter`, which would take most of the time."""
+    where = root / f"{number // 1000}" / f"c{number}-{version}"
+    where.mkdir(parents=True)
+    ids = document(number + 10_000_000 * (version - 1))
+    np.save(where / "token_ids.npy", ids, allow_pickle=False)
+    os.link(payload_file, where / payload.file)
+    draft = Manifest(
+        format=FORMAT, id=f"c{number}", version=version, digest="", kind="prefill", positions=POSITIONS,
+        fingerprint=SHAPE, tokens=Tokens(POSITIONS, blake3(ids.tobytes()).hexdigest(), file="token_ids.npy"),
+        payload=payload, provenance=Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"), document=None,
+    )  # fmt: skip
+    manifest = msgspec.structs.replace(draft, digest=content_digest(draft))
+    (where / "manifest.json").write_bytes(manifest.encode())
+    return where
+
+
+def memory_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def measure(home: Path, count: int) -> dict[str, Any]:
+    """Return the figures of `count` cartridges under `home`. Run once in a process."""
+    from lmcache_cartridge.store import CartridgeStore, Engine
+
+    settings = from_mapping({"home": home, "cpu_bytes": 1 << 20, "disk_bytes": 0, "reload_s": 0})
+    roots = home / "artefacts"
+    payload_file, payload = write_payload(home / "first")
+    hard_links = 30_000  # a file of ext4 has at most 65,000 names
+    made = []
+    for number in range(count):
+        if number and number % hard_links == 0:
+            copy = home / f"payload-{number}"
+            copy.write_bytes(payload_file.read_bytes())
+            payload_file = copy
+        made.append(write(roots, number, 1, payload_file, payload))
+    registry = Registry(settings.registry_path)
+    first = min(count, 1000)
+    started = time.perf_counter()
+    for root in made[:first]:
+        registry.register(root)
+    register_s = (time.perf_counter() - started) / first
+    register_rest(settings.registry_path, made[first:])
+    made.clear()
+    hashes: dict[bytes, list[int]] = {}
+
+    def hasher(ids: list[int]) -> Iterator[int]:
+        return chain(ids)
+
+    def known(ids: list[int]) -> list[int]:
+        return hashes[np.asarray(ids[:8], "<u4").tobytes()]
+
+    engine = Engine(SHAPE, CHUNK, 0, 1, "heads", hasher, pin_memory=False, allow_trained=True)
+    gc.collect()
+    before = memory_bytes()
+    started = time.perf_counter()
+    store = CartridgeStore(settings, engine)
+    start_s = time.perf_counter() - started
+    gc.collect()
+    grown = memory_bytes() - before
+    prompts = [list(chain(document(n))) for n in np.random.default_rng(1).integers(0, count, 200)]
+    lookups = []
+    for i in range(LOOKUPS):
+        prompt = prompts[i % len(prompts)]
+        lookups.append(report.timed(lambda prompt=prompt: store.resident(prompt)))
+    assert store.lookup(prompts[0]) >= 0 and len(store.names()) == count
+    registry.register(write(roots, count // 2, 2, payload_file, payload))
+    reload_s = report.timed(store.refresh)
+    assert len(store.names()) == count + 1
+    idle_s = statistics.median([report.timed(store.refresh) for _ in range(20)])
+    store.close()
+    del store
+    for number in range(count + 1):
+        ids = document(number) if number < count else document(count // 2 + 10_000_000)
+        hashes[ids[:8].tobytes()] = list(chain(ids))
+    started = time.perf_counter()
+    store = CartridgeStore(settings, engine._replace(hasher=known))
+    unhashed_s = time.perf_counter() - started
+    store.close()
+    return {
+        "count": count,
+        "register_s": register_s,
+        "start_s": start_s,
+        "unhashed_s": unhashed_s,
+        "memory_bytes": grown,
+        "lookup_s": lookups,
+        "reload_s": reload_s,
+        "idle_refresh_s": idle_s,
+    }
+
+
+def register_rest(path: Path, roots: Sequence[Path]) -> None:
+    """Register what is known to be sound in one transaction: that rate was measured already."""
+    import sqlite3
+
+    rows = []
+    for root in roots:
+        about = json.loads((root / "manifest.json").read_bytes())
+        size = about["payload"]["size_bytes"]
+        rows.append((about["id"], about["version"], about["digest"], about["kind"], POSITIONS, size, str(root)))
+    with sqlite3.connect(path) as db:
+        db.executemany(
+            "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            rows,
+        )
+    db.close()
+
+
+def in_own_process(count: int, scratch: Path) -> dict[str, Any]:
+    """Return `measure(...)` of a fresh process."""
+    command = [sys.executable, __file__, "--measure", str(count), str(scratch / str(count))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "scale")
+    parser.add_argument("--counts", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--scratch", type=Path, help="where the artefacts are made (a temporary directory)")
+    options = parser.parse_args(arguments)
+    counts = options.counts or ([10, 20] if options.smoke else [100, 1000, 10_000])
+    if options.full and not options.counts:
+        counts.append(100_000)
+    machine, found = report.hardware(), []
+    with tempfile.TemporaryDirectory(prefix="cartridge-scale-", dir=options.scratch) as scratch:
+        for count in counts:
+            report.say(f"{count} cartridges")
+            found.append(in_own_process(count, Path(scratch)))
+    rows = [
+        {
+            "cartridges": one["count"],
+            "registered a second": round(1 / one["register_s"]),
+            "start-up s": round(one["start_s"], 3),
+            "without hashing s": round(one["unhashed_s"], 3),
+            "memory MiB": round(one["memory_bytes"] / 2**20, 1),
+            "lookup us": report.Spread.of(one["lookup_s"]).text(1e6),
+            "reload of one ms": round(1000 * one["reload_s"], 2),
+            "refresh, no change ms": round(1000 * one["idle_refresh_s"], 2),
+        }
+        for one in found
+    ]
+    first, last = found[0], found[-1]
+    lookup = statistics.median(last["lookup_s"]) / statistics.median(first["lookup_s"])
+    lines = [
+        f"{last['count']} cartridges: start-up {last['start_s']:.2f} s (at most 3 at 100,000), "
+        f"{last['memory_bytes'] / 1e6:.0f} MB more memory (at most 400), lookup median {lookup:.2f} x that with "
+        f"{first['count']} (at most 1.5)"
+    ]
+
+    def curve(name: str, scale: float) -> list[report.Point]:
+        return [
+            report.Point(one["count"], report.Spread(one[name] * scale, one[name] * scale, one[name] * scale, 1))
+            for one in found
+        ]
+
+    panels = [
+        report.Panel(
+            "start-up", "cartridges", "s", {"now": curve("start_s", 1), "without hashing": curve("unhashed_s", 1)}
+        ),
+        report.Panel("memory", "cartridges", "MiB", {"the store": curve("memory_bytes", 2**-20)}),
+        report.Panel(
+            "lookup of 16 chunks", "cartridges", "us",
+            {"lookup": [report.Point(o["count"], report.Spread.of([1e6 * s for s in o["lookup_s"]])) for o in found]},
+        ),
+    ]  # fmt: skip
+    report.publish("scale", rows, options, machine, panels=panels, details=found, lines=lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        sys.argv[1:2] = []
+        Path(sys.argv[2]).mkdir(parents=True)
+        print(json.dumps(measure(Path(sys.argv[2]), int(sys.argv[1]))))
+    else:
+        main()

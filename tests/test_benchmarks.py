@@ -1,0 +1,100 @@
+"""Each benchmark's smallest form runs and writes what it says; its figures mean nothing here and are not looked at."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_path() -> Iterator[None]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("name", ["mix", "scale", "inject", "chunks"])
+def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
+    printed = capsys.readouterr().out
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record["benchmark"] == name and record["form"] == "smoke" and record["note"] == "a test"
+    assert record["rows"] and all(str(value) in printed for value in record["rows"][0].values())
+    assert (
+        record["hardware"]["cores"] > 0
+        and record["hardware"]["memcpy_gb_s"] > 0
+        and record["hardware"]["cpu"] in printed
+    )
+    assert all(line in printed for line in record["figures"])
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path: Path) -> None:
+    """What `ttft` does before it starts its server, which takes too long for a smoke test."""
+    ttft = importlib.import_module("ttft")
+    from lmcache_cartridge.artifact import verify
+    from lmcache_cartridge.make.model import CausalModel
+    from lmcache_cartridge.settings import from_mapping
+
+    plan = ttft.Plan([256], [1], ["warm"], 1, False)
+    model = ttft.make_model(tmp_path / "model", ttft.TINY)
+    assert CausalModel(str(model)).encode("w5 w1999", special=False) == [5, 1999]
+    payloads = ttft.prepare(plan, ttft.TINY, model, from_mapping({"home": tmp_path / "home"}), tmp_path, None)
+    assert list(payloads) == [256]
+    assert list(verify(payloads[256].parent))[-1] == (1, 1), "finite, with right checksums"
+
+
+HITS = [
+    ([0, 1, 2, 0, 1, 2], 2, {"lru": 0, "lfu": 0, "belady": 2}),
+    ([0, 0, 0, 1, 2, 0], 2, {"lru": 2, "lfu": 3, "belady": 3}),
+    ([0, 1, 0, 1], 2, {"lru": 2, "lfu": 2, "belady": 2}),
+]
+
+
+@pytest.mark.parametrize(("requests", "capacity", "expected"), HITS)
+def test_the_policies_that_mix_compares_with_hit_as_often_as_by_hand(
+    requests: list[int], capacity: int, expected: dict[str, int]
+) -> None:
+    mix = importlib.import_module("mix")
+    assert {name: getattr(mix, name)(requests, capacity) for name in expected} == expected
+
+
+def test_no_policy_hits_more_often_than_the_clairvoyant_one() -> None:
+    mix = importlib.import_module("mix")
+    for load in mix.MIXES:
+        asked = load.requests(500)
+        best = mix.belady(asked, load.capacity)
+        assert max(mix.lru(asked, load.capacity), mix.lfu(asked, load.capacity)) <= best
+
+
+def test_the_sizes_in_the_readme_are_those_computed_from_the_models() -> None:
+    sizes = importlib.import_module("sizes")
+    rows = sizes.rows()
+    assert {row["model"]: row["p = 16,384"] for row in rows}["Qwen2.5-1.5B"] == "448.0 MiB", "28 * 2 * 2 * 128 * 2 * p"
+    assert sizes.markdown(rows) in (BENCHMARKS.parent / "README.md").read_text()
+
+
+def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
+    chunks = importlib.import_module("chunks")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    assert chunks.cached_share(path) == 1.0
+    chunks.drop([path])
+    assert chunks.cached_share(path) == 0.0
+
+
+@pytest.mark.parametrize("name", ["chunks", "inject", "mix", "scale", "ttft"])
+def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main: Callable[[list[str]], None] = importlib.import_module(name).main
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
