@@ -266,7 +266,7 @@ class _Named:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
+    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim | _Refused:
         """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
         self._note(tag)
         claim = self._store.claim(tag, places)
@@ -279,7 +279,20 @@ class _Named:
             "LMCache's server has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
         )
         logger.warning("%s is not served: %s", tag, why)
-        return Claim(tag, None, Readiness(0, 0, chunks, why), time.monotonic)
+        return _Refused(Readiness(0, 0, chunks, why))
+
+
+class _Refused:
+    """A claim on what will never be served."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+
+    def poll(self) -> Readiness:
+        return self._readiness
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
 
 
 class _Task:

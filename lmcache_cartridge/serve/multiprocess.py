@@ -63,7 +63,9 @@ def as_parameters(settings: Settings) -> dict[str, Any]:
 
 def control_path(port: int) -> str:
     """Return where the adapter of the LMCache server at `port` listens for workers: short, and nobody else's."""
-    return str(Path(tempfile.gettempdir()) / f"lmcache-cartridge-{os.getuid()}" / f"{port}.sock")
+    # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+    return str(Path(parent) / f"lmcache-cartridge-{os.getuid()}" / f"{port}.sock")
 
 
 def shm_name(port: int) -> str:
