@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/ready
+# Test files at once; the largest start a vLLM server each, of 2 GiB.
+JOBS ?= 3
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
 .PHONY: demo test bench lint clean
@@ -10,7 +12,7 @@ demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # The short forms, some fifteen minutes; `python benchmarks/NAME.py --help` for the long ones. BENCH_ARGS goes to each.
 BENCHMARKS := chunks inject mix scale ttft

@@ -149,7 +149,7 @@ class Catalog:
             known = self.derive(tag) is not None
         except CartridgeError as error:
             return error
-        return None if known else CartridgeNotFound(f"a cartridge of {tag} is not there")
+        return None if known else CartridgeNotFound("a cartridge of it is not there")
 
     def segments(self, tag: str) -> list[Segment]:
         """Return the cartridges that a tag names, each at its place; empty if one is not there or quarantined."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import artifact
+from . import artifact, tiles
 from .disk import DiskTier, PieceKey
 from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
@@ -69,12 +69,14 @@ class ChunkLoader:
         *,
         keep_local: bool = False,
     ) -> None:
-        """`heads` are the KV heads of this rank, `layout` a key of `layout.VIEWS`.
+        """`heads` are the KV heads of this rank, `layout` a key of `layout.VIEWS` or one of `tiles`.
 
         `disk` keeps copies of what comes from remote sources, with `keep_local` of what comes from directories too.
         """
         self.shape, self._keep_local = shape, keep_local
-        self._sources, self._heads, self._layout, self._disk = sources, heads, layout, disk
+        self._sources, self._heads, self._disk = sources, heads, disk
+        self._tiles = layout if tiles.is_tiled(layout) else None
+        self._layout = "heads" if self._tiles else layout
         self._lock = threading.Lock()
         self._stats = SourceStats(0, 0, 0, 0.0, 0)
 
@@ -88,6 +90,7 @@ class ChunkLoader:
         Blocks; safe from any thread. Raises a subclass of `ArtifactError` when the bytes are wrong and of `SourceError`
         when they cannot be had, its `digest` naming the cartridge at fault; `out` is then undefined.
         """
+        packed, out = out, torch.empty_like(out) if self._tiles else out
         start, end = chunk * self.shape.tokens, (chunk + 1) * self.shape.tokens
         within = [s for s in segments if s.offset < end and start < s.offset + s.cartridge.manifest.positions]
         for segment in within:
@@ -99,6 +102,8 @@ class ChunkLoader:
             except CartridgeError as error:
                 error.digest = segment.cartridge.manifest.digest
                 raise
+        if self._tiles:
+            tiles.pack(heads_view(out, self.shape), packed, self.shape, self._tiles)
 
     def _is_stored_so(self, segment: Segment, start: int, end: int) -> bool:
         manifest = segment.cartridge.manifest

@@ -396,7 +396,7 @@ class CartridgeStore:
         chunks = len(self._catalog.index.chunks(tag))
         size_bytes, budget_bytes = chunks * self.shape.size_bytes, self._cpu.budget_bytes
         if size_bytes > budget_bytes:
-            return Readiness(0, 0, chunks, f"{chunks} chunks take {size_bytes} bytes, cpu_bytes is {budget_bytes}")
+            return Readiness(0, 0, chunks, f"{chunks} chunks take {size_bytes} bytes, more than cpu_bytes")
         return None
 
     def _open_device(self, settings: Settings) -> Residency | None:

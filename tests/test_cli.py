@@ -78,18 +78,9 @@ def _commands(cli: _Cli) -> list[str]:
 
 def test_help_names_every_command(cli: _Cli) -> None:
     expected = {
-        "build",
-        "register",
-        "label",
-        "unlabel",
-        "remove",
-        "list",
-        "describe",
-        "verify",
-        "serve",
-        "demo",
-        "doctor",
-    }
+        "build", "import", "export", "train", "evaluate", "register", "label", "unlabel", "remove", "list", "describe", "verify",
+        "push", "pull", "serve", "demo", "top", "doctor",
+    }  # fmt: skip
     assert expected <= set(_commands(cli))
 
 

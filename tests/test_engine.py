@@ -177,7 +177,8 @@ def test_a_vllm_that_is_not_safe_is_refused_under_the_stock_connector_too(settin
 
 
 def test_a_lookup_that_lmcache_would_give_up_on_first_is_refused(settings: Settings) -> None:
-    with _refused(settings, lookup_timeout_ms=1000) as kept:
+    patient = settings.model_copy(update={"lookup_timeout_s": 1.0})
+    with _refused(patient, lookup_timeout_ms=1000) as kept:
         assert "lookup_timeout_s is 1.0" in kept
         assert "lookup_timeout_ms: 1000" in kept
 

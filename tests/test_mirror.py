@@ -36,7 +36,7 @@ class _Remote:
     def __init__(self, proxy: FaultyProxy, server: S3Server, bucket: str, tmp_path: Path) -> None:
         self.proxy, self.client, self.bucket, self._tmp_path = proxy, server.client, bucket, tmp_path
         self.location = f"s3://{bucket}/some/doc"
-        self.sources = Sources(from_mapping({"s3_endpoint_url": proxy.endpoint, "s3_timeout_s": 0.5}))
+        self.sources = Sources(from_mapping({"s3_endpoint_url": proxy.endpoint, "s3_timeout_s": 2}))
         self.directory = tmp_path / "mirror"
 
     def put(self, seed: int = 0, **arguments: object) -> Made:

@@ -167,7 +167,10 @@ def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetche
     prompt = [*ward.ids, *CausalModel(MODEL).encode(" " + ask(ward.facts[0], 0), special=False)]
     reply = served.asker.complete(prompt, cache_salt="first")
     assert (reply.text.strip(), reply.cached_tokens) == (ward.facts[0].value, 0)
-    assert gate.waiting
+    deadline = time.monotonic() + 30
+    while not gate.waiting:
+        assert time.monotonic() < deadline, "nothing is being fetched"
+        time.sleep(0.01)
     gate.open.set()
     while served.state("doc")["state"] != "resident":
         time.sleep(0.05)

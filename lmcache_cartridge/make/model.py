@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,9 @@ from ..fingerprint import Rope
 from ..layout import DTYPES
 from ..manifest import Canary, Provenance
 from ..rope import shift_keys
+
+ROWS_BYTES = 512 << 20
+"""Memory that sequences sharing one prefix may take for their copies of it."""
 
 
 class CausalModel:
@@ -99,12 +103,74 @@ class CausalModel:
     @torch.inference_mode()
     def logits_after(self, kv: torch.Tensor, ids: list[int]) -> torch.Tensor:
         """Return float32 logits `[len(ids), vocabulary]` of `ids` after canonical KV `[2, L, T, H, D]`."""
+        rows = torch.tensor([ids], device=self.device)
+        return self.model(input_ids=rows, past_key_values=self.cache(kv, 1), use_cache=True).logits[0].float().cpu()
+
+    def cache(self, kv: torch.Tensor, rows: int) -> DynamicCache:
+        """Return canonical KV `[2, L, T, H, D]` as `past_key_values` of `rows` sequences, without copying it for each."""
         cache = DynamicCache()
         keys, values = kv.transpose(2, 3).to(self.device)
         for layer in range(keys.shape[0]):
-            cache.update(keys[layer : layer + 1], values[layer : layer + 1], layer)
-        out = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=True)
-        return out.logits[0].float().cpu()
+            shape = (rows, -1, -1, -1)
+            cache.update(keys[layer : layer + 1].expand(shape), values[layer : layer + 1].expand(shape), layer)
+        return cache
+
+    def rows_after(self, kv: torch.Tensor) -> int:
+        """Return how many sequences after `kv` fit into one forward pass: each layer makes a copy of it for each."""
+        return max(1, min(64, ROWS_BYTES // (kv.nbytes + 1)))
+
+    @torch.no_grad()
+    def answers_after(self, kv: torch.Tensor | None, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+        """Return the greedy continuation of each prompt after canonical KV, or after nothing; the end token left out.
+
+        Prompts of one length share a forward pass, so that no padding changes anything.
+        """
+        lengths: dict[int, list[int]] = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            lengths[len(prompt)].append(index)
+        found: list[list[int]] = [[] for _ in prompts]
+        size = 64 if kv is None else self.rows_after(kv)
+        for same in lengths.values():
+            for start in range(0, len(same), size):
+                part = same[start : start + size]
+                for index, answer in zip(part, self._continue(kv, [prompts[i] for i in part], tokens), strict=True):
+                    found[index] = answer
+        return found
+
+    def _continue(self, kv: torch.Tensor | None, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+        cache = DynamicCache() if kv is None else self.cache(kv, len(prompts))
+        ids, new = torch.tensor(prompts, device=self.device), []
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
+        ends = torch.tensor(self.end_ids, device=self.device)
+        while len(new) < tokens and not ended.all():
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits.argmax(-1)
+            ended |= torch.isin(ids[:, 0], ends)
+            new.append(ids)
+        rows = torch.cat(new, 1).tolist() if new else [[] for _ in prompts]
+        cut = [next((i for i, token in enumerate(row) if token in self.end_ids), len(row)) for row in rows]
+        return [row[:end] for row, end in zip(rows, cut, strict=True)]
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Positions the model was made for; None where its config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids that end an answer, the one to train on first; empty where the model has none."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        ends = [ends] if isinstance(ends, int) else list(ends or [])
+        return list(dict.fromkeys(i for i in [*ends, self.tokenizer.eos_token_id] if i is not None))
+
+    def question_ids(self, question: str, form: str) -> list[int]:
+        """Return the ids of a question as it follows a document: a user message if `form` is `chat`, else as it is."""
+        if form == "text":
+            return self.encode(question, special=False)
+        message = [{"role": "user", "content": question}]
+        ids = self.tokenizer.apply_chat_template(message, tokenize=True, add_generation_prompt=True, return_dict=False)
+        start = next((i for i, token in enumerate(ids) if token != self.tokenizer.bos_token_id), len(ids))
+        return ids[start:]
 
     def provenance(
         self, verb: str, source: Path | None, content: bytes = b"", canary: Canary | None = None

@@ -35,7 +35,9 @@ class ControlServer:
 
     def __init__(self, store: Callable[[], CartridgeStore]) -> None:
         """Listen at `path`, which no other user may open. `store` is asked for the store at every call."""
-        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-"))
+        # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
+        parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"
+        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-", dir=parent))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         self.path = str(directory / "control")
 

@@ -17,10 +17,10 @@ _GATHER_BYTES = 1 << 20
 
 
 class _Piece(NamedTuple):
-    """What is to be written of one chunk."""
+    """What is to be written of one chunk: all of it but its first `skip` tokens, to `slots`."""
 
-    layers: tuple[torch.Tensor, ...]
-    """K and V of each layer, `[2, H, T, D]`."""
+    raw: torch.Tensor
+    skip: int
     slots: torch.Tensor
 
 
@@ -76,23 +76,25 @@ class EngineWriteConnector(GPUConnectorInterface):
         for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
             skip = min(max(cached - start, 0), end - start)
             if skip < end - start:
-                pieces.append(self._piece(chunk.raw_data, skip, slots[start + skip : end]))
+                pieces.append(_Piece(chunk.raw_data, skip, slots[start + skip : end]))
         for first in range(0, len(pieces), self._gathered):
             self._write(pieces[first : first + self._gathered])
         if slots.is_cuda:
             torch.cuda.current_stream(slots.device).synchronize()
 
-    def _piece(self, raw: torch.Tensor, skip: int, slots: torch.Tensor) -> _Piece:
-        assert self._shape is not None and raw.numel() == self._shape.size_bytes, "a chunk of another shape"
-        assert len(slots) == self._shape.tokens - skip, "a chunk of another length"
-        kv = heads_view(raw.to(slots.device, non_blocking=True), self._shape)[:, :, skip:]
-        return _Piece(kv.transpose(2, 3).unbind(1), slots)
+    def _layers_of(self, piece: _Piece) -> tuple[torch.Tensor, ...]:
+        """Return K and V of each layer, `[2, H, T, D]`, on the engine's device."""
+        assert self._shape is not None and piece.raw.numel() == self._shape.size_bytes, "a chunk of another shape"
+        assert len(piece.slots) == self._shape.tokens - piece.skip, "a chunk of another length"
+        kv = heads_view(piece.raw.to(piece.slots.device, non_blocking=True), self._shape)[:, :, piece.skip :]
+        return kv.transpose(2, 3).unbind(1)
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
         """Write some chunks together: to gather a layer of several costs less than a call of the op for each."""
         slots = torch.cat([piece.slots for piece in pieces])
+        layers = list(map(self._layers_of, pieces))
         for layer, (module, kv_cache) in enumerate(self._layers):
-            planes = [piece.layers[layer] for piece in pieces]
+            planes = [each[layer] for each in layers]
             keys, values = (torch.cat(planes, dim=2) if len(planes) > 1 else planes[0]).transpose(1, 2)
             if slots.device.type != "cpu":
                 # The CUDA ops take a token stride only; the CPU op takes a head stride too and needs no copy.

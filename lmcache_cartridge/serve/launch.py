@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from blake3 import blake3
 
 from ..errors import UnsupportedEngine
+from ..registry import Registry
 from ..settings import Settings
+from .multiprocess import CONTROL, as_parameters, control_path, free_port, l1_size_bytes, lmcache_command
 
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
@@ -33,10 +35,21 @@ class Launch(NamedTuple):
     environment: dict[str, str]
     """Variables set in addition to the caller's."""
     command: list[str]
+    """vLLM's own."""
+    lmcache: list[str] | None = None
+    """The command of LMCache's server, which runs beside it in multiprocess mode."""
 
     def __str__(self) -> str:
         variables = " \\\n".join(f"{k}={shlex.quote(v)}" for k, v in self.environment.items())
-        return f"# {self.yaml_path}\n{self.yaml}\n{variables} \\\n{shlex.join(self.command)}"
+        beside = f"{variables} \\\n{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
+        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{variables} \\\n{shlex.join(self.command)}"
+
+    @property
+    def program(self) -> list[str]:
+        """The command to run: vLLM's, or one that runs both servers and ends them together."""
+        if self.lmcache is None:
+            return self.command
+        return [sys.executable, "-m", "lmcache_cartridge.serve.multiprocess", json.dumps(self.lmcache), *self.command]
 
     def write(self) -> None:
         """Write the YAML."""
@@ -46,7 +59,7 @@ class Launch(NamedTuple):
     def run(self) -> None:
         """Write the YAML and become the server; does not return."""
         self.write()
-        os.execvpe(self.command[0], self.command, {**os.environ, **self.environment})
+        os.execvpe(self.program[0], self.program, {**os.environ, **self.environment})
 
 
 def plan(
@@ -56,8 +69,14 @@ def plan(
     chunk_tokens: int = 256,
     on_load_failure: str = "recompute",
     vllm_args: Sequence[str] = (),
+    mode: Literal["in-process", "multiprocess"] = "in-process",
+    l1_bytes: int = 0,
+    lmcache_port: int = 0,
 ) -> Launch:
     """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
+
+    In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`; 0 is as
+    much as the registered cartridges need, and a free port.
 
     Raises `UnsupportedEngine` if vLLM is not installed.
     """
@@ -77,13 +96,28 @@ def plan(
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": on_load_failure,
     }
+    lmcache = None
+    if mode == "multiprocess":
+        port = lmcache_port or free_port()
+        lmcache = lmcache_command(
+            settings, chunk_tokens, l1_bytes=l1_bytes or _l1_bytes(settings), port=port, on_cpu=_on_cpu()
+        )
+        transfer |= {
+            "kv_connector": "CartridgeMPConnector",
+            "kv_connector_module_path": "lmcache_cartridge.serve.mp_connector",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": port,
+                CONTROL: control_path(port),
+            },
+        }
     command = [
         *_server(model), "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details",
         "--worker-extension-cls", "lmcache_cartridge.serve.worker.CartridgeWorker",
     ]  # fmt: skip
     if _on_cpu() and not any(a.startswith(("--kv-cache-memory", "--gpu-memory")) for a in vllm_args):
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    return Launch(path, yaml, environment, [*command, *vllm_args])
+    return Launch(path, yaml, environment, [*command, *vllm_args], lmcache)
 
 
 def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
@@ -91,11 +125,7 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
     extra = {
         f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.serve.backend",
         f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
-        **{
-            f"storage_plugin.{PLUGIN}.{k}": v
-            for k, v in settings.model_dump(mode="json").items()
-            if v is not None and v != []
-        },
+        **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in as_parameters(settings).items()},
     }
     lines = [
         f"chunk_size: {chunk_tokens}",
@@ -112,6 +142,11 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
         *(f"  {key}: {json.dumps(value)}" for key, value in extra.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _l1_bytes(settings: Settings) -> int:
+    rows = Registry(settings.registry_path, read_only=True).all()
+    return l1_size_bytes(max((row.bytes for row in rows), default=0))
 
 
 def _on_cpu() -> bool:

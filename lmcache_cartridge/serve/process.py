@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,16 +15,10 @@ from types import TracebackType
 
 from ..errors import UnsupportedEngine
 from .launch import Launch
+from .multiprocess import free_port
 
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 """Environment for a small model on a shared CPU: one compute thread, and one process less."""
-
-
-def free_port() -> int:
-    """Return a TCP port on the loopback interface that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class ServerProcess:
@@ -44,7 +37,7 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         """Start the server and wait until it is healthy. Raises `UnsupportedEngine` with the log's end if it dies."""
         self._launch.write()
-        command = [*self._launch.command, "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [*self._launch.program, "--host", "127.0.0.1", "--port", str(self.port)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from ..store import CartridgeStore
     from .control import ControlServer
 
+adapter_control: str | None = None
+"""Where the store of this rank answers if it is in LMCache's server; `CartridgeMPConnector` sets it."""
 _server: ControlServer | None = None
 _lock = threading.Lock()
 
@@ -20,6 +22,8 @@ class CartridgeWorker:
 
     def cartridge_control(self) -> str:
         """Return the path of this worker's control socket. Raises `UnsupportedEngine` if the plugin is not there."""
+        if adapter_control is not None:
+            return adapter_control
         from .control import ControlServer
 
         global _server

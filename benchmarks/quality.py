@@ -1,0 +1,373 @@
+"""How well cartridges answer: no prefix, full document, prefilled and trained cartridges, served by a real vLLM server.
+
+    python benchmarks/quality.py [--documents 5] [--processes 2] [--full] [--home DIR]
+
+Ward sheets that the shipped model never saw are drawn; for each, cartridges are built and trained by the command line,
+registered in one home, served by one server, and asked for every fact of their sheet in a wording that none was trained
+on. Writes QUALITY.md, quality.json and quality.png beside this file. `--home` keeps the cartridges, and a second run goes
+on from those that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from quality_page import PAGE
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+from lmcache_cartridge import __version__, artifact, cli
+from lmcache_cartridge.make import evaluate, initial, plot, trained
+from lmcache_cartridge.make.ask import ModelAsker, ServerAsker
+from lmcache_cartridge.make.chat import Server
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.questions import Question, save
+from lmcache_cartridge.output import size
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.recall.train import hardware
+from lmcache_cartridge.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+HERE = Path(__file__).parent
+MODEL = str(MODEL_DIR)
+CHUNK = 32
+"""Tokens a chunk, in the artefacts and in LMCache: 64 positions are 16x of these sheets, and 32 less than that."""
+TOKENS = 1024
+TRAINED = (QUESTIONS[0], "Patient {patient}: {attribute}?")
+"""Wordings that the template to train on has. The second is new to the model, which answers it all the same."""
+ASKED = (QUESTIONS[1], QUESTIONS[2])
+"""Wordings that are asked, fact by fact in turn."""
+HELD_OUT = "the {attribute} of {patient}?"
+"""Wording looked at while training, to keep the best KV."""
+INITIALS = ("random", "vocab", "first-k", "sci")
+SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
+NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
+GOAL_POINTS = 2.0
+RATE = 0.3
+"""Peak learning rate: right for this tiny model, and far above what a real one wants."""
+
+
+class Variant(NamedTuple):
+    """One way to train."""
+
+    name: str
+    size: tuple[str, str]
+    """The option that gives p."""
+    init: str
+    steps: int
+    rate: float
+
+
+@dataclass
+class Sheet:
+    """One document, and what was measured on it."""
+
+    name: str
+    document: Document
+    path: Path
+    questions: list[Question]
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By row of the table: `exact`, and where it applies `bytes`, `positions`, `seconds`, `hf`, `int8`."""
+
+
+def variants(effort: float) -> list[Variant]:
+    """Return what is trained for each sheet; `effort` multiplies the steps."""
+    long, short = int(1000 * effort), int(1400 * effort)
+    found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long, RATE) for init in INITIALS]
+    found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short, RATE) for init in INITIALS]
+    return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short, RATE)]
+
+
+def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
+    """Write sheets, their evaluation questions and the template to train on into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sheets = []
+    for number in numbers:
+        document = write_document(random.Random(f"quality {number}"), TOKENS)
+        asked = [
+            Question(ASKED[i % len(ASKED)].format(**fact._asdict()), fact.value)
+            for i, fact in enumerate(document.facts)
+        ]
+        sheet = Sheet(f"sheet-{number}", document, directory / f"sheet-{number}.txt", asked)
+        sheet.path.write_text(document.text, encoding="utf-8")
+        save(asked, directory / f"sheet-{number}.questions.jsonl")
+        held_out = [Question(HELD_OUT.format(**fact._asdict())) for fact in document.facts[::4]]
+        save(held_out, directory / f"sheet-{number}.held_out.jsonl")
+        sheets.append(sheet)
+    template = {
+        "questions": TRAINED,
+        "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
+        "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
+    }
+    (directory / "template.json").write_text(json.dumps(template, indent=2))
+    return sheets
+
+
+def run_cli(*argv: str) -> dict[str, Any]:
+    """Run one command of the command line in this process and return what it tells programs."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = cli.main([*argv, "--format", "json"])
+    if status:
+        raise SystemExit(status)
+    return json.loads(out.getvalue())
+
+
+def make(sheets: Sequence[Sheet], settings: Settings, wanted: Sequence[Variant], processes: int) -> None:
+    """Build and train all cartridges, noting seconds and bytes; those noted before are left as they are.
+
+    One sheet is one process's, since its cartridges share what the teacher said.
+    """
+    jobs = [(sheet, row) for sheet in sheets for row in [PREFILL, *wanted]]
+    with (
+        ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(jobs), desc="make", unit=" cartridges") as bar,
+    ):
+        Registry(settings.registry_path)
+        for done in as_completed([pool.submit(make_sheet, sheet, settings, wanted) for sheet in sheets]):
+            sheet = next(sheet for sheet in sheets if sheet.name == done.result()[0])
+            sheet.results |= done.result()[1]
+            bar.update(1 + len(wanted))
+
+
+def make_sheet(sheet: Sheet, settings: Settings, wanted: Sequence[Variant]) -> tuple[str, dict[str, dict[str, float]]]:
+    """Make what is not there yet of one sheet's cartridges; return its name and what was noted of all of them."""
+    torch.set_num_threads(1)  # the model is tiny: two processes do twice as much as two threads
+    disable_progress_bar()
+    found = {}
+    for row in [PREFILL, *wanted]:
+        name = row if isinstance(row, str) else row.name
+        note = settings.home / "notes" / f"{cartridge(sheet, name)}.json"
+        if not note.exists():
+            made = make_one(sheet, row, settings)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(made))
+        found[name] = json.loads(note.read_text())
+    return sheet.name, found
+
+
+def make_one(sheet: Sheet, row: str | Variant, settings: Settings) -> dict[str, float]:
+    """Build or train one cartridge."""
+    name = row if isinstance(row, str) else row.name
+    start = time.monotonic()
+    common = ("--home", str(settings.home), "--model", MODEL, "--document", str(sheet.path),
+              "--id", cartridge(sheet, name), "--chunk-size", str(CHUNK))  # fmt: skip
+    if isinstance(row, str):
+        made = run_cli("build", *common)
+    else:
+        made = run_cli(
+            "train", *common, *row.size, "--init", row.init, "--template", str(sheet.path.with_name("template.json")),
+            "--held-out", str(sheet.path.with_suffix(".held_out.jsonl")),
+            "--steps", str(row.steps), "--rate", str(row.rate), "--batch", "32", "--top-k", "0", "--answer-tokens", "4",
+            "--patience", "0", "--check-every", "50", "--precision", "bfloat16",
+        )  # fmt: skip
+    seconds = made.get("seconds", time.monotonic() - start)
+    return {"positions": made["positions"], "bytes": made["bytes"], "seconds": seconds}
+
+
+def cartridge(sheet: Sheet, row: str) -> str:
+    """Return the id of a cartridge."""
+    return f"{sheet.name}-{''.join(c if c.isalnum() else '-' for c in row)}"
+
+
+def serve_and_ask(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str], limit: int | None) -> None:
+    """Ask one server every question every way."""
+    launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
+    total = sum(len(evaluate.pick(sheet.questions, limit)) for sheet in sheets) * (2 + len(rows))
+    print("starting vLLM", file=sys.stderr)
+    with (
+        ServerProcess(launch, settings.home / "server.log", environment=SMALL) as process,
+        Server(process.url) as server,
+        tqdm(total=total, desc="ask vLLM", unit=" answers") as bar,
+    ):
+        for sheet in sheets:
+            asked = evaluate.pick(sheet.questions, limit)
+            for row in rows:
+                asker = ServerAsker(server, cartridge(sheet, row), sheet.document.text, "chat")
+                plain = row == rows[0]
+                ways = evaluate.WAYS if plain else ("cartridge",)
+                for way, given in evaluate.ask_all(asker, asked, 4, ways=ways, progress=bar.update).items():
+                    name = {"no prefix": NO_PREFIX, "document": FULL}.get(way, row)
+                    found = sheet.results.setdefault(name, {})
+                    found["exact"] = sum(answer.exact for answer in given) / len(given)
+                    found |= by_wording(given)
+
+
+def by_wording(answers: Sequence[evaluate.Answer]) -> dict[str, float]:
+    """Return the share of right answers to each of the wordings in `ASKED`, told by how a question begins."""
+    long = ASKED[1].partition("{")[0]
+    parts = [[a.exact for a in answers if a.question.startswith(long) == bool(i)] for i in range(len(ASKED))]
+    return {f"wording {i}": sum(part) / len(part) for i, part in enumerate(parts) if part}
+
+
+def ask_offline(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str], limit: int | None) -> None:
+    """Ask transformers the same after each cartridge's KV, as stored and through int8."""
+    model, registry = CausalModel(MODEL), Registry(settings.registry_path, read_only=True)
+    for sheet in tqdm(sheets, desc="ask transformers", unit=" sheets"):
+        asked = evaluate.pick(sheet.questions, limit)
+        for row in rows:
+            root = Path(registry.find(cartridge(sheet, row)).location)
+            kv = trained.read_kv(artifact.load_manifest(root), root)
+            for name, given in (("hf", kv), ("int8", through_int8(kv))):
+                found = evaluate.ask_all(ModelAsker(model, [], given, "chat"), asked, 4, ways=("cartridge",))
+                exact = sum(answer.exact for answer in found["cartridge"]) / len(asked)
+                sheet.results[row][name] = exact
+
+
+def through_int8(kv: torch.Tensor) -> torch.Tensor:
+    """Return canonical KV rounded to int8 and back: keys with a scale a channel, values with a scale a token.
+
+    The first position, an attention sink with keys and values unlike all others, stays as it is.
+    """
+    head, rest = kv[:, :, : initial.FROZEN], kv[:, :, initial.FROZEN :].float()
+    back = [_rounded(rest[0], dim=1), _rounded(rest[1], dim=3)]
+    return torch.cat([head, torch.stack(back).to(kv.dtype)], dim=2)
+
+
+def _rounded(part: torch.Tensor, dim: int) -> torch.Tensor:
+    scale = (part.abs().amax(dim, keepdim=True) / 127).clamp(min=1e-12)
+    return (part / scale).round() * scale
+
+
+class Summary(NamedTuple):
+    """Over the sheets: mean, spread (standard deviation) and least, as shares; means of the rest."""
+
+    mean: float
+    spread: float
+    least: float
+    hf: float | None
+    int8: float | None
+    positions: float | None
+    bytes: float | None
+    seconds: float | None
+    wordings: tuple[float, float]
+
+
+def summarise(sheets: Sequence[Sheet], rows: Sequence[str]) -> dict[str, Summary]:
+    """Return the table's numbers."""
+    found = {}
+    for row in rows:
+        exact = [sheet.results[row]["exact"] for sheet in sheets]
+        rest = {
+            key: statistics.mean(values) if (values := [s.results[row][key] for s in sheets if key in s.results[row]])
+            else None
+            for key in ("hf", "int8", "positions", "bytes", "seconds")
+        }  # fmt: skip
+        spread = statistics.stdev(exact) if len(exact) > 1 else 0.0
+        wordings = tuple(statistics.mean(s.results[row][f"wording {i}"] for s in sheets) for i in range(len(ASKED)))
+        found[row] = Summary(statistics.mean(exact), spread, min(exact), **rest, wordings=wordings)
+    return found
+
+
+def markdown(summary: Mapping[str, Summary], facts: Mapping[str, Any]) -> str:
+    """Return the page QUALITY.md."""
+    lines = [
+        "| asked after | exact answers | spread | worst sheet | `X blood?` | `what is the blood of patient X?` | p | payload "
+        "| training | transformers | int8 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row, s in summary.items():
+        cells = [
+            row, f"**{s.mean:.1%}**", f"± {100 * s.spread:.1f}", f"{s.least:.1%}", *(f"{share:.1%}" for share in s.wordings),
+            f"{s.positions:,.0f}" if s.positions else "", size(int(s.bytes)) if s.bytes else "",
+            f"{s.seconds:.0f} s" if s.seconds and row != PREFILL else "",
+            f"{s.hf:.1%}" if s.hf is not None else "", f"{s.int8:.1%}" if s.int8 is not None else "",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return PAGE.format(table="\n".join(lines), verdict="\n".join(verdict(summary)), **facts)
+
+
+def verdict(summary: Mapping[str, Summary]) -> Iterator[str]:
+    """Yield what the numbers say about the goals, a line each."""
+    full, chance = summary[FULL].mean, summary[NO_PREFIX].mean
+    for size_name in ("4x", "16x"):
+        short = {row: 100 * (full - s.mean) for row, s in summary.items() if row.startswith(f"{size_name},")}
+        reach = [row for row, points in short.items() if points <= GOAL_POINTS]
+        miss = [f"{row} ({points:.1f} points short)" for row, points in short.items() if points > GOAL_POINTS]
+        yield f"- {size_name} within {GOAL_POINTS:g} points of the full document: {', '.join(reach) or 'none'}."
+        if miss:
+            yield f"- {size_name} further away: {', '.join(miss)}."
+    rows = [s for s in summary.values() if s.seconds and s.hf is not None and s.positions < 1000]
+    first, second = (statistics.mean(s.wordings[i] for s in rows) for i in range(2))
+    yield (
+        f"- Of the two wordings that nobody trained on, trained cartridges answer the first {first:.1%} and the second "
+        f"{second:.1%}, on average over the rows."
+    )
+    yield f"- Without a prefix {chance:.1%} are right; guessing a value of the right attribute gives about 5%."
+    served = max(abs(s.mean - s.hf) for s in summary.values() if s.hf is not None)
+    yield (
+        f"- vLLM and transformers differ by {100 * served:.1f} points at most: what was trained with one is served by "
+        "the other."
+    )
+    lost = max(((s.hf - s.int8, row) for row, s in summary.items() if s.int8 is not None), default=(0.0, ""))
+    yield f"- int8 costs {100 * lost[0]:.1f} points at most ({lost[1]})."
+
+
+def main() -> None:
+    """Make, serve, ask, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--documents", type=int, default=5)
+    add("--first", type=int, default=100, help="seed of the first of them; the settings were chosen on those from 0 on")
+    add("--processes", type=int, default=2, help="that train at once, one thread each")
+    add("--full", action="store_true", help="20 sheets, four times the steps: hours")
+    add("--effort", type=float, help="multiply the steps by this (default 1, with --full 4)")
+    add("--limit", type=int, help="ask only so many questions of a sheet")
+    add("--home", type=Path, help="keep everything here, and go on from what is there")
+    add("--out", type=Path, default=HERE, help="where the page goes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="quality-") as scratch:
+        home = (options.home or Path(scratch)).absolute()
+        settings = from_mapping({"home": home, "cpu_bytes": 512 << 20})
+        numbers = range(options.first, options.first + (20 if options.full else options.documents))
+        sheets = draw_sheets(numbers, home / "sheets")
+        wanted = variants(options.effort or (4 if options.full else 1))
+        rows = [PREFILL, *(variant.name for variant in wanted)]
+        make(sheets, settings, wanted, options.processes)
+        serve_and_ask(sheets, settings, rows, options.limit)
+        ask_offline(sheets, settings, rows, options.limit)
+    summary = summarise(sheets, [NO_PREFIX, FULL, *rows])
+    lengths = [len(CausalModel(MODEL).encode(sheet.document.text, special=True)) for sheet in sheets]
+    page = markdown(summary, {
+        "documents": len(sheets), "first": options.first, "tokens": f"{min(lengths):,} to {max(lengths):,}", "chunk": CHUNK,
+        "questions": sum(len(evaluate.pick(sheet.questions, options.limit)) for sheet in sheets),
+        "trained": "`, `".join(TRAINED), "held_out": HELD_OUT,
+        "asked": "`, `".join(ASKED),
+        "facts": ", ".join(str(len(sheet.document.facts)) for sheet in sheets), "rate": RATE,
+        "trained_minutes": sum(f.get("seconds", 0) for sheet in sheets for f in sheet.results.values()) / 60,
+        "hardware": hardware(), "processes": options.processes,
+        "wall": (time.monotonic() - start) / 60, "date": date.today().isoformat(), "version": __version__,
+        "torch": torch.__version__, "command": f"python benchmarks/quality.py {' '.join(sys.argv[1:])}".strip(),
+    })  # fmt: skip
+    (options.out / "QUALITY.md").write_text(page, encoding="utf-8")
+    results = {sheet.name: sheet.results for sheet in sheets}
+    (options.out / "quality.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    plot.shares({row: s.mean for row, s in summary.items()}, options.out / "quality.png",
+                f"ward sheets of {TOKENS:,} tokens, served by vLLM", {row: s.spread for row, s in summary.items()})  # fmt: skip
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

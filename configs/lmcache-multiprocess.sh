@@ -1,0 +1,39 @@
+#!/bin/sh
+# Multiprocess mode by hand: LMCache's own server beside vLLM. `lmcache-cartridge serve MODEL --mode multiprocess` does
+# the same and ends both together; with `--print` it shows these commands for your paths.
+#
+# Proven with vLLM 0.32.0 (CPU) and LMCache 0.5.6. Set the four variables, then run the two commands in two terminals.
+
+MODEL=./llama
+HOME_DIR=$HOME/.local/share/lmcache-cartridge          # where `lmcache-cartridge build` registers cartridges
+CONTROL=/tmp/lmcache-cartridge-$(id -u)/5755.sock      # a Unix socket in a directory that only you may write to
+YAML=configs/lmcache.yaml                              # vLLM's API server reads the cartridge settings there
+
+# 1. LMCache's server. What each option is for:
+#   --chunk-size                   a multiple of vLLM's block (128 on CPU); p of a trained cartridge must be one of it
+#   --supported-transfer-mode      engine_driven on CPU; leave it away on GPUs. With the wrong one vLLM waits five
+#                                  minutes and gives up
+#   --no-l1-use-lazy, --shm-name   vLLM maps LMCache's memory instead of having chunks sent. CPU only
+#   --l1-size-gb                   LMCache copies a whole prefix into memory of its own or serves none of it: at least
+#                                  the largest cartridge, times the requests for it that are cold at the same time
+#   --l2-prefetch-policy retain    keep it there for the next request
+#   --worker-reap-timeout-seconds  0: else a vLLM that gets no request for an hour is forgotten for good
+#   --hash-algorithm               leave it away: the default, blake3, has no seed
+#   adapter_params                 `control`, and the same settings as in the YAML; `store_ack: false` beside
+#                                  --l2-store-policy skip_l1, which drops what an adapter says it has stored
+LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --chunk-size 256 \
+  --supported-transfer-mode engine_driven --no-l1-use-lazy --shm-name lmcache-cartridge-5755 \
+  --l1-size-gb 1 --eviction-policy LRU --l2-prefetch-policy retain --worker-reap-timeout-seconds 0 \
+  --l2-adapter '{"type": "plugin", "module_path": "lmcache_cartridge.serve.l2", "class_name": "CartridgeL2Adapter",
+                 "adapter_params": {"control": "'"$CONTROL"'", "home": "'"$HOME_DIR"'", "cpu_bytes": "1GiB"}}' &
+
+# 2. vLLM, as soon as the other has started. `kv_load_failure_policy` must be fail where trained cartridges are served.
+#    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.
+VLLM_PLUGINS=cartridges LMCACHE_CONFIG_FILE=$YAML VLLM_NO_USAGE_STATS=1 \
+python -m vllm.entrypoints.launchers.api_server.entry --model "$MODEL" --enable-prompt-tokens-details \
+  --worker-extension-cls lmcache_cartridge.serve.worker.CartridgeWorker --kv-cache-memory-bytes 1073741824 \
+  --kv-transfer-config '{"kv_connector": "CartridgeMPConnector",
+    "kv_connector_module_path": "lmcache_cartridge.serve.mp_connector",
+    "kv_role": "kv_consumer", "kv_load_failure_policy": "fail",
+    "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": 5755,
+                                  "cartridge.control": "'"$CONTROL"'"}}'

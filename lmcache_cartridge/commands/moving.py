@@ -1,0 +1,102 @@
+"""Moving: `push` to S3 and `pull` from there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..output import show
+from .context import Verb, registry_of, settings_of
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    push = verb("push", _push, "Verify a registered cartridge and store it on S3, whole or not at all.",
+                "push handbook s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    push.add_argument("name", help="id (newest version), id@version or label")
+    push.add_argument("location", help="s3://bucket/prefix that the files go under")
+    push.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an artefact of other content; requests that use the old one fail",
+    )
+
+    pull = verb("pull", _pull, "Bring a cartridge from S3 here, verify every checksum and register it.",
+                "pull s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    pull.add_argument("location", help="s3://bucket/prefix that a cartridge was pushed to")
+    pull.add_argument("--id", help="name of the cartridge here (default: its own)")
+    for remote in (push, pull):
+        remote.add_argument(
+            "--endpoint-url",
+            help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
+            "or a role, as for every AWS tool",
+        )
+        remote.add_argument("--region", help="S3 region (default: that of the environment or profile)")
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from .. import s3, transfer
+    from ..errors import ArtifactError
+    from ..sources import Sources
+
+    s3.parse(arguments.location)
+    row = registry_of(arguments).find(arguments.name)
+    if Sources.is_remote(row.location):
+        raise ArtifactError(f"{row.name} lies at {row.location} already; pull it first to push it elsewhere")
+    with _transfer(arguments) as (source, progress):
+        done = transfer.push(Path(row.location), arguments.location, source, force=arguments.force, progress=progress)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
+        "pushed": done.changed,
+    }  # fmt: skip
+    there = (
+        f"pushed {row.name} to"
+        if done.changed
+        else f"the content of {row.name} is there already, as {done.manifest.name}:"
+    )
+    show(result, f"{there} {arguments.location}", arguments.format)
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from .. import s3, transfer
+    from ..manifest import check_id
+
+    s3.parse(arguments.location)
+    if arguments.id is not None:
+        check_id(arguments.id)
+    registry, directory = registry_of(arguments), settings_of(arguments).cartridges_dir
+    with _transfer(arguments) as (source, progress):
+        done = transfer.pull(arguments.location, source, registry, directory, progress=progress, name=arguments.id)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
+    }  # fmt: skip
+    text = f"pulled {done.manifest.name}" if done.changed else f"{done.manifest.name} is here already"
+    show(result, f"{text}: {done.root}", arguments.format)
+
+
+@contextmanager
+def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """Lend an S3 source and a progress bar, off with --format json."""
+    from tqdm import tqdm
+
+    from ..sources import Sources
+
+    sources = Sources(settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region))
+    bars: dict[str, tqdm] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            of_bytes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            kind = {"unit": " chunks"} if what == "verify" else of_bytes
+            bars[what] = tqdm(desc=what, total=total, disable=arguments.format == "json", **kind)
+        bars[what].update(done - bars[what].n)
+
+    try:
+        yield sources.s3(), progress
+    finally:
+        for bar in bars.values():
+            bar.close()
+        sources.close()

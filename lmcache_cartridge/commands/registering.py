@@ -1,0 +1,187 @@
+"""Registering: `register`, `label`, `unlabel`, `remove`, `list`, `describe` and `verify`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import CartridgeError
+from ..output import fields, show, size, table
+from .context import Verb, copy_of, registry_of, root_of, settings_of
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
+                    "register s3://bucket/cartridges/handbook")  # fmt: skip
+    register.add_argument(
+        "path",
+        help="directory of manifest.json and payload.safetensors, its s3:// location, or a .json or .pt file of token_ids",
+    )
+    register.add_argument("--label", help="also point this label at it")
+    register.add_argument("--id", help="for a file of token ids: name of the cartridge")
+    register.add_argument("--model", help="for a file of token ids: directory or cached Hub id of their model")
+
+    label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
+                 "label current handbook@3")  # fmt: skip
+    label.add_argument("label")
+    label.add_argument("name", help="id, id@version or another label")
+    label.add_argument(
+        "--warm", action="store_true", help="servers bring what it points at into memory when they start"
+    )
+
+    unlabel = verb("unlabel", _unlabel, "Remove a label; what it points at stays.", "unlabel current")
+    unlabel.add_argument("label")
+
+    remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
+                  "remove handbook@2")  # fmt: skip
+    remove.add_argument("name", help="id (newest version) or id@version")
+    remove.add_argument("--delete-files", action="store_true", help="delete the artefact too, if `build` put it there")
+
+    verb("list", _list, "List the registered cartridges.", "list --format json")
+
+    describe = verb("describe", _describe, "Show everything known of one cartridge.", "describe handbook")
+    describe.add_argument("name", help="id (newest version), id@version or label")
+
+    verify = verb("verify", _verify, "Read a cartridge whole and check every checksum; lifts a quarantine if sound.",
+                  "verify handbook")  # fmt: skip
+    verify.add_argument("name", nargs="+", help="id (newest version), id@version or label")
+
+
+def _register(arguments: argparse.Namespace) -> None:
+    from ..sources import Sources
+
+    registry = registry_of(arguments)
+    if Sources.is_remote(arguments.path):
+        manifest = registry.register(copy_of(arguments, arguments.path), arguments.path)
+    else:
+        path = Path(arguments.path)
+        manifest = registry.register(path if path.is_dir() else _stored_prefix(arguments, path, registry))
+    if arguments.label:
+        registry.label(arguments.label, manifest.name)
+    result = {"name": manifest.name, "digest": manifest.digest, "label": arguments.label}
+    show(result, f"registered {manifest.name}", arguments.format)
+
+
+def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> Path:
+    """Make an artefact of a file of token ids and return its directory."""
+    from ..errors import ArtifactError
+    from ..manifest import check_id
+
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file or directory")
+    if not (arguments.id and arguments.model):
+        raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
+    version = registry.next_version(check_id(arguments.id))
+    root = settings_of(arguments).cartridges_dir / arguments.id / str(version)
+    from ..make import tokens
+    from ..make.model import CausalModel
+
+    tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
+    return root
+
+
+def _label(arguments: argparse.Namespace) -> None:
+    target = registry_of(arguments).label(arguments.label, arguments.name, warm=arguments.warm)
+    show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
+
+
+def _unlabel(arguments: argparse.Namespace) -> None:
+    registry_of(arguments).unlabel(arguments.label)
+    show({"label": arguments.label}, f"removed the label {arguments.label}", arguments.format)
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    import shutil
+
+    removed = registry_of(arguments).remove(arguments.name)
+    ours = Path(removed.location).is_relative_to(settings_of(arguments).cartridges_dir)
+    deleted = arguments.delete_files and ours
+    if deleted:
+        shutil.rmtree(removed.location)
+    left = "" if deleted else f"; its files stay at {removed.location}"
+    result = {"name": removed.name, "location": removed.location, "files_deleted": deleted}
+    show(result, f"removed {removed.name}{left}", arguments.format)
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from ..quarantine import Quarantine
+
+    registry, quarantine = registry_of(arguments), Quarantine(settings_of(arguments).quarantine_dir)
+    labels: dict[str, list[str]] = {}
+    for label, name in registry.labels().items():
+        labels.setdefault(name, []).append(label)
+    rows = [
+        {
+            "id": row.id,
+            "version": row.version,
+            "kind": row.kind,
+            "positions": row.positions,
+            "bytes": row.bytes,
+            "labels": labels.get(row.name, []),
+            "quarantined": quarantine.reason(row.digest) is not None,
+            "digest": row.digest,
+        }
+        for row in registry.all()
+    ]
+    readable = [
+        row | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12],
+               "quarantined": "yes" if row["quarantined"] else ""}
+        for row in rows
+    ]  # fmt: skip
+    empty = "no cartridges yet; make one with `lmcache-cartridge build`"
+    show(rows, table(readable) if rows else empty, arguments.format)
+
+
+def _describe(arguments: argparse.Namespace) -> None:
+    import json
+
+    from .. import artifact
+    from ..quarantine import Quarantine
+
+    location = registry_of(arguments).find(arguments.name)
+    reason = Quarantine(settings_of(arguments).quarantine_dir).reason(location.digest)
+    result = json.loads(
+        artifact.load_manifest(root_of(arguments, location.location), location.digest, payload=False).encode()
+    )
+    for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
+        if shown := (result["fingerprint"] if part == "rope" else result)[part]:
+            del shown[long]
+    result |= {"location": location.location, "registered": location.registered, "quarantined": reason}
+    show(result, fields(result), arguments.format)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from functools import partial
+
+    from tqdm import tqdm
+
+    from .. import artifact
+    from ..quarantine import Quarantine
+    from ..sources import Sources
+
+    settings = settings_of(arguments)
+    registry, quarantine, sources = registry_of(arguments), Quarantine(settings.quarantine_dir), Sources(settings)
+    results = []
+    for name in arguments.name:
+        location = registry.find(name)
+        problem = None
+        try:
+            root, read, where = root_of(arguments, location.location), None, None
+            if Sources.is_remote(location.location):
+                where = f"{location.location}/{artifact.PAYLOAD}"
+                read = partial(sources.read_into, location.location, artifact.PAYLOAD)
+            artifact.load_manifest(root, location.digest, payload=read is None)
+            with tqdm(unit=" chunks", desc=location.name, disable=arguments.format == "json") as bar:
+                for done, total in artifact.verify(root, read, where):
+                    bar.total = total
+                    bar.update(done - bar.n)
+        except CartridgeError as error:
+            problem = str(error)
+        if problem is None:
+            quarantine.lift(location.digest)
+        results.append({"name": location.name, "sound": problem is None, "problem": problem})
+    lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
+    show(results, "\n".join(lines), arguments.format)
+    return 0 if all(r["sound"] for r in results) else 1

@@ -1,0 +1,238 @@
+"""Training: `train` and `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArtifactError, CartridgeError, ModelMismatch
+from ..output import fields, show, size, table
+from .context import Verb, settings_of
+
+INITIALS = ("random", "vocab", "first-k", "sci")
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    _add_train(verb)
+    _add_evaluate(verb)
+
+
+def _add_train(verb: Verb) -> None:
+    train = verb(
+        "train", _train, "Train a cartridge much shorter than its document, and register it. Interrupted, it goes on.",
+        "train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl",
+    )  # fmt: skip
+    option = train.add_argument
+    option("--model", required=True, help="directory or cached Hub id of a causal language model")
+    option("--document", required=True, type=Path, help="UTF-8 text file")
+    option("--id", required=True, help="name of the cartridge; training it again makes a new version")
+    length = train.add_mutually_exclusive_group(required=True)
+    length.add_argument("--positions", type=int, help="p, rounded to whole chunks")
+    length.add_argument(
+        "--compress", type=_factor, metavar="4x", help="p as a fraction of the document's tokens, rounded likewise"
+    )
+    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
+    option("--init", choices=INITIALS, default="sci",
+           help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
+           "tokens; KV of 64-token chunks sampled over it (default sci). The first position is the document's own and "
+           "stays")  # fmt: skip
+
+    asked = train.add_argument_group("what to train on; several may be given")
+    asked.add_argument(
+        "--questions", type=Path, metavar="FILE",
+        help='JSON lines {"question": ..., "answer": ...}; without an answer the model itself answers',
+    )  # fmt: skip
+    asked.add_argument("--template", type=Path, metavar="FILE",
+                       help='JSON {"questions": ["{what} of {whom}?"], "fields": {"whom": "regex with a (group)", '
+                       '"what": ["a", "b"]}, "where": "regex"}')  # fmt: skip
+    asked.add_argument(
+        "--self-study", type=int, metavar="N", help="let a model write N questions on random parts of the document"
+    )
+    asked.add_argument("--writer-url", metavar="URL", help="OpenAI-compatible server that writes them, not the model")
+    asked.add_argument("--writer-model", metavar="NAME", help="its model (default: the first it serves)")
+    asked.add_argument("--held-out", type=Path, metavar="FILE",
+                       help="questions to look at while training, never to train on (default: a tenth of the others)")  # fmt: skip
+    asked.add_argument("--ask-as", choices=("chat", "text"),
+                       help="a question is a user message, or text as it is (default: chat, if the model has a template)")  # fmt: skip
+    asked.add_argument(
+        "--answer-tokens", type=int, default=128, help="longest answer that the model gives itself (default 128)"
+    )
+
+    how = train.add_argument_group("how to train")
+    how.add_argument("--objective", choices=("distill", "next-token"), default="distill",
+                     help="match the predictions of the model with the document in context, or the answers alone")  # fmt: skip
+    how.add_argument("--top-k", type=int, default=32, help="likeliest tokens to match; 0: all (default 32)")
+    how.add_argument("--steps", type=int, default=400, help="(default 400)")
+    how.add_argument("--batch", type=int, default=32, help="questions in a forward pass (default 32)")
+    how.add_argument("--accumulate", type=int, default=1, help="forward passes a step (default 1)")
+    how.add_argument("--rate", type=float, default=0.02, help="peak learning rate of AdamW (default 0.02)")
+    how.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
+    how.add_argument("--warmup", type=int, default=20, help="steps to the peak (default 20)")
+    how.add_argument("--jitter", type=int, default=32,
+                     help="positions that half of the questions stand further back in training, at random; wordings not "
+                     "trained on do better so (default 32)")  # fmt: skip
+    how.add_argument("--check-every", type=int, default=25,
+                     help="steps between checkpoints and looks at the held-out questions (default 25)")  # fmt: skip
+    how.add_argument("--patience", type=int, default=8, help="looks without progress before it stops; 0: never (8)")
+    how.add_argument("--precision", choices=("float32", "bfloat16"),
+                     help="of the computation (default bfloat16 on a GPU, float32 elsewhere); the cartridge is float32 "
+                     "until it is stored")  # fmt: skip
+    how.add_argument("--dtype", default="auto", help="of the stored KV, as the engine's (default auto)")
+    how.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
+
+
+def _add_evaluate(verb: Verb) -> None:
+    evaluate = verb(
+        "evaluate", _evaluate, "Ask questions without a prefix, after the document, and after a cartridge; compare.",
+        "evaluate handbook --questions questions.jsonl --server http://localhost:8000",
+    )  # fmt: skip
+    option = evaluate.add_argument
+    option("name", help="id (newest version), id@version or label")
+    option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
+    where = evaluate.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")
+    where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
+    option("--document", type=Path, help="text of the document (default: the ids that the cartridge carries)")
+    option("--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)")
+    option("--answer-tokens", type=int, default=64, help="longest answer (default 64)")
+    option("--limit", type=int, help="ask only so many questions, drawn evenly")
+    option("--judge-url", metavar="URL", help="OpenAI-compatible server that also scores each answer from 0 to 5")
+    option("--judge-model", metavar="NAME", help="its model (default: the first it serves)")
+    option("--output", type=Path, metavar="DIR", help="write evaluation.json, with every answer, and evaluation.png")
+    option("--device", default="cpu", help="with --model: cpu, cuda, cuda:1 (default cpu)")
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 1 <= factor < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no factor; write 4x")
+    return factor
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from ..manifest import check_id
+
+    check_id(arguments.id)
+    _check_numbers(arguments, at_least_one=("positions", "self_study", "chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
+                   at_least_zero=("top_k", "warmup", "patience", "jitter"))  # fmt: skip
+    if arguments.rate <= 0:
+        raise CartridgeError(f"--rate {arguments.rate} must be above 0")
+    if not (arguments.questions or arguments.template or arguments.self_study):
+        raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
+    if arguments.writer_url and not arguments.self_study:
+        raise CartridgeError("--writer-url writes questions for --self-study; say how many")
+    if find_spec("peft") is None:
+        raise CartridgeError("training needs PEFT; install lmcache-cartridge[train]")
+    for path in (arguments.document, arguments.questions, arguments.template, arguments.held_out):
+        _need_file(path)
+    from tqdm import tqdm
+
+    from ..registry import Registry
+
+    settings = settings_of(arguments)
+    registry = Registry(settings.registry_path)
+    from ..make.job import Job, Task
+    from ..make.train import Recipe
+
+    quiet = arguments.format == "json"
+    values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
+    recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
+    task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
+    job = Job(task, settings, registry, say=partial(_say, quiet=quiet), bar=partial(tqdm, disable=quiet))
+    result = job.run(restart=arguments.restart)
+    show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    _check_numbers(arguments, at_least_one=("answer_tokens", "limit"))
+    for path in (arguments.questions, arguments.document):
+        _need_file(path)
+    from tqdm import tqdm
+
+    from ..registry import Registry
+
+    location = Registry(settings_of(arguments).registry_path, read_only=True).find(arguments.name)
+    from ..make import evaluate, questions
+    from ..make.chat import Server
+    from ..make.judge import Judge
+
+    asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
+    quiet = arguments.format == "json"
+    with ExitStack() as stack:
+        judge = None
+        if arguments.judge_url:
+            judge = Judge(stack.enter_context(Server(arguments.judge_url, arguments.judge_model)))
+        asker = _asker(arguments, location, stack)
+        total = len(evaluate.WAYS) * len(asked)
+        bar = stack.enter_context(tqdm(total=total, unit=" answers", desc="ask", disable=quiet))
+        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=bar.update)
+    report = evaluate.report(location.name, answers, judge and judge.model)
+    if arguments.output:
+        evaluate.write(report, answers, arguments.output)
+    show(report, table(evaluate.rows(report)), arguments.format)
+
+
+def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> Any:
+    """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
+    from .. import artifact
+    from ..make.ask import ModelAsker, ServerAsker
+    from ..make.chat import Server
+    from ..sources import Sources
+
+    if Sources.is_remote(location.location):
+        raise CartridgeError(f"{location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here")
+    root = Path(location.location)
+    manifest = artifact.load_manifest(root, location.digest)
+    if arguments.document:
+        document = arguments.document.read_text(encoding="utf-8")
+    elif manifest.kind == "trained" and manifest.document is None:
+        raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
+    else:
+        ids = artifact.load_document_ids(manifest, root)
+        document = (artifact.load_token_ids(manifest, root) if ids is None else ids).tolist()
+    if arguments.server:
+        return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
+    if manifest.payload is None:
+        raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
+    from ..make import trained
+    from ..make.model import CausalModel
+
+    for _ in artifact.verify(root):
+        pass
+    model = CausalModel(arguments.model, dtype=manifest.fingerprint.dtype, device=arguments.device)
+    if differences := manifest.fingerprint.differences(model.fingerprint):
+        raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
+    if isinstance(document, str):
+        document = model.encode(document, special=True)
+    return ModelAsker(model, document, trained.read_kv(manifest, root), arguments.ask_as)
+
+
+def _check_numbers(
+    arguments: argparse.Namespace, at_least_one: tuple[str, ...], at_least_zero: tuple[str, ...] = ()
+) -> None:
+    for least, names in ((1, at_least_one), (0, at_least_zero)):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and value < least:
+                raise CartridgeError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def _need_file(path: Path | None) -> None:
+    if path is not None and not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+
+
+def _say(line: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,111 @@
+"""Askers: put questions to a model three ways, here with transformers or on a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ..errors import SourceError
+from .chat import Server
+from .initial import prefilled
+from .model import CausalModel
+
+Way = Literal["no prefix", "document", "cartridge"]
+WAYS: tuple[Way, ...] = ("no prefix", "document", "cartridge")
+
+Progress = Callable[[int], None]
+"""Called with how many answers have come since it was called last."""
+
+
+class Asker(Protocol):
+    """Answers questions greedily."""
+
+    def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
+        """Return the answers, `tokens` long at most, without surrounding spaces. Blocks until all are there."""
+
+
+class ModelAsker:
+    """Asks a model loaded here. Holds the document's KV from the first time it is needed."""
+
+    def __init__(self, model: CausalModel, document: list[int], cartridge: torch.Tensor, form: str | None) -> None:
+        """`cartridge` is canonical KV. `form` is `chat`, `text`, or None for `chat` if the model has a template."""
+        self._model, self._document = model, document
+        self._form = form or ("chat" if model.tokenizer.chat_template else "text")
+        self._kv: dict[Way, torch.Tensor | None] = {"no prefix": None, "cartridge": cartridge.to(model.model.dtype)}
+
+    def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
+        """As `Asker` says."""
+        if way == "document" and way not in self._kv:
+            self._kv[way] = prefilled(self._model, self._document).to(self._model.model.dtype)
+        start = self._model.encode("", special=True) if way == "no prefix" else []
+        prompts = [[*start, *self._model.question_ids(question, self._form)] for question in questions]
+        answers = self._model.answers_after(self._kv[way], prompts, tokens)
+        progress(len(questions))
+        return [self._model.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
+
+
+class ServerAsker:
+    """Asks a server that serves cartridges, by token ids, so that the ways differ in nothing but the prefix."""
+
+    def __init__(
+        self, server: Server, cartridge: str, document: str | list[int], form: str | None, *, connections: int = 8
+    ) -> None:
+        """`cartridge` is its name there. `document` is its text, or its ids. Raises `SourceError` if it does not answer."""
+        self._server, self._cartridge, self._connections = server, cartridge, connections
+        self._form = form or self._find_form()
+        empty = self._tokens({"prompt": "", "add_special_tokens": True})
+        self._start = empty[:1]
+        self._document = document
+        if isinstance(document, str):
+            ids = self._tokens({"prompt": document, "add_special_tokens": True})
+            self._document = ids[:-1] if len(empty) > 1 and ids[-1:] == empty[-1:] else ids  # an end token
+
+    def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
+        """As `Asker` says. Raises `SourceError` at the first request that the server refuses."""
+
+        def one(question: str) -> str:
+            answer = self._ask(way, question, tokens)
+            progress(1)
+            return answer
+
+        with ThreadPoolExecutor(self._connections) as pool:
+            return list(pool.map(one, questions))
+
+    def _ask(self, way: Way, question: str, tokens: int) -> str:
+        own = self._question(question)
+        body: dict[str, Any] = {"model": self._server.model, "max_tokens": tokens, "temperature": 0}
+        if way == "cartridge":
+            body |= {"prompt": own, "cartridges": [self._cartridge]}
+        else:
+            # A tag that no cartridge has, so that one of the same document is not injected in its place.
+            apart = {"lmcache.tag.evaluate": "computed"}
+            prefix = self._document if way == "document" else self._start
+            body |= {"prompt": [*prefix, *own], "kv_transfer_params": apart}
+        reply = self._server.post("/v1/completions", body)
+        try:
+            return reply["choices"][0]["text"].strip()
+        except (KeyError, IndexError, TypeError) as error:
+            raise SourceError(f"{self._server.url} sent no completion: {reply!r:.200}") from error
+
+    def _question(self, question: str) -> list[int]:
+        if self._form == "text":
+            return self._tokens({"prompt": question, "add_special_tokens": False})
+        messages = [{"role": "user", "content": question}]
+        ids = self._tokens({"messages": messages, "add_generation_prompt": True, "add_special_tokens": False})
+        return ids[1:] if ids[:1] == self._start and self._start else ids
+
+    def _find_form(self) -> str:
+        try:
+            self._tokens({"messages": [{"role": "user", "content": "x"}]})
+        except SourceError:  # vLLM answers 400 for a model without a chat template
+            return "text"
+        return "chat"
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        reply = self._server.post("/tokenize", {"model": self._server.model, **body})
+        if not isinstance(reply, dict) or not isinstance(reply.get("tokens"), list):
+            raise SourceError(f"{self._server.url}/tokenize sent no tokens: {reply!r:.200}")
+        return reply["tokens"]

@@ -1,0 +1,71 @@
+"""Server: a model behind an OpenAI-compatible server that is asked one thing at a time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+
+from ..errors import SourceError
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class Server:
+    """Posts to one server. Safe from any thread; a context manager, or close it."""
+
+    def __init__(self, url: str, model: str | None = None, timeout_s: float = 300.0) -> None:
+        """`url` with or without `/v1`; the key is that in `$OPENAI_API_KEY`. Without `model` the first one it serves."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(KEY_VARIABLE, "none")
+        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, headers={"Authorization": f"Bearer {key}"})
+        try:
+            self.model = model or self._first_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _first_model(self) -> str:
+        body = self._ask("GET", "/v1/models")
+        try:
+            return body["data"][0]["id"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise SourceError(f"{self.url} lists no models: {body!r:.200}") from error
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON reply. Raises `SourceError` when the server cannot be reached, refuses or sends no JSON."""
+        return self._ask("POST", path, json=body)
+
+    def reply(self, content: str, *, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
+        """Return the reply to one user message; empty where the server sends none."""
+        body = self.post(
+            "/v1/chat/completions",
+            {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": tokens,
+             "temperature": temperature, "seed": seed},
+        )  # fmt: skip
+        try:
+            return body["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError) as error:
+            raise SourceError(f"{self.url} sent no chat completion: {body!r:.200}") from error
+
+    def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **content)
+            response.raise_for_status()
+            return response.json()
+        except httpx.HTTPStatusError as error:
+            reply = error.response
+            raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error

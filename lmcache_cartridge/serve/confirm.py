@@ -1,0 +1,168 @@
+"""Confirm: how a vLLM worker tells the adapter in LMCache's server what it is, before anything is served to it.
+
+An L2 adapter sees keys, shapes and a dtype. Model, block size and how a block is packed are invisible to it, and a
+wrong guess is silent garbage. So each worker reports what it found out about itself over one Unix socket; the reply
+is the path of the control socket of its rank's store. Who has not reported gets nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socketserver
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from ..errors import CartridgeError, UnsupportedEngine
+from ..fingerprint import Fingerprint
+from .control import _connect, _receive, _send
+from .multiprocess import CONTROL
+from .request import TAG
+
+logger = logging.getLogger(__name__)
+
+ANYBODY = "cartridge-anybody"
+"""What LMCache's keys have as salt for a request without cartridges: prefill cartridges answer for their own tokens."""
+NOBODY = "cartridge-nobody"
+"""The same for a request that a client wants kept apart: nothing answers."""
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of one engine, as it found itself."""
+
+    model_name: str
+    """As in LMCache's keys; another one for every engine that may not have the same bytes, see `key_name`."""
+    fingerprint: Fingerprint
+    chunk_tokens: int
+    """LMCache's chunk size."""
+    heads: int
+    """KV heads of this rank."""
+    layout: str
+    """How the engine was seen to write KV: `kv_2ltd`, `fused`, or one of `tiles`."""
+    rank: int
+    world: int
+    allow_trained: bool
+
+    @property
+    def seat(self) -> tuple[str, int]:
+        """What LMCache's keys name this rank by: the model and `kv_rank`."""
+        return self.model_name, self.world << 24 | self.rank << 16 | self.world << 8 | self.rank
+
+
+def key_name(model: str, *facts: Any) -> str:
+    """Return the model name for LMCache's keys: the model and a digest of whatever decides the bytes of a chunk.
+
+    LMCache's memory keeps chunks beyond the life of an engine. With this name none is ever given to an engine that
+    has other blocks, other weights, or computes what it could not load.
+    """
+    digest = blake3(msgspec.json.encode(facts)).hexdigest(8)
+    return f"{model.replace('@', '-')}#cartridge-{digest}"
+
+
+def key_salt(kv_transfer_params: Mapping[str, Any] | None) -> str:
+    """Return the salt for LMCache's keys of a request.
+
+    The request's own `cache_salt` is left to vLLM's prefix cache. Cartridges are found under a salt made of their tag,
+    which the API server alone can set and no client can spell; so identity tokens are worth nothing by themselves.
+    """
+    tags = {k: v for k, v in (kv_transfer_params or {}).items() if k.startswith("lmcache.tag.")}
+    if not tags:
+        return ANYBODY
+    return tag_salt(str(tags[TAG])) if tags.keys() == {TAG} else NOBODY
+
+
+def tag_salt(tag: str) -> str:
+    """Return the salt for the keys of a cartridge or chain."""
+    return f"cartridge-{blake3(tag.encode()).hexdigest()}"
+
+
+def confirm(path: str, report: Report) -> str:
+    """Report to the adapter at `path` and return the path of this rank's control socket.
+
+    Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for serving this engine nothing.
+    """
+    try:
+        owner, connection = Path(path).stat().st_uid, _connect(path)
+    except OSError as error:
+        raise UnsupportedEngine(
+            f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
+            f"the same `control` as in {CONTROL}; see configs/lmcache-multiprocess.sh"
+        ) from error
+    with connection:
+        if owner != os.getuid():
+            raise UnsupportedEngine(f"{path} belongs to another user")
+        _send(connection, msgspec.to_builtins(report))
+        frame = _receive(connection)
+    if frame is None:
+        raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
+    problem, result = msgspec.msgpack.decode(frame)
+    if problem is not None:
+        raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
+    return result
+
+
+class Desk:
+    """Takes reports at a Unix socket that no other user may open, in threads of its own."""
+
+    def __init__(self, path: Path, accept: Callable[[Report], str]) -> None:
+        """`accept` returns the path of a control socket or raises `CartridgeError`.
+
+        Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
+        """
+        _take_place(path)
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                _answer(self.request, accept)
+
+        self._path = path
+        self._server = socketserver.ThreadingUnixStreamServer(str(path), Connection)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="cartridge-desk", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more reports."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._path.unlink(missing_ok=True)
+
+
+def _answer(connection: Any, accept: Callable[[Report], str]) -> None:
+    try:
+        if (frame := _receive(connection)) is None:
+            return
+        try:
+            reply = [None, accept(msgspec.msgpack.decode(frame, type=Report))]
+        except (CartridgeError, msgspec.ValidationError, msgspec.DecodeError) as error:
+            reply = [str(error), None]
+        except Exception as error:
+            logger.exception("a report could not be taken")
+            reply = [f"{type(error).__name__}: {error}", None]
+        _send(connection, reply)
+    except OSError as error:
+        logger.debug("a report broke off: %s", error)
+
+
+def _take_place(path: Path) -> None:
+    """Make the socket's directory, and remove what a dead adapter left there."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.parent.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise UnsupportedEngine(
+            f"{path.parent} may be written to by other users; put `control` into a directory of yours"
+        )
+    if not path.exists():
+        return
+    try:
+        _connect(str(path)).close()
+    except OSError:
+        path.unlink(missing_ok=True)
+        return
+    raise UnsupportedEngine(f"another adapter listens at {path}; give each its own `control`")

@@ -1,0 +1,428 @@
+"""CartridgeL2Adapter: LMCache's multiprocess storage plugin. Keys in, LMCache's own buffers filled; read-only.
+
+Contract of lmcache 0.5.6, found by running it: a lookup that is never answered hangs its request for ever, and every
+other one that asks for the same; a bitmap of the wrong length aborts a request while buffers are written; a buffer may
+be freed as soon as its load is answered, and all of them once `close` returns. So nothing here raises but the
+constructor, each task is answered by a deadline of its own, and nothing is written after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.platform import create_event_notifier
+
+from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
+from ..keys import Hasher
+from ..layout import DTYPES, rank_heads
+from ..settings import from_mapping
+from ..store import CartridgeStore, Claim, Engine, Place, Readiness
+from ..tiles import is_tiled
+from .confirm import ANYBODY, Desk, Report, tag_salt
+from .control import ControlServer
+
+logger = logging.getLogger(__name__)
+init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
+
+_LOOKUP_GRACE_S = 2.0
+"""How much longer than `lookup_timeout_s` a lookup may take before it is answered with what it has: nothing."""
+_LOAD_DEADLINE_S = 30.0
+"""How long a load may take before it is answered with what is written."""
+_SWEEP_S = 0.05
+_LOOKUP_THREADS = 8
+"""As many as LMCache has lookups in flight (`--l2-prefetch-max-in-flight`)."""
+_LOAD_THREADS = 2
+_MAX_TAGS = 1 << 16
+"""Cartridges and chains whose salts are remembered."""
+
+
+class CartridgeL2Adapter(L2AdapterInterface):
+    """Answers LMCache's lookups from one `CartridgeStore` for each engine rank that has confirmed what it is.
+
+    A request without cartridges is answered by prefill cartridges, for their own tokens: its KV is a function of the
+    tokens that it brought itself. A cartridge that a request names is found under the salt of its tag only.
+    """
+
+    def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
+        """Called by LMCache's server. `params` are `control`, the path of our socket, and settings.
+
+        Raises `CartridgeError`, which ends the server's start, with what is wrong.
+        """
+        super().__init__(max_capacity_bytes=0)
+        own = dict(params)
+        control, self._acknowledge = own.pop("control", None), own.pop("store_ack", True)
+        if not control or not isinstance(self._acknowledge, bool):
+            raise SettingsError(
+                "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
+            )
+        self._settings = from_mapping(own, "adapter_params.")
+        self._l1_bytes = getattr(l1_memory_desc, "size", None)
+        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._tags: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._stores = _Acknowledgements()
+        self._lookups = _Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
+        self._loads = _Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
+        self._desk = Desk(Path(control), self._accept)
+        logger.info("cartridges of %s wait for vLLM's workers at %s", self._settings.home, control)
+
+    # What vLLM's workers tell.
+
+    def _accept(self, report: Report) -> str:
+        """Open a store for a rank that says what it is, and return the path of its control socket.
+
+        Raises `CartridgeError` if it must be served nothing.
+        """
+        with self._lock:
+            seat = self._seats.get(report.seat)
+            if seat is None:
+                seat = self._seats[report.seat] = self._open(report)
+            elif seat.report != report:
+                raise UnsupportedEngine(
+                    f"an engine of the same name was here before and writes KV as {seat.report.layout} in chunks of "
+                    f"{seat.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
+                )
+            return seat.control.path
+
+    def _open(self, report: Report) -> _Seat:
+        if report.layout not in ("kv_2ltd", "fused") and not is_tiled(report.layout):
+            raise UnsupportedEngine(
+                f"KV in the layout {report.layout} cannot be made here; install one version on both sides"
+            )
+        own = rank_heads(report.fingerprint.kv_heads, report.rank, report.world)
+        if len(own) != report.heads:
+            raise ModelMismatch(f"rank {report.rank} of {report.world} has {report.heads} KV heads, not {len(own)}")
+        engine = Engine(
+            fingerprint=report.fingerprint,
+            chunk_tokens=report.chunk_tokens,
+            rank=report.rank,
+            world=report.world,
+            layout=report.layout,
+            hasher=_hasher(report.chunk_tokens),
+            pin_memory=False,
+            allow_trained=report.allow_trained,
+        )
+        store = CartridgeStore(self._settings, engine)
+        named = _Named(store, self._note, self._l1_bytes and self._l1_bytes // report.world)
+        logger.info(
+            "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
+            len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
+            self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
+        )  # fmt: skip
+        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store))
+
+    def _note(self, tag: str) -> None:
+        """Let the keys of a tag be known by their salt."""
+        with self._lock:
+            self._tags[tag_salt(tag)] = tag
+            self._tags.move_to_end(tag_salt(tag))
+            while len(self._tags) > _MAX_TAGS:
+                self._tags.popitem(last=False)
+
+    # Lookup: LMCache's prefetch thread.
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the fd that is readable once a lookup is answered."""
+        return self._lookups.fd
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
+        return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Return which keys can be loaded, once; None before and after that."""
+        return self._lookups.take(task_id)
+
+    def _lookup(self, task: _Task, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
+        for row in _rows(keys):
+            first = keys[row[0]]
+            seat, tag = self._find(first)
+            if seat is None or first.object_group_id or not seat.takes(descs.get(first.object_group_id)):
+                continue
+            found = seat.store.lookup([_hash(keys[i]) for i in row], tag)
+            if not task.add(row[:found]):
+                self.submit_unlock([keys[i] for i in row[:found]])
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """End one lease of each chunk."""
+        for key in keys:
+            try:
+                seat, tag = self._find(key)
+                if seat is not None:
+                    seat.store.release(_hash(key), tag)
+            except Exception:
+                logger.exception("a chunk was not released; its lease runs out")
+
+    # Load: LMCache's prefetch thread.
+
+    def get_load_event_fd(self) -> int:
+        """Return the fd that is readable once a load is answered."""
+        return self._loads.fd
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Fill LMCache's buffers with resident chunks; return the task at once."""
+        return self._loads.submit(len(keys), lambda task: self._load(task, keys, objects))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Return which buffers are filled, once; None before and after that."""
+        return self._loads.take(task_id)
+
+    def _load(self, task: _Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
+        for i, (key, target) in enumerate(zip(keys, objects, strict=True)):
+            seat, tag = self._find(key)
+            loan = None if seat is None else seat.store.lend(_hash(key), tag)
+            if loan is None:
+                continue
+            with loan:
+                if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn
+                    return
+
+    def _find(self, key: ObjectKey) -> tuple[_Seat | None, str | None]:
+        """Return who serves a key and the tag it stands for; nobody where the engine or the tag is not known."""
+        seat = self._seats.get((key.model_name, key.kv_rank))
+        if key.cache_salt == ANYBODY:
+            return seat, None
+        tag = self._tags.get(key.cache_salt)
+        return (None, None) if tag is None else (seat, tag)
+
+    # Everything LMCache asks of an adapter that stores: nothing is.
+
+    def get_store_event_fd(self) -> int:
+        """Return the fd that is readable once a store is answered."""
+        return self._stores.fd
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Store nothing and say so by `store_ack`: true is quiet; false keeps LMCache's `skip_l1` from dropping data."""
+        return self._stores.put(L2StoreResult(self._acknowledge, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return the answers since the last call."""
+        return self._stores.pop()
+
+    def report_status(self) -> dict[str, Any]:
+        """Return what each engine rank is served, as plain values."""
+        with self._lock:
+            seats = list(self._seats.values())
+        return {
+            "is_healthy": True,
+            "home": str(self._settings.home),
+            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.store.status() for s in seats],
+        }
+
+    def close(self) -> None:
+        """End all work; no buffer of LMCache's is touched afterwards. Blocks for what is being copied or looked up."""
+        self._desk.close()
+        for tasks in (self._loads, self._lookups):
+            tasks.close()
+        with self._lock:
+            seats, self._seats = self._seats, {}
+        for seat in seats.values():
+            seat.control.close()
+            seat.store.close()
+        self._stores.close()
+
+
+class _Seat(NamedTuple):
+    """One confirmed rank of an engine."""
+
+    report: Report
+    store: CartridgeStore
+    control: ControlServer
+    objects: tuple[tuple[int, ...], ...]
+    """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
+
+    def takes(self, desc: MemoryLayoutDesc | None) -> bool:
+        """Whether LMCache's objects have room for exactly our chunks."""
+        if desc is None or len(desc.shapes) != 1:
+            return False
+        return desc.dtypes[0] == DTYPES[self.store.shape.dtype] and tuple(desc.shapes[0]) in self.objects
+
+
+class _Named:
+    """A store that tells which tags are claimed: from then on their keys are known."""
+
+    def __init__(self, store: CartridgeStore, note: Callable[[str], None], l1_bytes: int | None) -> None:
+        """`l1_bytes` is what LMCache has for its own copies of one prefix, None where that is not known."""
+        self._store, self._note, self._l1_bytes = store, note, l1_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
+        """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
+        self._note(tag)
+        claim = self._store.claim(tag, places)
+        chunks = claim.poll().chunks
+        if self._l1_bytes is None or chunks * self._store.shape.size_bytes <= self._l1_bytes:
+            return claim
+        claim.close()
+        why = (
+            f"its {chunks} chunks of {self._store.shape.size_bytes} bytes do not fit into the {self._l1_bytes} bytes that "
+            "LMCache's server has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
+        )
+        logger.warning("%s is not served: %s", tag, why)
+        return Claim(tag, None, Readiness(0, 0, chunks, why), time.monotonic)
+
+
+class _Task:
+    """One lookup or load. What is added when it is over does not count."""
+
+    def __init__(self, size: int, deadline: float) -> None:
+        self.bitmap, self.deadline, self.over = Bitmap(size), deadline, False
+        self._lock = threading.Lock()
+
+    def add(self, positions: Sequence[int], write: Callable[[], None] | None = None) -> bool:
+        """Count some keys as had, after `write`; False, and nothing is written, if the task is over."""
+        with self._lock:
+            if self.over:
+                return False
+            if write is not None:
+                write()
+            for position in positions:
+                self.bitmap.set(position)
+            return True
+
+    def end(self) -> bool:
+        """End it; False if it was over. Waits for a `write` under way."""
+        with self._lock:
+            ended, self.over = not self.over, True
+            return ended
+
+
+class _Tasks:
+    """Work in threads whose results LMCache comes for, each answered with what there is by its deadline."""
+
+    def __init__(self, name: str, threads: int, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._notifier = create_event_notifier()
+        self.fd = self._notifier.fileno()
+        self._ids, self._tasks = count(1), {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"cartridge-l2-{name}")
+        self._stopping = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep, name=f"cartridge-l2-{name}-sweep", daemon=True)
+        self._sweeper.start()
+
+    def submit(self, size: int, work: Callable[[_Task], None]) -> int:
+        """Have `work` done and return the task's id. Does not block, and does not raise."""
+        task_id, task = next(self._ids), _Task(size, time.monotonic() + self._deadline_s)
+        self._tasks[task_id] = task
+        try:
+            self._pool.submit(self._run, task, work)
+        except RuntimeError:  # closed
+            self._end(task)
+        return task_id
+
+    def take(self, task_id: int) -> Bitmap | None:
+        """Return a task's result if it is over, and forget the task."""
+        task = self._tasks.get(task_id)
+        if task is None or not task.over:
+            return None
+        del self._tasks[task_id]
+        return task.bitmap
+
+    def close(self) -> None:
+        """End every task, and wait for the threads."""
+        self._stopping.set()
+        self._sweeper.join()
+        for task in list(self._tasks.values()):
+            self._end(task)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._notifier.close()
+
+    def _run(self, task: _Task, work: Callable[[_Task], None]) -> None:
+        try:
+            if not task.over:
+                work(task)
+        except CartridgeError as error:
+            logger.warning("cartridges could not be had; LMCache is told of a miss: %s", error)
+        except Exception:
+            logger.exception("cartridges could not be had; LMCache is told of a miss")
+        self._end(task)
+
+    def _end(self, task: _Task) -> None:
+        if task.end():  # the result is there before LMCache is told
+            self._notifier.notify()
+
+    def _sweep(self) -> None:
+        while not self._stopping.wait(_SWEEP_S):
+            now = time.monotonic()
+            for task in [task for task in list(self._tasks.values()) if not task.over and task.deadline < now]:
+                logger.warning("a cartridge lookup or load took too long; LMCache is told of a miss")
+                self._end(task)
+
+
+class _Acknowledgements:
+    """Answers to store tasks, each there at once."""
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self.fd = self._notifier.fileno()
+        self._ids, self._done, self._lock = count(1), {}, threading.Lock()
+
+    def put(self, result: L2StoreResult) -> int:
+        task_id = next(self._ids)
+        with self._lock:
+            self._done[task_id] = result
+        self._notifier.notify()
+        return task_id
+
+    def pop(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            done, self._done = self._done, {}
+        return done
+
+    def close(self) -> None:
+        self._notifier.close()
+
+
+def _rows(keys: Sequence[ObjectKey]) -> list[list[int]]:
+    """Return the positions of each rank's and group's keys; within one they are in the prompt's order."""
+    rows: dict[tuple, list[int]] = {}
+    for i, key in enumerate(keys):
+        rows.setdefault((key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), []).append(i)
+    return list(rows.values())
+
+
+def _hash(key: ObjectKey) -> int:
+    return int.from_bytes(key.chunk_hash, "big")
+
+
+def _hasher(chunk_tokens: int) -> Hasher:
+    """Return the hash chain of LMCache's server, as numbers; its default algorithm, which has no seed."""
+    hasher = TokenHasher(chunk_tokens, "blake3")
+    return lambda token_ids: [int.from_bytes(h, "big") for h in hasher.compute_chunk_hashes(token_ids)]
+
+
+def _objects(report: Report, store: CartridgeStore) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of LMCache's objects that hold a chunk in the layout that the engine confirmed."""
+    heads, layers, tokens, head_size, _ = store.shape
+    if report.layout == "kv_2ltd":
+        return ((2, layers, tokens, heads * head_size),)
+    whole = (layers, tokens, heads * 2 * head_size)
+    return whole, (1, *whole)
+
+
+def _fill(target: MemoryObj, chunk: torch.Tensor) -> None:
+    if target.get_size() != chunk.numel():
+        raise UnsupportedEngine(f"LMCache's buffer has {target.get_size()} bytes, a chunk {chunk.numel()}")
+    if target.raw_tensor is None:
+        raise CartridgeError("LMCache took its buffer back before it was filled")
+    target.raw_tensor.view(torch.uint8)[: chunk.numel()].copy_(chunk)

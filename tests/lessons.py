@@ -1,0 +1,77 @@
+"""Helpers of the training tests: a short sheet, questions on it in wordings of its own to train and to ask with."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lmcache_cartridge.make import lesson
+from lmcache_cartridge.make.lesson import Lesson
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.questions import Question, from_template
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
+
+torch.set_num_threads(1)
+
+MODEL = str(MODEL_DIR)
+TEMPLATE = {
+    "questions": [QUESTIONS[0], QUESTIONS[2]],
+    "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
+    "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
+}
+
+
+class School(NamedTuple):
+    """A sheet of some 130 tokens and what to learn of it."""
+
+    model: CausalModel
+    """In float32."""
+    document: Document
+    ids: list[int]
+    lesson: Lesson
+    held_out: list[int]
+    unseen: Lesson
+    """Every fact in a wording that is never trained on."""
+
+
+def school(directory: Path, seed: str = "school", tokens: int = 120) -> School:
+    """Return a sheet with its lesson."""
+    model = CausalModel(MODEL)
+    model.model.float()
+    document = write_document(random.Random(seed), tokens)
+    ids = model.encode(document.text, special=True)
+    questions = from_template(write_template(directory / "template.json"), document.text)
+    made = lesson.prepare(model, ids, questions, form="chat", top_k=0, answer_tokens=4)
+    asked = [Question(QUESTIONS[1].format(**fact._asdict()), fact.value) for fact in document.facts]
+    unseen = lesson.prepare(model, ids, asked, form="chat", top_k=0, answer_tokens=4)
+    return School(model, document, ids, made, list(range(0, len(questions), 12)), unseen)
+
+
+def write_template(path: Path) -> Path:
+    """Write a template that asks for every fact of a sheet in two of the three wordings."""
+    path.write_text(json.dumps(TEMPLATE))
+    return path
+
+
+def answered(model: CausalModel, kv: torch.Tensor, lesson: Lesson) -> float:
+    """Return the share of a lesson's questions answered right after canonical KV."""
+    examples = lesson.examples
+    found = model.answers_after(kv.to(model.model.dtype), [example.prompt for example in examples], 4)
+    return sum(got == e.answer[:-1] for got, e in zip(found, examples, strict=True)) / len(examples)
+
+
+def tokens_of(model: CausalModel, kv: torch.Tensor, ids: Sequence[int]) -> list[int | None]:
+    """Return which of `ids` each position of canonical KV was made from: layer 0 values depend on the token alone."""
+    known = sorted(set(ids))
+    values = torch.cat([next(model.prefill([token], 1))[1, 0] for token in known]).flatten(1)
+    found = []
+    for value in kv[1, 0].flatten(1):
+        distance = (values - value).abs().amax(1)
+        found.append(known[int(distance.argmin())] if distance.min() < 1e-4 else None)
+    return found

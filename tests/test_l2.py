@@ -1,0 +1,668 @@
+"""The adapter in LMCache's own StorageManager: exactly a cartridge's KV in LMCache's buffers, or an honest miss, in time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from blocks import quietly
+from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads
+
+with quietly():
+    from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+    from lmcache.v1.distributed.config import (
+        EvictionConfig,
+        L1ManagerConfig,
+        L1MemoryManagerConfig,
+        StorageManagerConfig,
+    )
+    from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
+    from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+    from lmcache.v1.distributed.storage_manager import StorageManager
+    from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+    from lmcache_cartridge.serve import l2
+
+from lmcache_cartridge import tiles
+from lmcache_cartridge.artifact import PAYLOAD, chunk_range, load_token_ids
+from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
+from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.confirm import ANYBODY, NOBODY, Report, confirm, key_name, key_salt, tag_salt
+from lmcache_cartridge.serve.control import Workers
+from lmcache_cartridge.serve.request import TAG
+
+CHUNK = 64
+BLOCK = 32
+LAYOUT = tiles.layout("vec", BLOCK)
+MODEL = key_name("/models/small", "facts")
+CARTRIDGES = {
+    "doc": {"positions": 4 * CHUNK + 9, "chunk_tokens": CHUNK},
+    "other": {"positions": 3 * CHUNK, "chunk_tokens": 256, "seed": 5},
+    "trained": {"positions": 3 * CHUNK, "kind": "trained", "seed": 7},
+}
+WHOLE = {"doc": 4, "other": 3, "trained": 3}
+FINGERPRINT = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+
+
+class Home(NamedTuple):
+    """Registered artefacts."""
+
+    path: Path
+    registry: Registry
+    made: dict[str, Made]
+
+    def root(self, name: str) -> Path:
+        return self.path / "cartridges" / name / "1"
+
+    def ids(self, name: str) -> list[int]:
+        return load_token_ids(self.made[name].manifest, self.root(name)).tolist()
+
+    def make(self, name: str, **options: Any) -> None:
+        self.made[name] = make_artifact(self.root(name), cartridge_id=name, fingerprint=FINGERPRINT, **options)
+        self.registry.register(self.root(name))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(tmp_path / "home", Registry(tmp_path / "home" / "registry.sqlite"), {})
+    for name, options in CARTRIDGES.items():
+        home.make(name, **options)
+    return home
+
+
+class Server:
+    """LMCache's storage with the adapter as its one L2, as LMCache's server builds it from its command line."""
+
+    def __init__(self, home: Home, l1_bytes: int, policy: str, **params: Any) -> None:
+        self.home = home
+        self.socket = home.path.parent / "s" / "control"
+        adapter = PluginL2AdapterConfig(
+            "lmcache_cartridge.serve.l2", "CartridgeL2Adapter",
+            {"home": str(home.path), "control": str(self.socket), "cpu_bytes": 4 << 20, "lookup_timeout_s": 5} | params,
+        )  # fmt: skip
+        with quietly():
+            self.manager = StorageManager(
+                StorageManagerConfig(
+                    L1ManagerConfig(L1MemoryManagerConfig(l1_bytes, False)),
+                    EvictionConfig("LRU"),
+                    L2AdaptersConfig([adapter]),
+                    prefetch_policy=policy,
+                )
+            )
+        self.hasher = TokenHasher(CHUNK)
+
+    @property
+    def adapter(self) -> l2.CartridgeL2Adapter:
+        return self.manager.l2_adapters()[0][1]
+
+    def report(self, **changes: Any) -> Report:
+        """Return what a fitting engine of one rank would report."""
+        fingerprint = changes.get("fingerprint") or FINGERPRINT
+        world, rank = changes.get("world", 1), changes.get("rank", 0)
+        fitting = {
+            "model_name": MODEL, "fingerprint": fingerprint, "chunk_tokens": CHUNK, "layout": LAYOUT, "rank": rank,
+            "world": world, "heads": len(rank_heads(fingerprint.kv_heads, rank, world)), "allow_trained": True,
+        }  # fmt: skip
+        return Report(**fitting | changes)
+
+    def confirm(self, **changes: Any) -> str:
+        return confirm(str(self.socket), self.report(**changes))
+
+    def keys(self, ids: list[int], salt: str, rank: int = 0, world: int = 1, model: str = MODEL) -> list[ObjectKey]:
+        kv_rank = ObjectKey.ComputeKVRank(world, rank, world, rank)
+        return [ObjectKey(h, model, kv_rank, 0, salt) for h in self.hasher.compute_chunk_hashes(ids)]
+
+    def ask(self, ids: list[int], salt: str = ANYBODY, **options: Any) -> int:
+        """Return how many leading chunks of a prompt LMCache finds and brings into its memory, locked."""
+        keys, hits = self.prefetch(ids, salt, **options)
+        if hits:
+            self.manager.finish_read_prefetched([key for row in keys for key in row[:hits]])
+        return hits
+
+    def prefetch(
+        self, ids: list[int], salt: str = ANYBODY, *, shape: tuple[int, ...] | None = None, world: int = 1,
+        dtype: torch.dtype = torch.bfloat16, model: str = MODEL, group: int = 0, timeout_s: float = 20,
+    ) -> tuple[list[list[ObjectKey]], int]:  # fmt: skip
+        shape = shape or (3, CHUNK, 2 // world * 128)
+        desc = MemoryLayoutDesc([torch.Size(shape)], [dtype])
+        rows = [self.keys(ids, salt, rank, world, model) for rank in range(world)]
+        if group:
+            rows = [[ObjectKey(k.chunk_hash, k.model_name, k.kv_rank, group, salt) for k in row] for row in rows]
+        spec = PrefetchTaskSpec([GroupedObjectKeys(row, group, desc) for row in rows])
+        handle = self.manager.submit_prefetch_task(spec)
+        deadline = time.monotonic() + timeout_s
+        while (result := self.manager.query_prefetch_status(handle)) is None:
+            assert time.monotonic() < deadline, "the request hangs"
+            time.sleep(0.002)
+        leading = {row.count_leading_ones() for row in result.hit_cells}
+        return rows, min(leading, default=0)
+
+    def bytes(self, keys: list[ObjectKey]) -> list[torch.Tensor]:
+        """Return what LMCache has in its memory under some keys that it holds locked, as flat uint8."""
+        with self.manager.read_prefetched_results(keys) as objects:
+            assert objects is not None
+            return [o.raw_tensor.view(torch.uint8)[: o.get_size()].clone() for o in objects]
+
+
+@contextmanager
+def serving(home: Home, *, l1_bytes: int = 8 << 20, policy: str = "retain", **params: Any) -> Iterator[Server]:
+    server = Server(home, l1_bytes, policy, **params)
+    try:
+        yield server
+    finally:
+        server.manager.close()
+
+
+def prompt(home: Home, name: str) -> list[int]:
+    """Return a cartridge's ids and a question of two chunks."""
+    return home.ids(name)[: WHOLE[name] * CHUNK] + make_ids(2 * CHUNK, 99)
+
+
+def packed(made: Made, chunk: int, layout: str = LAYOUT, heads: slice = slice(None)) -> torch.Tensor:
+    """Return the bytes that LMCache must get for a chunk."""
+    kv = made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK, heads]
+    shape = ChunkShape(kv.shape[3], kv.shape[1], CHUNK, kv.shape[4], "bfloat16")
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    if tiles.is_tiled(layout):
+        tiles.pack(kv, out, shape, layout)
+    else:
+        VIEWS[layout](out, shape)[:] = kv
+    return out
+
+
+def claimed(server: Server, tag: str) -> str:
+    """Claim a cartridge or chain as the API server does, and return the salt of its keys."""
+    workers = Workers([server.confirm()])
+    for _ in range(500):
+        (state,) = workers.call("claim", "c", tag, {})
+        assert state["refused"] is None
+        if state["ready"]:
+            break
+        time.sleep(0.01)
+    workers.close()
+    return tag_salt(tag)
+
+
+# What is served.
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, tiles.layout("amx", BLOCK), "fused", "kv_2ltd"])
+@pytest.mark.parametrize("name", ["doc", "other"])
+def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, name: str, layout: str) -> None:
+    shape = (2, 3, CHUNK, 128) if layout == "kv_2ltd" else (3, CHUNK, 256)
+    with serving(home) as server:
+        server.confirm(layout=layout)
+        (keys,), hits = server.prefetch(prompt(home, name), shape=shape)
+        assert hits == WHOLE[name]
+        for chunk, found in enumerate(server.bytes(keys[:hits])):
+            assert torch.equal(found, packed(home.made[name], chunk, layout)), chunk
+
+
+def test_both_ways_in_which_lmcache_names_one_plane_are_taken(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc"), shape=(1, 3, CHUNK, 256)) == 4
+        assert server.ask(prompt(home, "other"), shape=(3, CHUNK, 256)) == 3
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200, 256, 264])
+def test_a_prompt_gets_the_whole_chunks_that_it_has_itself(home: Home, length: int) -> None:
+    with serving(home) as server:
+        server.confirm()
+        ids = home.ids("doc")[:length]
+        assert (server.ask(ids) if length >= CHUNK else 0) == length // CHUNK
+
+
+def test_each_tensor_parallel_rank_gets_its_heads(home: Home) -> None:
+    with serving(home) as server:
+        for rank in range(2):
+            server.confirm(rank=rank, world=2)
+        rows, hits = server.prefetch(prompt(home, "doc"), world=2)
+        assert hits == 4
+        for rank, keys in enumerate(rows):
+            for chunk, found in enumerate(server.bytes(keys[:4])):
+                assert torch.equal(found, packed(home.made["doc"], chunk, heads=slice(rank, rank + 1)))
+
+
+def test_a_prompt_counts_only_where_every_rank_has_it(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm(rank=0, world=2)
+        assert server.ask(prompt(home, "doc"), world=2) == 0
+        server.confirm(rank=1, world=2)
+        assert server.ask(prompt(home, "doc"), world=2) == 4
+
+
+def test_what_lmcache_keeps_is_not_loaded_again(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        for _ in range(3):
+            assert server.ask(prompt(home, "doc")) == 4
+        (engine,) = server.adapter.report_status()["engines"]
+        assert engine["tiers"]["cpu"]["promoted"] == 4
+
+
+def test_nothing_stays_leased_after_requests_have_come_and_gone(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        for _ in range(2):
+            for name in ("doc", "other"):
+                server.ask(prompt(home, name))
+        (engine,) = server.adapter.report_status()["engines"]
+        assert (engine["tiers"]["cpu"]["leased"], engine["tiers"]["cpu"]["lent"]) == (0, 0)
+
+
+def test_many_requests_at_once_get_their_own(home: Home) -> None:
+    with serving(home, l1_bytes=32 << 20) as server:
+        server.confirm()
+        prompts = {name: prompt(home, name) for name in ("doc", "other")}
+
+        def ask(number: int) -> None:
+            name = ("doc", "other")[number % 2]
+            for _ in range(4):
+                (keys,), hits = server.prefetch(prompts[name])
+                assert hits == WHOLE[name]
+                for chunk, found in enumerate(server.bytes(keys[:hits])):
+                    assert torch.equal(found, packed(home.made[name], chunk))
+                server.manager.finish_read_prefetched(keys[:hits])
+
+        run_threads(6, ask, timeout_s=60)
+        server.adapter._seats[server.report().seat].store.check()
+
+
+# Trained cartridges.
+
+
+def test_a_claimed_trained_cartridge_is_found_under_the_salt_of_its_tag(home: Home) -> None:
+    with serving(home) as server:
+        salt = claimed(server, home.made["trained"].manifest.digest)
+        (keys,), hits = server.prefetch(prompt(home, "trained"), salt)
+        assert hits == 3
+        for chunk, found in enumerate(server.bytes(keys[:3])):
+            assert torch.equal(found, packed(home.made["trained"], chunk))
+
+
+def test_identity_tokens_alone_give_nobody_the_cartridge(home: Home) -> None:
+    with serving(home) as server:
+        salt = claimed(server, home.made["trained"].manifest.digest)
+        assert server.ask(prompt(home, "trained"), salt) == 3
+        digest = home.made["trained"].manifest.digest
+        for other in (
+            ANYBODY,
+            NOBODY,
+            "",
+            digest,
+            tag_salt(digest[:-1] + "0"),
+            tag_salt(home.made["doc"].manifest.digest),
+        ):
+            assert server.ask(prompt(home, "trained"), other) == 0, other
+
+
+def test_a_request_kept_apart_gets_not_even_a_document(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        for salt in (NOBODY, "", "a client's own", tag_salt("no cartridge's")):
+            assert server.ask(prompt(home, "doc"), salt) == 0, salt
+        assert server.ask(prompt(home, "doc"), ANYBODY) == 4
+
+
+def test_no_client_can_spell_the_salt_of_a_tag() -> None:
+    digest = "ab" * 32
+    for params in (None, {}, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
+        assert key_salt(params) == ANYBODY
+    assert key_salt({TAG: digest}) == tag_salt(digest)
+    for params in ({"lmcache.tag.mine": "x"}, {TAG: digest, "lmcache.tag.mine": "x"}):
+        assert key_salt(params) == NOBODY
+    chain = ".".join([digest] * 16)
+    assert len(ObjectKey(b"h", "m", 1, 0, key_salt({TAG: chain})).cache_salt) < 128
+
+
+def test_a_part_of_a_trained_cartridge_is_never_served(home: Home) -> None:
+    with serving(home) as server:
+        salt = claimed(server, home.made["trained"].manifest.digest)
+        assert server.ask(home.ids("trained")[: 2 * CHUNK], salt) == 0
+
+
+def test_an_engine_that_recomputes_what_it_loses_is_served_no_trained_cartridge(home: Home) -> None:
+    with serving(home) as server:
+        tag = home.made["trained"].manifest.digest
+        workers = Workers([server.confirm(allow_trained=False)])
+        assert "kv_load_failure_policy" in workers.call("claim", "c", tag, {})[0]["refused"]
+        workers.close()
+        assert server.ask(prompt(home, "trained"), tag_salt(tag)) == 0
+
+
+def test_a_chain_is_served_once_it_was_claimed(home: Home) -> None:
+    with serving(home) as server:
+        tag = ".".join(home.made[name].manifest.digest for name in ("other", "trained"))
+        ids = home.ids("other") + home.ids("trained") + make_ids(CHUNK, 3)
+        assert server.ask(ids, tag_salt(tag)) == 0
+        assert claimed(server, tag) == tag_salt(tag)
+        (keys,), hits = server.prefetch(ids, tag_salt(tag))
+        assert hits == 6
+        found = server.bytes(keys[:6])
+        for chunk in range(3):
+            assert torch.equal(found[chunk], packed(home.made["other"], chunk))
+        assert not torch.equal(found[3], packed(home.made["trained"], 0)), "keys of the second are rotated"
+
+
+# Failing closed.
+
+
+def test_nothing_is_served_before_an_engine_has_confirmed_itself(home: Home) -> None:
+    with serving(home) as server:
+        assert server.ask(prompt(home, "doc")) == 0
+        server.confirm()
+        assert server.ask(prompt(home, "doc"), model="/models/small") == 0
+        assert server.ask(prompt(home, "doc"), model=key_name("/models/small", "other facts")) == 0
+        assert server.ask(prompt(home, "doc")) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": (3, CHUNK, 128)},
+        {"shape": (2, 3, CHUNK, 128)},
+        {"shape": (3, 2 * CHUNK, 256)},
+        {"shape": (4, CHUNK, 256)},
+        {"shape": (3, 256, CHUNK)},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"group": 1},
+    ],
+    ids=str,
+)
+def test_objects_of_any_other_geometry_are_not_filled(home: Home, wrong: dict[str, Any]) -> None:
+    with serving(home) as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc"), **wrong) == 0
+        assert server.ask(prompt(home, "doc")) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"layout": "heads"}, "layout heads"),
+        ({"layout": "neon/128"}, "layout neon/128"),
+        ({"heads": 1}, "has 1 KV heads, not 2"),
+    ],
+)
+def test_a_report_that_cannot_be_served_is_refused_with_the_reason(home: Home, wrong: dict, reason: str) -> None:
+    with serving(home) as server:
+        with pytest.raises(UnsupportedEngine, match=reason):
+            server.confirm(**wrong)
+        assert server.ask(prompt(home, "doc")) == 0
+
+
+@pytest.mark.parametrize("change", [{"layout": "amx/32"}, {"layout": "vec/64"}, {"chunk_tokens": 32}])
+def test_a_second_engine_of_the_same_name_with_other_bytes_is_refused(home: Home, change: dict[str, Any]) -> None:
+    with serving(home) as server:
+        first = server.confirm()
+        assert server.confirm() == first
+        with pytest.raises(UnsupportedEngine, match="restart LMCache's server"):
+            server.confirm(**change)
+
+
+def test_engines_that_differ_in_anything_have_other_keys() -> None:
+    fingerprint = make_fingerprint()
+    names = [
+        key_name("m", fingerprint, 32, True),
+        key_name("m", fingerprint, 64, True),
+        key_name("m", fingerprint, 32, False),
+        key_name("m", msgspec.structs.replace(fingerprint, weights_digest="e2" * 32), 32, True),
+        key_name("n", fingerprint, 32, True),
+    ]
+    assert len(set(names)) == 5
+    assert key_name("m", fingerprint, 32, True) == names[0]
+    ObjectKey(b"h", key_name("user@host:/m", 1), 1)
+
+
+def test_a_cartridge_of_another_model_is_not_served(home: Home) -> None:
+    with serving(home) as server:
+        workers = Workers([server.confirm(fingerprint=msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64))])
+        assert server.ask(prompt(home, "doc")) == 0
+        assert workers.call("claim", "c", home.made["doc"].manifest.digest, {})[0]["mismatch"] is True
+        workers.close()
+
+
+def test_garbage_at_the_socket_hurts_nobody(home: Home) -> None:
+    with serving(home) as server:
+        for data in (b"", b"\x05", b"\x04\0\0\0oops", b"\xff\xff\xff\xff", b"\x01\0\0\0\x80"):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(str(server.socket))
+                stranger.sendall(data)
+        server.confirm()
+        assert server.ask(prompt(home, "doc")) == 4
+
+
+# Failures.
+
+
+def test_a_corrupt_chunk_ends_the_prefix_and_quarantines_the_cartridge(home: Home) -> None:
+    where = chunk_range(home.made["doc"].manifest, 2, range(2))
+    flip_bit(home.root("doc") / PAYLOAD, where.start + 77)
+    with serving(home) as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc")) == 2
+        assert server.ask(prompt(home, "doc")) in (0, 2)
+        assert server.ask(prompt(home, "other")) == 3
+        (engine,) = server.adapter.report_status()["engines"]
+        assert engine["quarantined"] == 1
+
+
+@pytest.mark.parametrize("method", ["lookup", "lend", "release"])
+def test_an_error_in_the_store_is_a_miss_and_no_more(home: Home, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with serving(home) as server:
+        server.confirm()
+        store = server.adapter._seats[server.report().seat].store
+        with monkeypatch.context() as patch:
+            patch.setattr(store, method, broken)
+            assert server.ask(prompt(home, "doc")) == (4 if method == "release" else 0)
+        assert server.ask(prompt(home, "other")) == 3
+
+
+def test_a_chunk_lost_between_lookup_and_load_ends_the_prefix(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(home) as server:
+        server.confirm()
+        store = server.adapter._seats[server.report().seat].store
+        lost = int.from_bytes(server.hasher.compute_chunk_hashes(home.ids("doc"))[2], "big")
+        lend = store.lend
+        monkeypatch.setattr(store, "lend", lambda h, tag=None: None if h == lost else lend(h, tag))
+        assert server.ask(prompt(home, "doc")) == 2
+
+
+def test_a_lookup_that_never_ends_is_answered_with_a_miss(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l2, "_LOOKUP_GRACE_S", 0.2)
+    with serving(home, lookup_timeout_s=0.1) as server:
+        server.confirm()
+        store, go_on = server.adapter._seats[server.report().seat].store, threading.Event()
+        lookup = store.lookup
+        monkeypatch.setattr(store, "lookup", lambda *args: go_on.wait(60) and lookup(*args))
+        assert server.ask(prompt(home, "doc"), timeout_s=5) == 0
+        go_on.set()
+        monkeypatch.undo()
+        for _ in range(200):
+            if server.adapter.report_status()["engines"][0]["tiers"]["cpu"]["resident"] == 4:
+                break
+            time.sleep(0.01)
+        assert server.ask(prompt(home, "doc")) == 4
+        assert server.adapter.report_status()["engines"][0]["tiers"]["cpu"]["leased"] == 0, (
+            "what came late stays leased"
+        )
+
+
+def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(l2, "_LOAD_DEADLINE_S", 0.3)
+    with serving(home) as server:
+        server.confirm()
+        store, go_on, writes = server.adapter._seats[server.report().seat].store, threading.Event(), []
+        lend, fill = store.lend, l2._fill
+        late = int.from_bytes(server.hasher.compute_chunk_hashes(home.ids("doc"))[1], "big")
+        monkeypatch.setattr(store, "lend", lambda h, tag=None: (h != late or go_on.wait(60)) and lend(h, tag))
+        monkeypatch.setattr(l2, "_fill", lambda *args: (writes.append(1), fill(*args)))
+        assert server.ask(prompt(home, "doc"), timeout_s=5) == 1, "what was written in time counts"
+        assert len(writes) == 1
+        go_on.set()
+        time.sleep(0.3)
+        assert len(writes) == 1
+
+
+def test_memory_that_cannot_hold_a_cartridge_costs_a_miss_and_is_given_back(home: Home) -> None:
+    with serving(home, l1_bytes=2 * packed(home.made["doc"], 0).numel()) as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc")) == 0, "LMCache reserves all of a prefix or nothing"
+        assert server.ask(home.ids("doc")[:CHUNK]) == 1
+        (engine,) = server.adapter.report_status()["engines"]
+        assert engine["tiers"]["cpu"]["leased"] == 0
+
+
+def test_a_claim_on_what_lmcache_has_no_room_for_is_refused_with_the_reason(home: Home) -> None:
+    chunk_bytes = packed(home.made["doc"], 0).numel()
+    with serving(home, l1_bytes=3 * chunk_bytes) as server:
+        workers = Workers([server.confirm()])
+        for name, fits in (("doc", False), ("trained", True)):
+            (state,) = workers.call("claim", name, home.made[name].manifest.digest, {})
+            assert (state["refused"] is None) is fits
+            assert fits or "--l1-size-gb" in state["refused"]
+        workers.close()
+
+
+def test_our_own_memory_that_is_too_small_serves_what_fits(home: Home) -> None:
+    with serving(home, cpu_bytes=2 * packed(home.made["doc"], 0).numel()) as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc")) == 2
+
+
+def test_a_new_version_is_found_and_a_removed_cartridge_is_not(home: Home) -> None:
+    with serving(home, reload_s=0.05, policy="default") as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc")) == 4
+        home.make("late", positions=2 * CHUNK, seed=11)
+        home.registry.remove("doc@1")
+        for _ in range(100):
+            time.sleep(0.05)
+            if server.ask(home.ids("late")) == 2 and server.ask(prompt(home, "doc")) == 0:
+                return
+        raise AssertionError("the registry was not followed")
+
+
+# The contract by itself.
+
+
+def test_the_event_fds_are_three_and_distinct(home: Home) -> None:
+    with serving(home) as server:
+        adapter = server.adapter
+        fds = {adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}
+        assert len(fds) == 3
+
+
+def test_a_result_is_handed_out_once_and_its_bitmap_fits_its_keys(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        adapter = server.adapter
+        desc = {0: MemoryLayoutDesc([torch.Size((3, CHUNK, 256))], [torch.bfloat16])}
+        for count in (0, 1, 5):
+            keys = server.keys(make_ids(count * CHUNK, 1), ANYBODY)
+            task = adapter.submit_lookup_and_lock_task(keys, desc)
+            assert _result(adapter.query_lookup_and_lock_result, task).size() == count
+            assert adapter.query_lookup_and_lock_result(task) is None
+        assert adapter.query_lookup_and_lock_result(10**6) is None
+        assert adapter.query_load_result(10**6) is None
+
+
+def _result(query: Any, task: int) -> Any:
+    for _ in range(500):
+        if (result := query(task)) is not None:
+            return result
+        time.sleep(0.01)
+    raise AssertionError("no result")
+
+
+@pytest.mark.parametrize("ack", [True, False])
+def test_stores_are_answered_at_once_and_nothing_is_kept(home: Home, ack: bool) -> None:
+    with serving(home, store_ack=ack) as server:
+        server.confirm()
+        keys = server.keys(make_ids(3 * CHUNK, 44), ANYBODY)
+        task = server.adapter.submit_store_task(keys, [])
+        server_took = server.adapter.pop_completed_store_tasks()
+        assert server_took.get(task) is None or server_took[task].is_successful() is ack
+        assert server.adapter.pop_completed_store_tasks() == {}
+        assert server.ask(make_ids(3 * CHUNK, 44)) == 0
+
+
+def test_closing_waits_for_what_is_being_written(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, done = threading.Event(), threading.Event()
+    fill = l2._fill
+
+    def slow(*args: Any) -> None:
+        started.set()
+        time.sleep(0.5)
+        done.set()
+        fill(*args)
+
+    monkeypatch.setattr(l2, "_fill", slow)
+    with serving(home) as server:
+        server.confirm()
+        spec_keys = server.keys(prompt(home, "doc"), ANYBODY)
+        desc = MemoryLayoutDesc([torch.Size((3, CHUNK, 256))], [torch.bfloat16])
+        server.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(spec_keys, 0, desc)]))
+        assert started.wait(10)
+        adapter = server.adapter
+    assert done.is_set(), "LMCache's memory was freed while it was written"
+    assert not [t for t in threading.enumerate() if t.name.startswith("cartridge-l2")]
+    adapter.submit_unlock(spec_keys)
+    assert adapter.query_lookup_and_lock_result(1) is None
+
+
+@pytest.mark.parametrize("params", [{"control": None}, {"store_ack": "yes"}, {"cpu_bites": 3}])
+def test_wrong_parameters_end_the_start_with_their_name(home: Home, params: dict[str, Any]) -> None:
+    own = {"home": str(home.path), "control": str(home.path / "s" / "c")} | params
+    with pytest.raises(SettingsError, match=next(iter(params))):
+        l2.CartridgeL2Adapter({k: v for k, v in own.items() if v is not None}, l1_memory_desc=object())
+
+
+def test_one_socket_belongs_to_one_adapter_and_a_dead_ones_is_taken_over(home: Home) -> None:
+    with serving(home) as server:
+        params = {"home": str(home.path), "control": str(server.socket)}
+        with pytest.raises(UnsupportedEngine, match="another adapter listens"):
+            l2.CartridgeL2Adapter(params)
+    server.socket.touch()
+    with serving(home) as server:
+        server.confirm()
+
+
+def test_a_socket_where_others_may_write_is_refused(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UnsupportedEngine, match="other users"):
+        l2.CartridgeL2Adapter({"home": str(home.path), "control": str(tmp_path / "open" / "c")})
+
+
+def test_an_engine_without_an_adapter_hears_so(tmp_path: Path, home: Home) -> None:
+    with serving(home) as server:
+        report = server.report()
+    with pytest.raises(UnsupportedEngine, match="no cartridge adapter listens"):
+        confirm(str(server.socket), report)
+
+
+def test_the_status_is_plain_values(home: Home) -> None:
+    with serving(home) as server:
+        server.confirm()
+        status = server.adapter.report_status()
+        assert status["is_healthy"] is True
+        assert json.loads(json.dumps(status))["engines"][0]["layout"] == LAYOUT
+        assert server.manager.report_status()["is_healthy"] is True

@@ -1,0 +1,156 @@
+"""Multiprocess mode answers as full prefill does from KV that transformers alone computed, and only from the right bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from serving import SERVER_ARGS, Client, Reply, difference, question_ids, register_kv, stored_kv
+from test_end_to_end import (  # noqa: F401 - the tests run here too, over this module's server
+    CHUNK,
+    DAMAGE,
+    DOCUMENTS,
+    NOISE,
+    WHOLE_CHUNKS,
+    Served,
+    _build,
+    _flip_a_bit,
+    test_a_cartridge_of_any_length_answers_as_full_prefill_does,
+    test_a_flipped_bit_is_refused_and_noted_and_the_document_computed,
+    test_a_prompt_that_ends_inside_the_document_uses_its_whole_chunks,
+    test_concurrent_requests_over_three_cartridges_get_their_own_answers,
+    test_damaged_kv_changes_the_answers_so_the_comparison_can_see_it,
+    test_the_shipped_questions_are_answered_right_from_the_cartridge,
+)
+
+from lmcache_cartridge import artifact, tiles
+from lmcache_cartridge.layout import VIEWS, ChunkShape
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+BLOCK = 32
+"""vLLM's block: whole chunks must be whole blocks here."""
+WHOLE = CHUNK * WHOLE_CHUNKS["a"]
+WRONG_LAYOUTS = ["amx/32", "vec/64", "fused"]
+"""What a wrong guess of instruction set, block size or device would have given LMCache."""
+
+
+class NamingClient(Client):
+    """Asks for a trained cartridge by its name: the request API sets the tag."""
+
+    names: dict[str, str]
+
+    def ask(self, ids: list[int], tag: str | None = None, tokens: int = 4) -> Reply:
+        """Return the reply to a prompt, of which the cartridge with the digest `tag` takes the first positions."""
+        if tag is None:
+            return super().ask(ids, None, tokens)
+        body = {
+            "prompt": ids[WHOLE:],
+            "cartridges": [self.names[tag]],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "logprobs": 20,
+        }
+        response = self.post(body)
+        response.raise_for_status()
+        choice, usage = response.json()["choices"][0], response.json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
+        return Reply(choice["text"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 1})
+    registry, model = Registry(settings.registry_path), CausalModel(str(MODEL_DIR))
+    ids = {name: _build(model, registry, settings, name) for name in (*DOCUMENTS, "flipped")}
+    _flip_a_bit(settings.cartridges_dir / "flipped")
+    root = settings.cartridges_dir / "a"
+    made, like = stored_kv(root)[:, :, :WHOLE], artifact.load_manifest(root)
+    variants = {"made": made} | {name: damage(made) for name, damage in DAMAGE.items()}
+    variants |= {name: _mistaken(made, name) for name in WRONG_LAYOUTS}
+    trained = {
+        name: register_kv(
+            registry, home / "variants", name.replace(" ", "-").replace("/", "-"), kv, like, np.array(ids["a"][:WHOLE])
+        )
+        for name, kv in variants.items()
+    }
+    launch = plan(
+        str(MODEL_DIR), settings, chunk_tokens=CHUNK, on_load_failure="fail", mode="multiprocess",
+        vllm_args=[*SERVER_ARGS, "--block-size", str(BLOCK)],
+    )  # fmt: skip
+    with ServerProcess(launch, home / "server.log") as server, NamingClient(server.url, str(MODEL_DIR)) as client:
+        client.names = {manifest.digest: manifest.name for manifest in trained.values()}
+        yield Served(client, model, settings, ids, trained)
+
+
+def _mistaken(kv: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return KV that, packed as this engine wants it, has the bytes of `kv` in another layout."""
+    return torch.cat([_swapped(chunk, layout) for chunk in kv.split(CHUNK, dim=2)], dim=2)
+
+
+def _swapped(chunk: torch.Tensor, layout: str) -> torch.Tensor:
+    rows = [_unpacked(_packed(row, layout), row.shape, tiles.layout("vec", BLOCK)) for row in chunk.split(1, dim=1)]
+    return torch.cat(rows, dim=1)
+
+
+def _packed(kv: torch.Tensor, layout: str) -> torch.Tensor:
+    shape = ChunkShape(kv.shape[3], kv.shape[1], kv.shape[2], kv.shape[4], "bfloat16")
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    if tiles.is_tiled(layout):
+        tiles.pack(kv, out, shape, layout)
+    else:
+        VIEWS[layout](out, shape)[:] = kv
+    return out.view(torch.int16)
+
+
+def _unpacked(packed: torch.Tensor, shape: torch.Size, layout: str) -> torch.Tensor:
+    """Return canonical KV of which `packed` are the bytes in `layout`."""
+    places = torch.arange(shape.numel(), dtype=torch.int16)
+    order = _packed(places.view(torch.bfloat16).view(shape), layout).long() & 0xFFFF
+    kv = torch.empty_like(packed)
+    kv[order] = packed
+    return kv.view(torch.bfloat16).view(shape)
+
+
+def test_kv_made_by_transformers_and_named_answers_as_full_prefill_does(served: Served) -> None:
+    for question in load_sheet("ward-a").questions[:6]:
+        prompt = served.ids["a"] + question_ids(served.model, question.text)
+        reply = served.client.ask(prompt, tag=served.trained["made"].digest)
+        assert reply.cached_tokens == WHOLE
+        assert reply.prompt_tokens == len(prompt)
+        assert difference(reply, served.client.computed(prompt)) < NOISE
+
+
+@pytest.mark.parametrize("layout", WRONG_LAYOUTS)
+def test_bytes_in_another_layout_would_be_seen(served: Served, layout: str) -> None:
+    differences = []
+    for question in load_sheet("ward-a").questions[:4]:
+        prompt = served.ids["a"] + question_ids(served.model, question.text)
+        reply = served.client.ask(prompt, tag=served.trained[layout].digest)
+        assert reply.cached_tokens == WHOLE
+        differences.append(difference(reply, served.client.computed(prompt)))
+    assert min(differences) > 5 * NOISE
+
+
+def test_a_plain_prompt_of_a_trained_cartridges_ids_gets_the_document_and_not_the_cartridge(served: Served) -> None:
+    prompt = served.ids["a"][:WHOLE] + [5]
+    plain = served.client.ask(prompt)
+    assert plain.cached_tokens == WHOLE, "the prefill cartridge with the same ids"
+    assert difference(plain, served.client.computed(prompt)) < NOISE
+    zeroed = served.client.ask(prompt, tag=served.trained["zeroed"].digest)
+    assert difference(zeroed, plain) > 5 * NOISE
+    assert difference(served.client.ask(prompt), plain) < NOISE, "what the other request had stayed with it"
+
+
+def test_lmcache_was_asked_and_nothing_was_stored_there(served: Served) -> None:
+    log = (served.settings.home / "server.log").read_text(errors="replace")
+    assert "this engine writes KV as vec/32" in log or "this engine writes KV as amx/32" in log
+    assert "Retrieved" in log
+    assert "Stored" not in log

@@ -1,0 +1,57 @@
+"""Other engines in multiprocess mode: with tensor parallelism, and those that must not start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from serving import SERVER_ARGS, difference
+from test_engines import NOISE, _prompts, _serving, model, settings  # noqa: F401 - two are fixtures
+
+from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings
+
+
+def test_each_tensor_parallel_rank_gets_its_own_heads(
+    settings: Settings,  # noqa: F811
+    model: CausalModel,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The model has two KV heads, so of four ranks each two hold the same head. Blocks are vLLM's own: 128 tokens."""
+    patient = settings.model_copy(update={"lookup_timeout_s": 5.0})
+    arguments = [*SERVER_ARGS, "--tensor-parallel-size", "4"]
+    launch = plan(str(MODEL_DIR), patient, vllm_args=arguments, mode="multiprocess")
+    with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
+        for prompt, answer in _prompts(model, 4):
+            reply = client.ask(prompt)
+            assert reply.cached_tokens == 1024
+            assert reply.text.strip() == answer
+            assert difference(reply, client.computed(prompt)) < NOISE
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "replaced", "reason"),
+    [
+        (64, (), "must be a multiple of 128"),
+        (256, ("/lmcache-cartridge-", "/nobody-"), "no cartridge adapter listens"),
+        (256, ("kv_consumer", "kv_both"), "kv_role is kv_both"),
+    ],
+    ids=["chunks of half a block", "no adapter", "an engine that stores"],
+)
+def test_a_server_that_could_not_serve_cartridges_does_not_start_and_says_why(
+    settings: Settings,  # noqa: F811
+    tmp_path: Path,
+    chunk_tokens: int,
+    replaced: tuple[str, ...],
+    reason: str,
+) -> None:
+    launch = plan(str(MODEL_DIR), settings, chunk_tokens=chunk_tokens, vllm_args=SERVER_ARGS, mode="multiprocess")
+    command = [a.replace(*replaced) if replaced else a for a in launch.command]
+    assert (command != launch.command) == bool(replaced)
+    with pytest.raises(UnsupportedEngine), ServerProcess(launch._replace(command=command), tmp_path / "log"):
+        pass
+    assert reason in (tmp_path / "log").read_text(errors="replace")

@@ -1,0 +1,53 @@
+"""Faults in multiprocess mode: every test of `test_faults`, on vLLM beside LMCache's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import test_faults
+from test_faults import *  # noqa: F403
+
+from lmcache_cartridge.serve.launch import Launch, plan
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[test_faults.Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_faults, "plan", _plan)
+        yield from test_faults.served.__wrapped__(tmp_path_factory)
+
+
+def _plan(*args: Any, vllm_args: list[str], **kwargs: Any) -> Launch:
+    # Whole chunks must be whole blocks, which are of 128 tokens on CPU where nothing is said.
+    launch = plan(*args, vllm_args=[*vllm_args, "--block-size", "32"], mode="multiprocess", **kwargs)
+    # And LMCache must ask for every chunk each time, not keep what it once had.
+    changes = {"lmcache_cartridge.serve.l2": "faulty_l2", "retain": "default"}
+    return launch._replace(lmcache=[_changed(argument, changes) for argument in launch.lmcache])
+
+
+def _changed(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 15])
+def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(  # noqa: F811 - LMCache tells in time here
+    served: test_faults.Served, broken: Callable[..., None], chunk: int
+) -> None:
+    """LMCache folds what it got to a prefix before vLLM hears of it, so a document is computed from there on."""
+    for name in served.sound:
+        broken(drop=chunk)
+        ward = served.sound[name]
+        if name == "trained":
+            status, headers = test_faults._refused(served, name, ward)
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert "ask again" in test_faults._refused_in_stream(served, name, ward)
+            continue
+        for reply in (test_faults._ask(served, name, ward), test_faults._stream(served, name, ward)):
+            assert reply.text.strip() == ward.facts[0].value
+            document = name == "whole"
+            assert reply.used == f"{name}@1;positions={test_faults.POSITIONS}" + ";served=document" * document
+            assert reply.cached_tokens == (0 if document else chunk * test_faults.CHUNK)

@@ -1,0 +1,213 @@
+"""What `serve --mode multiprocess` would run is what a person can run, and the two servers live and die together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making import make_artifact
+
+from lmcache_cartridge import cli
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.multiprocess import CONTROL, l1_size_bytes
+from lmcache_cartridge.settings import Settings, from_mapping
+
+
+def _option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def _adapter(command: list[str]) -> dict[str, Any]:
+    return json.loads(_option(command, "--l2-adapter"))
+
+
+def test_lmcaches_server_gets_the_settings_that_vllm_reads_from_the_yaml(tmp_path: Path) -> None:
+    settings = from_mapping({"home": tmp_path, "cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]})
+    adapter = _adapter(plan("m", settings, mode="multiprocess").lmcache)
+    assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.serve.l2")
+    own = {k: v for k, v in adapter["adapter_params"].items() if k != "control"}
+    assert from_mapping(own) == settings
+
+
+def test_both_servers_are_told_of_the_same_port_and_socket(tmp_path: Path) -> None:
+    launch = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", lmcache_port=5999)
+    transfer = json.loads(_option(launch.command, "--kv-transfer-config"))
+    extra = transfer["kv_connector_extra_config"]
+    assert transfer["kv_connector"] == "CartridgeMPConnector"
+    assert transfer["kv_role"] == "kv_consumer", "what vLLM computes is not stored under cartridges' keys"
+    assert extra["lmcache.mp.port"] == 5999 == int(_option(launch.lmcache, "--port"))
+    assert extra[CONTROL] == _adapter(launch.lmcache)["adapter_params"]["control"]
+    assert len(extra[CONTROL]) < 100, "a Unix socket's path has 107 characters at most"
+
+
+def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path: Path) -> None:
+    command = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", chunk_tokens=128).lmcache
+    assert _option(command, "--l2-prefetch-policy") == "retain"
+    assert _option(command, "--worker-reap-timeout-seconds") == "0"
+    assert _option(command, "--chunk-size") == "128"
+    assert _option(command, "--supported-transfer-mode") == "engine_driven"
+    ports = [_option(command, name) for name in ("--port", "--http-port", "--prometheus-port")]
+    assert len(set(ports)) == 3
+    assert "--hash-algorithm" not in command, "the default has no seed"
+
+
+def test_shared_memory_is_used_where_it_is_large_enough(tmp_path: Path) -> None:
+    settings = from_mapping({"home": tmp_path})
+    small = plan("m", settings, mode="multiprocess", l1_bytes=64 << 20).lmcache
+    assert _option(small, "--shm-name")
+    assert "--no-l1-use-lazy" in small, "lazy allocation switches sharing off"
+    assert "--shm-name" not in plan("m", settings, mode="multiprocess", l1_bytes=1 << 50).lmcache
+
+
+def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_once(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    assert _gib(settings) == 0.25, "with nothing registered"
+    for name, positions in (("small", 64), ("large", 4096)):
+        made = make_artifact(tmp_path / name, cartridge_id=name, positions=positions, layers=24, chunk_tokens=256)
+        Registry(settings.registry_path).register(tmp_path / name)
+    largest = made.kv.numel() * 2
+    assert _gib(settings) == pytest.approx(l1_size_bytes(largest) / 2**30)
+    assert l1_size_bytes(largest) == max(256 << 20, 4 * largest)
+    assert float(_option(plan("m", settings, mode="multiprocess", l1_bytes=1 << 31).lmcache, "--l1-size-gb")) == 2
+
+
+def _gib(settings: Settings) -> float:
+    return float(_option(plan("m", settings, mode="multiprocess").lmcache, "--l1-size-gb"))
+
+
+def test_in_process_mode_runs_vllm_alone(tmp_path: Path) -> None:
+    launch = plan("m", from_mapping({"home": tmp_path}))
+    assert launch.lmcache is None
+    assert launch.program == launch.command
+
+
+def test_serve_prints_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = [
+        "serve",
+        "m",
+        "--home",
+        str(tmp_path),
+        "--mode",
+        "multiprocess",
+        "--l1-bytes",
+        "1GiB",
+        "--lmcache-port",
+    ]
+    assert cli.main([*arguments, "5998", "--print", "--max-model-len", "77"]) == 0
+    first, second = capsys.readouterr().out.split(" &\n")
+    assert "lmcache.cli.main server" in first
+    assert "--l1-size-gb 1 " in first
+    assert "--max-model-len 77" in second
+    assert "CartridgeMPConnector" in second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_that_is_none_is_an_error_that_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--l1-bytes", "1 mile"]) == 1
+    assert "--l1-bytes" in capsys.readouterr().err
+
+
+# The pair, with other programs in the servers' places.
+
+_SLEEP = "import time; open({!r}, 'w').write(str(__import__('os').getpid())); time.sleep(60)"
+_PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+_STUBBORN = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; "
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@contextmanager
+def _pair(lmcache: list[str], vllm: list[str], files: list[Path]) -> Iterator[tuple[subprocess.Popen, list[int]]]:
+    """Run the pair until every one of its programs has written its process id; none may be left."""
+    pids: list[int] = []
+    command = [sys.executable, "-m", "lmcache_cartridge.serve.multiprocess", json.dumps(lmcache), *vllm]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        _wait(lambda: all(file.exists() and file.read_text() for file in files))
+        pids += [int(file.read_text()) for file in files]
+        yield process, pids
+    finally:
+        for pid in [process.pid, *pids]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+def _wait(true: Any, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("stubborn", ["", _STUBBORN])
+def test_a_signal_ends_both_servers_and_what_they_started(tmp_path: Path, number: int, stubborn: str) -> None:
+    files = [tmp_path / "lmcache", tmp_path / "worker"]
+    worker = stubborn + _SLEEP.format(str(files[1]))
+    with _pair(_python(stubborn + _SLEEP.format(str(files[0]))), _python(_PARENT.format(worker)), files) as (
+        pair,
+        pids,
+    ):
+        pair.send_signal(number)
+        assert pair.wait(15) == 0
+        _wait(lambda: all(map(_gone, pids)), 5)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path: Path, dying: int) -> None:
+    files = [tmp_path / "lmcache", tmp_path / "vllm"]
+    with _pair(*(_python(_SLEEP.format(str(file))) for file in files), files) as (pair, pids):
+        os.kill(pids[dying], signal.SIGKILL)
+        assert pair.wait(15) != 0
+        assert f"{('LMCache', 'vLLM')[dying]}" in pair.stderr.read().decode().splitlines()[0]
+        _wait(lambda: all(map(_gone, pids)), 5)
+
+
+def test_vllms_exit_status_is_the_pairs(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache"
+    with _pair(
+        _python(_SLEEP.format(str(file))), _python("import time; time.sleep(1); raise SystemExit(7)"), [file]
+    ) as (
+        pair,
+        _,
+    ):
+        assert pair.wait(15) == 7
+
+
+def test_the_servers_end_when_the_pair_is_killed(tmp_path: Path) -> None:
+    files = [tmp_path / "lmcache", tmp_path / "vllm"]
+    with _pair(*(_python(_SLEEP.format(str(file))) for file in files), files) as (pair, pids):
+        pair.kill()
+        _wait(lambda: all(map(_gone, pids)), 10)
+
+
+def test_shared_memory_left_by_a_killed_server_is_removed(tmp_path: Path) -> None:
+    name = f"cartridge-test-{os.getpid()}"
+    left, file = Path("/dev/shm") / f"lmcache_l1_pool_{name}", tmp_path / "lmcache"
+    left.touch()
+    lmcache = [*_python(_SLEEP.format(str(file))), "--shm-name", name]
+    with _pair(lmcache, _python(_SLEEP.format(str(tmp_path / "vllm"))), [file]) as (pair, _):
+        pair.terminate()
+        pair.wait(15)
+        assert not left.exists()

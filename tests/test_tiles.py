@@ -1,0 +1,93 @@
+"""Chunks packed as vLLM's CPU attention packs its blocks: held against vLLM's own cache-write op, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import quietly
+from making import make_artifact
+
+from lmcache_cartridge import tiles
+from lmcache_cartridge.layout import DTYPES, ChunkShape
+from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources import Sources
+
+with quietly():
+    from vllm import _custom_ops as ops
+
+HEADS, LAYERS = 2, 2
+CASES = [
+    *itertools.product(["vec"], ["bfloat16", "float16", "float32"], [32, 64, 128], [32, 64, 96, 128]),
+    *itertools.product(["vec16"], ["bfloat16", "float32"], [16, 48], [80, 112]),
+    *itertools.product(["amx"], ["bfloat16", "float16"], [32, 64, 128], [32, 64, 96, 128]),
+]
+
+
+def _written(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
+    """Return `[L, T, H, 2 * D]`: what LMCache moves of blocks that vLLM wrote canonical KV into, block 1 before 0."""
+    tokens, heads, size = kv.shape[2:]
+    layers = []
+    for keys, values in zip(kv[0], kv[1], strict=True):
+        cache = torch.zeros(tokens // block, heads, block, 2 * size, dtype=kv.dtype)
+        order = torch.arange(len(cache)).flip(0)
+        slots = (order[:, None] * block + torch.arange(block)).flatten()
+        regions = cache.view(len(cache), heads, 2 * block, size).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            keys, values, *regions, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+        layers.append(cache[order].transpose(1, 2).reshape(tokens, heads, 2 * size))
+    return torch.stack(layers)
+
+
+def _packed(kv: torch.Tensor, name: str) -> torch.Tensor:
+    _, layers, tokens, heads, size = kv.shape
+    shape = ChunkShape(heads, layers, tokens, size, str(kv.dtype).removeprefix("torch."))
+    out = torch.full((shape.size_bytes,), 0xAA, dtype=torch.uint8)
+    tiles.pack(kv, out, shape, name)
+    return out.view(kv.dtype).view(layers, tokens, heads, 2 * size)
+
+
+def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
+    return torch.randn(2, LAYERS, tokens, HEADS, size).to(DTYPES[dtype])
+
+
+@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
+def test_a_packed_chunk_is_what_vllm_writes(isa: str, dtype: str, block: int, size: int) -> None:
+    kv = _kv(dtype, 3 * block, size)
+    kind = "vec" if isa == "vec16" else isa
+    assert torch.equal(_packed(kv, tiles.layout(kind, block)), _written(isa, kv, block))
+
+
+@pytest.mark.parametrize(("other", "block"), [("amx/64", 64), ("vec/32", 64), ("vec/128", 64)])
+def test_the_tiles_of_another_instruction_set_or_block_are_other_bytes(other: str, block: int) -> None:
+    kv = _kv("bfloat16", 128, 64)
+    assert not torch.equal(_packed(kv, other), _written("vec", kv, block))
+
+
+@pytest.mark.parametrize(("name", "tokens", "size"), [("vec/128", 192, 64), ("amx/32", 64, 40), ("amx/24", 48, 64)])
+def test_what_is_no_whole_tiles_is_refused(name: str, tokens: int, size: int) -> None:
+    with pytest.raises(ValueError, match="no whole tiles"):
+        _packed(_kv("bfloat16", tokens, size), name)
+
+
+@pytest.mark.parametrize("stored", [16, 64, 96])
+@pytest.mark.parametrize("name", ["vec/32", "amx/32"])
+def test_the_loader_packs_every_chunk_however_it_is_stored(tmp_path: Path, name: str, stored: int) -> None:
+    made = make_artifact(tmp_path / "doc", positions=200, chunk_tokens=stored)
+    shape = ChunkShape(2, 3, 64, 64, "bfloat16")
+    loader = ChunkLoader(Sources(Settings(home=tmp_path)), shape, range(2), name)
+    cartridge = Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc"))
+    for chunk in range(3):
+        out = torch.zeros(shape.size_bytes, dtype=torch.uint8)
+        loader.load([Segment(cartridge, 0)], chunk, out)
+        kv = made.kv[:, :, chunk * 64 : (chunk + 1) * 64]
+        assert torch.equal(out.view(torch.bfloat16).view(3, 64, 2, 128), _packed(kv, name))
+
+
+def test_names_of_tiles_are_told_from_layouts_that_are_views() -> None:
+    assert tiles.is_tiled(tiles.layout("vec", 128))
+    assert not any(map(tiles.is_tiled, ("heads", "kv_2ltd", "fused", "neon/128")))

@@ -1,0 +1,627 @@
+"""Training: the KV learns and nothing else does, an interrupted run goes on exactly, and what is stored is what PEFT feeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lessons import MODEL, School, answered, school, tokens_of, write_template
+
+from lmcache_cartridge import artifact, cli
+from lmcache_cartridge.errors import ArtifactError, CartridgeError
+from lmcache_cartridge.make import lesson, trained
+from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
+from lmcache_cartridge.make.ordinary import ordinary_ids
+from lmcache_cartridge.make.packed import pack, unpack
+from lmcache_cartridge.make.packing import answer_logits, pack_examples
+from lmcache_cartridge.make.questions import Question, read, save
+from lmcache_cartridge.make.train import CHECKPOINT, LOSS, Recipe, Result, Trainer, divergence, positions_of, wrap
+from lmcache_cartridge.manifest import Provenance
+from lmcache_cartridge.recall.ward import ask, write_document
+from lmcache_cartridge.registry import Registry
+
+P = 32
+RECIPE = Recipe(steps=80, batch=32, rate=0.3, warmup=5, check_every=20, jitter=5)
+PROVENANCE = Provenance(tool="test", created="2026-01-01T00:00:00Z")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> School:
+    return school(tmp_path_factory.mktemp("school"))
+
+
+def _trainer(made: School, init: str = "sci", recipe: Recipe = RECIPE, **lesson: Any) -> Trainer:
+    kv = initial_kv(init, made.model, made.ids, P, seed=0)
+    return Trainer(made.model, kv, made.lesson._replace(**lesson), made.held_out, recipe)
+
+
+@pytest.fixture(scope="module")
+def run(made: School) -> tuple[Trainer, Result, torch.Tensor, dict[str, torch.Tensor]]:
+    """A finished training from sampled chunks, the KV it started from, and the model's weights before it."""
+    weights = {name: tensor.clone() for name, tensor in made.model.model.state_dict().items()}
+    trainer = _trainer(made)
+    start = trainer.kv()
+    return trainer, trainer.run(), start, weights
+
+
+# It learns.
+
+
+def test_the_loss_falls(run: Any) -> None:
+    losses = [row["loss"] for row in run[0].rows if "loss" in row]
+    looks = [row["held_out_loss"] for row in run[0].rows if "held_out_loss" in row]
+    assert len(losses) == RECIPE.steps
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert min(looks) < 0.8 * looks[0]
+
+
+def test_nothing_but_the_parameters_of_peft_is_trained(made: School, run: Any) -> None:
+    trainer, _, _, weights = run
+    names = [name for name, parameter in trainer.peft.named_parameters() if parameter.requires_grad]
+    assert names == ["prompt_encoder.default.trainable_embedding"]
+    for name, tensor in made.model.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_the_frozen_position_stays_and_every_other_one_moves(run: Any) -> None:
+    _, result, start, _ = run
+    assert torch.equal(result.kv[:, :, :FROZEN], start[:, :, :FROZEN])
+    moved = (result.kv - start).abs().amax(dim=(0, 1, 3, 4))[FROZEN:]
+    assert (moved > 0.01).all()
+
+
+def test_it_answers_wordings_it_never_saw_and_its_start_did_not(made: School, run: Any) -> None:
+    _, result, start, _ = run
+    random_kv = initial_kv("random", made.model, made.ids, P, 0)
+    assert answered(made.model, random_kv, made.unseen) <= 0.2
+    assert answered(made.model, start, made.unseen) <= 0.4
+    assert answered(made.model, result.kv, made.unseen) >= 0.6
+    assert answered(made.model, torch.zeros_like(start), made.unseen) <= 0.2, "nothing but the KV answers"
+
+
+def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
+    """The control: the same training, of predictions that belong to other questions."""
+    order = torch.randperm(len(made.lesson.examples), generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([torch.arange(2) + made.lesson.examples[i].first for i in order.tolist()])
+    trainer = _trainer(made, log_probs=made.lesson.log_probs[rows], tokens=made.lesson.tokens[rows])
+    trainer.run()
+    assert answered(made.model, trainer.kv(), made.unseen) <= 0.25
+
+
+@pytest.mark.parametrize("change", [{"objective": "next-token"}, {"autocast": True}, {"accumulate": 2}], ids=str)
+def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> None:
+    recipe = replace(RECIPE, steps=40, check_every=40, **change)
+    trainer = _trainer(made, "sci", recipe)
+    before = trainer.score(trainer.examples)
+    result = trainer.run()
+    assert trainer.score(trainer.examples).loss < 0.6 * before.loss
+    assert result.kv.dtype == torch.float32
+
+
+def test_the_next_token_objective_needs_no_teacher_and_distillation_says_that_it_does(made: School) -> None:
+    nobody = {"log_probs": None, "tokens": None}
+    with pytest.raises(CartridgeError, match="teacher"):
+        _trainer(made, **nobody)
+    trainer = _trainer(made, recipe=replace(RECIPE, steps=1, objective="next-token"), **nobody)
+    assert math.isfinite(trainer.run().loss)
+
+
+def test_passes_that_are_accumulated_count_as_one_batch(made: School) -> None:
+    recipe = replace(RECIPE, steps=5, jitter=0)
+    whole, halves = (_trainer(made, recipe=r) for r in (recipe, replace(recipe, batch=16, accumulate=2)))
+    whole.run(), halves.run()
+    losses = [[row["loss"] for row in trainer.rows if "loss" in row] for trainer in (whole, halves)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_every_question_is_trained_on_once_a_round_and_none_that_is_held_out(made: School) -> None:
+    trainer = _trainer(made, recipe=replace(RECIPE, batch=7))
+    kept = [made.lesson.examples[i] for i in made.held_out]
+    assert len(trainer.examples) + len(kept) == len(made.lesson.examples)
+    drawn = [example for number in range(len(trainer.examples)) for example in trainer._batch(number)]
+    rounds = [drawn[i : i + len(trainer.examples)] for i in range(0, len(drawn), len(trainer.examples))]
+    for round_ in rounds:
+        assert sorted(round_) == sorted(trainer.examples)
+    assert rounds[0] != rounds[1]
+    assert not [example for example in drawn if example in kept]
+
+
+def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made: School) -> None:
+    with pytest.raises(CartridgeError, match="loss of step 1 is not finite; try a lower rate"):
+        _trainer(made, log_probs=made.lesson.log_probs * math.nan).run()
+
+
+def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
+    recipe = Recipe(steps=100, warmup=9, rate=1.0)
+    rates = [recipe.rate_at(step) for step in range(100)]
+    assert rates[:9] == pytest.approx([0.1 * i for i in range(1, 10)])
+    assert rates[9] == max(rates) == 1.0
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] < 0.01
+    assert {replace(recipe, schedule="constant").rate_at(step) for step in range(9, 100)} == {1.0}
+
+
+# It goes on, and it stops.
+
+
+def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: School, tmp_path: Path, run: Any) -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 33:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _trainer(made).run(tmp_path, interrupt)
+    steps = []
+    resumed = _trainer(made)
+    result = resumed.run(tmp_path, lambda step, loss: steps.append(step))
+    assert steps[0] == 21, "from the checkpoint at 20"
+    assert resumed.rows == run[0].rows
+    assert torch.equal(resumed.kv(), run[0].kv())
+    assert torch.equal(result.kv, run[1].kv)
+    assert [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()] == resumed.rows
+
+
+def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made: School, tmp_path: Path) -> None:
+    _trainer(made, recipe=replace(RECIPE, steps=1)).run(tmp_path)
+    with pytest.raises(CartridgeError, match="another recipe"):
+        _trainer(made, recipe=replace(RECIPE, steps=2)).run(tmp_path)
+
+
+def test_a_checkpoint_that_is_a_program_is_not_run(made: School, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return Path.mkdir, (tmp_path / "ran",)
+
+    torch.save({"recipe": Bomb()}, tmp_path / CHECKPOINT)
+    with pytest.raises(CartridgeError, match="no checkpoint"):
+        _trainer(made).run(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_training_stops_when_the_held_out_questions_get_no_better(made: School) -> None:
+    recipe = replace(RECIPE, rate=1e-9, check_every=2, patience=3)
+    result = _trainer(made, recipe=recipe).run()
+    assert (result.steps, result.step) == (6, 0)
+
+
+def test_the_best_kv_is_kept_and_not_the_last(made: School) -> None:
+    trainer = _trainer(made, "first-k", replace(RECIPE, steps=20, check_every=5, rate=50.0, warmup=0))
+    start = trainer.kv()
+    result = trainer.run()
+    looks = {row["step"]: row["held_out_loss"] for row in trainer.rows if "held_out_loss" in row}
+    assert looks[0] == min(looks.values()), "such steps can only harm"
+    assert result.step == 0
+    assert torch.equal(result.kv, start)
+
+
+# What is stored is what PEFT feeds.
+
+
+def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(
+    made: School, run: Any, tmp_path: Path
+) -> None:
+    kv = run[1].kv
+    manifest = trained.write(
+        made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16, document_ids=made.ids
+    )
+    stored = trained.read_kv(manifest, tmp_path / "a")
+    assert stored.dtype == torch.bfloat16
+    assert torch.equal(stored, kv.bfloat16())
+    peft = wrap(made.model, stored)
+    for example in made.unseen.examples[:4]:
+        ids = [*example.prompt, *example.answer]
+        by_peft = peft(input_ids=torch.tensor([ids])).logits[0]
+        assert torch.equal(by_peft.detach(), made.model.logits_after(stored.float(), ids))
+
+
+def test_a_packed_question_is_answered_as_if_it_stood_alone(made: School, run: Any) -> None:
+    peft = wrap(made.model, run[1].kv)
+    examples = made.lesson.examples[:40] + made.unseen.examples
+    packed = pack_examples(examples, made.model.device)
+    assert 1 < len(packed.rows) < len(examples) / 10, "many in a row, and several rows"
+    together = answer_logits(made.model.model, peft.get_prompt(len(packed.rows)), packed)
+    alone = torch.cat(
+        [peft(input_ids=torch.tensor([[*e.prompt, *e.answer[:-1]]])).logits[0, -len(e.answer) :] for e in examples]
+    )
+    assert (together - alone).abs().max() < 1e-3
+
+
+def test_a_gap_puts_its_question_so_many_positions_further_back(made: School) -> None:
+    kv, examples = initial_kv("sci", made.model, made.ids, P, 0), made.unseen.examples[:3]
+
+    def together(*gaps: int) -> torch.Tensor:
+        packed = pack_examples(examples, made.model.device, gaps)
+        return answer_logits(made.model.model, made.model.cache(kv, 1), packed)
+
+    alone = []
+    for example, gap in zip(examples, (5, 0, 17), strict=True):
+        ids = torch.tensor([[*example.prompt, *example.answer[:-1]]])
+        at = torch.arange(ids.shape[1])[None] + P + gap
+        alone.append(made.model.model(ids, position_ids=at, past_key_values=made.model.cache(kv, 1)).logits[0, -2:])
+    assert torch.allclose(together(5, 0, 17), torch.cat(alone), atol=1e-3)
+    assert not torch.allclose(together(), torch.cat(alone), atol=1e-3)
+
+
+def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back(made: School) -> None:
+    gaps = _trainer(made)._gaps(random.Random(0), 2000)
+    assert 0.5 < gaps.count(0) / 2000 < 0.66
+    assert max(gaps) == RECIPE.jitter
+    assert _trainer(made, recipe=replace(RECIPE, jitter=0))._gaps(random.Random(0), 9) == [0] * 9
+
+
+def test_packing_for_peft_is_undone_exactly() -> None:
+    kv = torch.randn(2, 3, 5, 2, 4)
+    assert torch.equal(unpack(pack(kv), layers=3, kv_heads=2), kv)
+    assert torch.equal(pack(kv)[4].view(3, 2, 2, 4)[1, 0], kv[0, 1, 4]), "K of layer 1 before its V, as PEFT has it"
+
+
+@pytest.mark.parametrize("kv", [torch.zeros(2, 3, 32, 2, 32), torch.zeros(2, 2, 32, 2, 64), torch.zeros(3, 32, 2, 64)])
+def test_kv_of_another_shape_is_not_written(made: School, tmp_path: Path, kv: torch.Tensor) -> None:
+    with pytest.raises(ArtifactError, match="shape"):
+        trained.write(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_kv_that_is_not_finite_is_not_written(made: School, tmp_path: Path) -> None:
+    kv = initial_kv("random", made.model, made.ids, P, 0)
+    kv[1, 2, 3, 1, 4] = math.inf
+    with pytest.raises(ArtifactError, match="not finite"):
+        trained.write(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
+
+
+def test_no_mark_of_the_tokenizer_is_an_identity_token(made: School) -> None:
+    ids = set(ordinary_ids(made.model).tolist())
+    texts = made.model.tokenizer.convert_ids_to_tokens(range(640))
+    assert {text for i, text in enumerate(texts) if i not in ids} == {"<s>", "</s>", "<pad>", "<unk>"}
+
+
+# Where it starts.
+
+
+@pytest.mark.parametrize("init", INITIALS)
+def test_every_start_has_the_documents_first_position_and_is_the_same_for_the_same_seed(
+    made: School, init: str
+) -> None:
+    kv, again, other = (initial_kv(init, made.model, made.ids, P, seed) for seed in (1, 1, 2))
+    assert (kv.shape, kv.dtype) == ((2, 3, P, 2, 64), torch.float32)
+    assert torch.equal(kv, again)
+    assert torch.equal(kv, other) == (init == "first-k")
+    assert torch.allclose(kv[:, :, :FROZEN], prefilled(made.model, made.ids)[:, :, :FROZEN], atol=1e-5)
+
+
+def test_random_is_normal_with_the_papers_deviation(made: School) -> None:
+    kv = initial_kv("random", made.model, made.ids, P, 0)[:, :, FROZEN:]
+    assert float(kv.std()) == pytest.approx(0.02, rel=0.05)
+    assert abs(float(kv.mean())) < 0.002
+
+
+def test_vocab_is_a_prefill_of_ordinary_words(made: School) -> None:
+    kv = initial_kv("vocab", made.model, made.ids, P, 0)
+    drawn = tokens_of(made.model, kv, range(640))
+    assert None not in drawn
+    assert set(drawn[1:]) <= set(ordinary_ids(made.model).tolist())
+    assert len(set(drawn)) > 0.8 * P
+    assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
+
+
+def test_first_k_is_the_head_of_the_document(made: School) -> None:
+    kv = initial_kv("first-k", made.model, made.ids, P, 0)
+    assert torch.allclose(kv, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
+
+
+def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made: School) -> None:
+    document = write_document(random.Random(0), 1000)
+    ids = made.model.encode(document.text, special=True)
+    seen = set()
+    for seed in range(3):
+        kv = initial_kv("sci", made.model, ids, 160, seed)
+        drawn = tokens_of(made.model, kv, ids)
+        assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-3), "at positions 0 to p - 1"
+        starts = []
+        for at in range(FROZEN, 160, SAMPLE_TOKENS):
+            chunk = drawn[at : at + SAMPLE_TOKENS]
+            starts += [i for i in range(len(ids)) if ids[i : i + len(chunk)] == chunk]
+        assert len(starts) == 3
+        assert starts == sorted(starts), "in the document's order"
+        assert all(b - a >= SAMPLE_TOKENS for a, b in zip(starts, starts[1:], strict=False))
+        seen.update(starts)
+    assert len(seen) > 3
+    assert max(seen) - min(seen) > 500
+
+
+def test_p_must_be_shorter_than_the_document(made: School) -> None:
+    for positions in (len(made.ids), FROZEN):
+        with pytest.raises(CartridgeError, match=f"p = {positions} .* of {len(made.ids)} tokens"):
+            initial_kv("sci", made.model, made.ids, positions, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "asked", "expected"),
+    [
+        (1051, {"compress": 4}, 256),
+        (1051, {"compress": 16}, 64),
+        (1051, {"compress": 1000}, 64),
+        (1051, {"positions": 96}, 128),
+        (1051, {"positions": 95}, 64),
+        (1051, {"positions": 128}, 128),
+    ],
+)
+def test_p_is_rounded_to_whole_chunks(tokens: int, asked: dict[str, int], expected: int) -> None:
+    assert positions_of(tokens, 64, **asked) == expected
+
+
+# The teacher.
+
+
+def test_the_teacher_predicts_what_the_model_with_the_document_does(made: School) -> None:
+    for example in made.lesson.examples[:3]:
+        rows = slice(example.first, example.first + len(example.answer))
+        plain = made.model.logits([*made.ids, *example.prompt, *example.answer[:-1]], len(example.answer))
+        full = torch.empty_like(plain).scatter(1, made.lesson.tokens[rows], made.lesson.log_probs[rows])
+        assert torch.allclose(full, plain.log_softmax(-1), atol=1e-3)
+
+
+def test_answers_that_lack_are_the_teachers_own(made: School) -> None:
+    facts = {(f.patient, f.attribute): f.value for f in made.document.facts}
+    examples = {tuple(e.prompt): e.answer for e in made.lesson.examples}
+    for (patient, attribute), value in facts.items():
+        prompt = made.model.encode(f"Q: {attribute} of {patient}? A:", special=False)
+        assert examples[tuple(prompt)] == [*made.model.encode(value, special=False), made.model.tokenizer.eos_token_id]
+
+
+def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made: School) -> None:
+    ids = made.model.encode(write_document(random.Random(1), 3 * BLOCK_TOKENS).text, special=True)
+    lengths = []
+    hook = made.model.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        found = lesson.prepare(made.model, ids, [Question("ward of Mora?")], form="chat", top_k=4, answer_tokens=2)
+    finally:
+        hook.remove()
+    assert max(lengths) <= BLOCK_TOKENS
+    example = found.examples[0]
+    plain = made.model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
+    assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
+    assert found.tokens[:, 0].tolist() == plain.argmax(-1).tolist()
+
+
+def test_a_question_too_long_for_the_model_is_named(made: School) -> None:
+    with pytest.raises(CartridgeError, match="'ward ward .*the model's context is 8192"):
+        lesson.prepare(made.model, made.ids, [Question("ward " * 9000, "7")], form="chat", top_k=4, answer_tokens=2)
+
+
+def test_no_question_is_put_behind_the_end_of_the_models_context(made: School, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = max(len(e.prompt) + len(e.answer) for e in made.lesson.examples)
+    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P + longest + 3)
+    assert _trainer(made).jitter == 3
+    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P)
+    assert _trainer(made).jitter == 0
+
+
+def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made: School, tmp_path: Path) -> None:
+    questions = [Question("ward of Mora?", "7"), Question("blood of Mora?")]
+
+    def prepare(top_k: int) -> tuple[lesson.Lesson, list]:
+        asked = []
+        found = lesson.prepare(
+            made.model, made.ids, questions, form="chat", top_k=top_k, answer_tokens=2, directory=tmp_path,
+            progress=lambda done, total: asked.append(done),
+        )  # fmt: skip
+        return found, asked
+
+    (first, asked), (again, not_asked), (_, asked_anew) = prepare(3), prepare(3), prepare(4)
+    assert asked
+    assert not not_asked
+    assert asked_anew
+    assert again.examples == first.examples
+    assert torch.equal(again.log_probs, first.log_probs)
+    assert torch.equal(again.tokens, first.tokens)
+
+
+def test_the_divergence_is_that_of_kullback_and_leibler() -> None:
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = (torch.randn(6, 50, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
+    exact = (teacher.exp() * (teacher - student)).sum(-1)
+    order = teacher.argsort(descending=True)
+
+    def of(k: int, guess: torch.Tensor) -> torch.Tensor:
+        return divergence(teacher.gather(1, order[:, :k]), guess.gather(1, order[:, :k]))
+
+    assert torch.allclose(of(50, student), exact, atol=1e-4)
+    assert torch.allclose(of(5, teacher), torch.zeros(6), atol=1e-5)
+    before = torch.zeros(6)
+    for k in (1, 5, 20, 50):
+        assert (of(k, student) >= before - 1e-4).all(), "what counts as one token hides differences, and invents none"
+        before = of(k, student)
+
+
+def test_what_is_not_among_the_teachers_likeliest_tokens_counts_as_one() -> None:
+    teacher, student = torch.tensor([[0.6]]).log(), torch.tensor([[0.9]]).log()
+    expected = 0.6 * math.log(0.6 / 0.9) + 0.4 * math.log(0.4 / 0.1)
+    assert float(divergence(teacher, student)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_student_that_is_sure_of_another_token_has_a_finite_gradient() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 3] = 200.0
+    logits.requires_grad_()
+    teacher = torch.tensor([[0.6, 0.3]]).log()
+    divergence(teacher, logits.log_softmax(-1)[:, :2]).sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0] < 0, "towards the teacher's"
+
+
+# The command.
+
+
+class _Cli:
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], document: Path, template: Path) -> None:
+        self.home, self._capsys, self._files = home, capsys, (document, template)
+
+    def __call__(self, *argv: str, form: str = "json") -> tuple[int, Any, str]:
+        document, template = map(str, self._files)
+        status = cli.main(
+            ["train", "--home", str(self.home), "--model", MODEL, "--document", document, "--id", "a", "--chunk-size",
+             "16", "--compress", "4x", "--template", template, "--steps", "6", "--check-every", "2", "--rate", "0.2",
+             "--answer-tokens", "4", "--format", form, *argv]
+        )  # fmt: skip
+        out, err = self._capsys.readouterr()
+        return status, json.loads(out) if out and form == "json" else out, err
+
+
+@pytest.fixture
+def train(made: School, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Cli:
+    document = tmp_path / "sheet.txt"
+    document.write_text(made.document.text)
+    return _Cli(tmp_path / "home", capsys, document, write_template(tmp_path / "template.json"))
+
+
+def test_the_command_registers_a_trained_cartridge_that_carries_its_document(made: School, train: _Cli) -> None:
+    status, result, err = train()
+    assert (status, err) == (0, "")
+    location = Registry(train.home / "registry.sqlite").find("a")
+    manifest = artifact.load_manifest(Path(location.location), location.digest)
+    assert result["name"] == manifest.name == "a@1"
+    assert (manifest.kind, manifest.positions, manifest.payload.chunk_tokens) == ("trained", P, 16)
+    assert result["compression"] == pytest.approx(len(made.ids) / P, abs=0.01)
+    assert artifact.load_document_ids(manifest, Path(location.location)).tolist() == made.ids
+    assert manifest.provenance.document == "sheet.txt"
+    for fact in ("init sci", "objective distill", "steps 6", "held-out loss", "seconds"):
+        assert fact in manifest.provenance.tool
+    list(artifact.verify(Path(location.location)))
+    losses = Path(result["losses"])
+    assert [json.loads(line)["step"] for line in losses.read_text().splitlines()][-1] == 6
+    assert losses.with_name("loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not losses.with_name(CHECKPOINT).exists()
+    assert train()[1]["name"] == "a@2"
+
+
+def test_the_command_says_how_p_was_rounded_and_how_it_goes(train: _Cli) -> None:
+    status, out, err = train(form="terminal")
+    assert status == 0
+    assert "p = 32 positions for a document of 135 tokens" in err
+    assert "rounded to whole chunks of 16" in err
+    assert "questions to train on" in err
+    assert "loss=" in err
+    assert "held_out_exact" in out
+
+
+def test_an_interrupted_command_goes_on_and_ends_as_if_it_had_not_been(
+    train: _Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train("--id", "whole")[1]
+    take = Trainer._take_step
+
+    def interrupted(self: Trainer) -> None:
+        take(self)
+        if self.step == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_take_step", interrupted)
+        assert train()[0] == 130
+    assert not Registry(train.home / "registry.sqlite").all()[1:], "nothing was registered"
+    run = train.home / "training" / "a" / "1"
+    assert (run / "loss.png").exists()
+    status, _, err = train("--rate", "0.1")
+    assert status == 1
+    assert "differs in recipe" in err
+    assert "--restart" in err
+    status, result, err = train(form="terminal")
+    assert (status, "going on with the training" in err) == (0, True)
+    result = json.loads((run / LOSS).read_text().splitlines()[-1])
+    whole = json.loads((train.home / "training" / "whole" / "1" / LOSS).read_text().splitlines()[-1])
+    assert result == whole
+    assert expected["held_out_loss"] == pytest.approx(whole["held_out_loss"], rel=0.05)
+
+
+def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
+    train: _Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "register", fail)
+        assert train()[0] == 1
+    written = artifact.load_manifest(train.home / "cartridges" / "a" / "1")
+    assert train()[1]["digest"] == written.digest
+
+
+def test_a_run_that_found_no_questions_does_not_bind_the_next(train: _Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text(json.dumps({"questions": ["{x}?"], "fields": {"x": "(nowhere)"}}))
+    status, _, err = train("--template", str(tmp_path / "empty.json"))
+    assert status == 1
+    assert "makes no question" in err
+    assert train()[0] == 0
+
+
+def test_an_artefact_in_the_way_is_found_before_training(train: _Cli) -> None:
+    (train.home / "cartridges" / "a" / "1").mkdir(parents=True)
+    status, _, err = train()
+    assert status == 1
+    assert "exists, though it is not registered" in err
+    assert not (train.home / "training" / "a" / "1" / LOSS).exists()
+
+
+def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
+    run = train.home / "training" / "a" / "1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"id": "a"}))
+    for name in ("questions", "held_out"):
+        save([Question(name)], run / f"{name}.jsonl")
+    assert train()[0] == 1
+    assert train("--restart")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (("--document", "nowhere.txt"), "nowhere.txt: no such file"),
+        (("--template", "nowhere.json"), "nowhere.json: no such file"),
+        (("--id", "../up"), "cannot be a cartridge id"),
+        (("--model", "nowhere"), "nowhere is neither a directory"),
+        (("--chunk-size", "0"), "--chunk-size 0"),
+        (("--rate", "0"), "--rate 0"),
+        (("--steps", "0"), "--steps 0"),
+        (("--self-study", "0"), "--self-study 0"),
+        (("--writer-url", "http://localhost"), "say how many"),
+        (("--chunk-size", "256"), "p = 256 positions cannot be trained for a document of 135 tokens"),
+    ],
+    ids=lambda argv: argv[0] if isinstance(argv, tuple) else "",
+)
+def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train: _Cli, argv: tuple[str, ...], word: str) -> None:
+    status, out, err = train(*argv)
+    assert (status, out) == (1, "")
+    assert err.startswith("lmcache-cartridge: ")
+    assert err.count("\n") == 1
+    assert word in err
+    assert not (train.home / "training").exists()
+    assert not (train.home / "cartridges").exists()
+
+
+def test_a_document_too_long_for_the_model_is_refused(train: _Cli, made: School, tmp_path: Path) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("\n".join([made.document.text] * 80))
+    status, _, err = train("--document", str(long))
+    assert status == 1
+    assert "the model's context is 8192" in err
+
+
+def test_questions_that_are_held_out_by_file_are_never_trained_on(train: _Cli, made: School, tmp_path: Path) -> None:
+    facts = made.document.facts[:5]
+    rows = [json.dumps({"question": ask(f, 0)[3:-3], "answer": f.value}) for f in facts]
+    (tmp_path / "held.jsonl").write_text("\n".join(rows))
+    _, result, _ = train("--held-out", str(tmp_path / "held.jsonl"))
+    run = Path(result["losses"]).parent
+    texts = [[question.text for question in read(run / f"{name}.jsonl")] for name in ("questions", "held_out")]
+    assert len(texts[1]) == 5
+    assert not set(texts[0]) & set(texts[1])
+    assert len(texts[0]) == len(made.lesson.examples) - 5
