@@ -168,6 +168,8 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
                 case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, rivals, rival_files,
                 keys, s3,
             )  # fmt: skip
+        plugin(engine).close()
+        wait_for(lambda: not any("s3" in thread.name for thread in threading.enumerate()), "the end of S3's threads")
 
 
 def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:
