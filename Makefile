@@ -6,13 +6,20 @@ READY := .venv/ready
 JOBS ?= 3
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# The short forms, some fifteen minutes; `python benchmarks/NAME.py --help` for the long ones. BENCH_ARGS goes to each.
+BENCHMARKS := chunks inject mix scale ttft
+bench: $(READY)
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
+	$(BIN)/python benchmarks/request_path.py
+	$(BIN)/python benchmarks/sizes.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests benchmarks

@@ -124,7 +124,6 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     import torch
     from blocks import vllm_config
     from inprocess import lmcache_config, lmcache_engine, lmcache_metadata, plugin
-    from lmcache.v1.metadata import LMCacheMetadata  # noqa: F401  (lmcache only after vllm: vLLM 0.32 on CPU)
 
     from lmcache_cartridge.artifact import load_token_ids
     from lmcache_cartridge.registry import Registry
@@ -169,6 +168,8 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
                 case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, rivals, rival_files,
                 keys, s3,
             )  # fmt: skip
+        plugin(engine).close()
+        wait_for(lambda: not any("s3" in thread.name for thread in threading.enumerate()), "the end of S3's threads")
 
 
 def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:
@@ -372,11 +373,14 @@ class Limit:
         self._each(work)
 
     def _each(self, work: Callable[[int, int], Any]) -> None:
-        descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            list(self._pool.map(lambda chunk: work(descriptor, chunk), range(self._chunks)))
-        finally:
-            os.close(descriptor)
+        def run(chunk: int) -> None:
+            descriptor = os.open(self._path, os.O_RDONLY)  # each its own: the kernel reads ahead by descriptor
+            try:
+                work(descriptor, chunk)
+            finally:
+                os.close(descriptor)
+
+        list(self._pool.map(run, range(self._chunks)))
 
     def _place(self, chunk: int) -> memoryview:
         return self._buffer[chunk * self._bytes : (chunk + 1) * self._bytes]

@@ -48,11 +48,14 @@ class Target(NamedTuple):
 def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
     """Build the attention layers of a model of this shape and resident chunks of noise."""
     import torch
-    from blocks import Blocks, vllm_config
-    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+    from blocks import Blocks, quietly, vllm_config
 
     from lmcache_cartridge.layout import DTYPES
-    from lmcache_cartridge.serve.inject import EngineWriteConnector
+
+    with quietly():
+        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+        from lmcache_cartridge.serve.inject import EngineWriteConnector
 
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(shape.config()))

@@ -1,8 +1,14 @@
-"""What every benchmark shares: options, the hardware, fair timing, and a result as table, JSON and picture."""
+"""What every benchmark shares: options, the hardware, fair timing, and a result as table, JSON and picture.
+
+    python benchmarks/report.py DIRECTORY
+
+prints the results that benchmarks wrote there as they stand in the README.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.metadata
 import json
@@ -17,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from sizes import markdown
 
 from lmcache_cartridge.output import table
 
@@ -104,7 +111,7 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def memcpy_rate(threads: int = 1, size_bytes: int = 256 << 20) -> Spread:
+def memcpy_rate(threads: int = 1, size_bytes: int = 128 << 20) -> Spread:
     """Return the bytes per second that numpy copies between two buffers larger than any cache."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -115,11 +122,12 @@ def memcpy_rate(threads: int = 1, size_bytes: int = 256 << 20) -> Spread:
         def run() -> float:
             return size_bytes / timed(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
 
-        return Spread.of(in_turns({"memcpy": run}, 7)["memcpy"])
+        return Spread.of(in_turns({"memcpy": run}, 5)["memcpy"])
 
 
+@functools.cache
 def hardware() -> dict[str, Any]:
-    """Return what the figures were measured on. Takes a second, to measure the memory."""
+    """Return what the figures were measured on. Takes a second the first time, to measure the memory."""
     cores = len(os.sched_getaffinity(0))
     packages = {}
     for name in _PACKAGES:
@@ -217,6 +225,22 @@ def _draw(path: Path, panels: Sequence[Panel], caption: str) -> Path:
     return path
 
 
+def readme(directory: Path) -> str:
+    """Return the results in a directory as Markdown: of `chunks` the rows of one caller, of the others all."""
+    parts = []
+    for name in ("ttft", "chunks", "inject", "mix", "scale"):
+        path = directory / f"{name}.json"
+        if path.exists():
+            record = json.loads(path.read_text())
+            rows = [row for row in record["rows"] if name != "chunks" or row["c"] == 1]
+            note = f" {record['note'][0].upper()}{record['note'][1:]}." if record["note"] else ""
+            about = (
+                f"`{name}.py`, {record['form']} form, {record['when'][:10]}: {hardware_line(record['hardware'])}.{note}"
+            )
+            parts += [about, markdown([{key: str(value) for key, value in row.items()} for row in rows])]
+    return "\n\n".join(parts)
+
+
 def _lines(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
@@ -226,3 +250,7 @@ def _lines(path: str) -> list[str]:
 
 def _round(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
+
+
+if __name__ == "__main__":
+    print(readme(Path(sys.argv[1])))

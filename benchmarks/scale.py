@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--counts", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--scratch", type=Path, help="where the artefacts are made (a temporary directory)")
     options = parser.parse_args(arguments)
-    counts = options.counts or ([10, 20] if options.smoke else [100, 1000, 10_000])
+    counts = options.counts or ([20] if options.smoke else [100, 1000, 10_000])
     if options.full and not options.counts:
         counts.append(100_000)
     machine, found = report.hardware(), []

@@ -6,6 +6,7 @@ import os
 import pickle
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,14 +15,15 @@ from safetensors import safe_open
 
 from lmcache_cartridge.artifact import (
     PAYLOAD,
+    check_finite,
     chunk_range,
     load_manifest,
     load_token_ids,
     verify,
     verify_chunk,
 )  # fmt: skip
-from lmcache_cartridge.errors import ArtifactError, CorruptChunk, ManifestError, TruncatedPayload
-from lmcache_cartridge.layout import rank_heads
+from lmcache_cartridge.errors import ArtifactError, CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload
+from lmcache_cartridge.layout import DTYPES, rank_heads
 from lmcache_cartridge.writer import INLINE_TOKENS, TOKENS
 
 
@@ -240,3 +242,21 @@ def test_only_the_heads_asked_for_are_verified(made: Made, tmp_path: Path) -> No
         else:
             with pytest.raises(CorruptChunk, match="chunk 0, KV head 1"):
                 verify_chunk(manifest, 0, range(1, 2), data, "payload")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_infinities_and_nans_of_either_sign_are_found_and_the_largest_numbers_are_not(made: Made, dtype: str) -> None:
+    manifest = msgspec.structs.replace(
+        made.manifest, fingerprint=msgspec.structs.replace(made.manifest.fingerprint, dtype=dtype)
+    )
+    limits = torch.finfo(DTYPES[dtype])
+    for number in (0.0, limits.max, limits.tiny, float("inf"), float("nan")):
+        for kv in (torch.full((9,), 0.5), torch.full((9,), -0.5)):
+            for sign in (1, -1):
+                kv[4] = number
+                data = memoryview((sign * kv).to(DTYPES[dtype]).view(torch.uint8).numpy())
+                if number == number and number != float("inf"):
+                    check_finite(manifest, 0, data, "here")
+                else:
+                    with pytest.raises(NonFiniteKV):
+                        check_finite(manifest, 0, data, "here")
