@@ -10,36 +10,31 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
+from .bytesource import ByteRange
 from .errors import (
     ArtifactError,
     CorruptChunk,
     ManifestError,
     NonFiniteKV,
     ReplacedArtifact,
+    SourceError,
     TruncatedPayload,
     WrongDtype,
     WrongShape,
 )
 from .fingerprint import Fingerprint
 from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode
+from .sources import LocalSource
 
 MANIFEST = "manifest.json"
 PAYLOAD = "payload.safetensors"
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _INFINITY = {"bfloat16": ("<i2", 0x7F80), "float16": ("<i2", 0x7C00), "float32": ("<i4", 0x7F800000)}
 """Of each dtype: a signed integer of its size, and infinity's bits in it."""
-
-
-class ByteRange(NamedTuple):
-    """Bytes `start` to `end` (exclusive) of a payload."""
-
-    start: int
-    end: int
 
 
 def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
@@ -214,15 +209,9 @@ def check_header(manifest: Manifest, read: Read, where: str) -> None:
 def _reader(path: Path) -> Read:
     def read(where: ByteRange, out: memoryview) -> None:
         try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(where.start)
-                done = 0
-                while done < len(out) and (count := file.readinto(out[done:])):
-                    done += count
-        except OSError as error:
-            raise ArtifactError(f"{path}: {error.strerror}") from error
-        if done < len(out):
-            raise TruncatedPayload(f"{path} ends at byte {where.start + done}, {len(out) - done} bytes early")
+            LocalSource().read_into(str(path.parent), path.name, where, out)
+        except SourceError as error:
+            raise ArtifactError(str(error)) from error
 
     return read
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from .artifact import ByteRange
+
+class ByteRange(NamedTuple):
+    """Bytes `start` to `end` (exclusive) of a file."""
+
+    start: int
+    end: int
 
 
 class Small(NamedTuple):

@@ -13,8 +13,7 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from .artifact import ByteRange
-from .bytesource import Small
+from .bytesource import ByteRange, Small
 from .errors import (
     CartridgeError,
     MalformedLocation,

@@ -7,8 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .artifact import ByteRange
-from .bytesource import ByteSource, Small
+from .bytesource import ByteRange, ByteSource, Small
 from .errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
 from .s3 import SCHEME, S3Source
 

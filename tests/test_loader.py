@@ -13,7 +13,8 @@ import pytest
 import torch
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv
 
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, ByteRange, chunk_range
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.bytesource import ByteRange
 from lmcache_cartridge.disk import DiskTier, PieceKey
 from lmcache_cartridge.errors import (
     ArtifactError,

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from s3 import S3Server
 
-from lmcache_cartridge.artifact import ByteRange
+from lmcache_cartridge.bytesource import ByteRange
 from lmcache_cartridge.errors import MalformedLocation, SettingsError, SourceDenied, SourceError
 from lmcache_cartridge.s3 import S3Source, allowed, parse
 from lmcache_cartridge.settings import from_mapping

@@ -27,7 +27,8 @@ from faulty_proxy import (
 from making import make_artifact, run_threads
 from s3 import S3Server
 
-from lmcache_cartridge.artifact import PAYLOAD, ByteRange, chunk_range, verify_chunk
+from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify_chunk
+from lmcache_cartridge.bytesource import ByteRange
 from lmcache_cartridge.errors import (
     CorruptChunk,
     SourceDenied,

@@ -14,7 +14,7 @@ import pytest
 from making import run_threads
 from s3 import S3Server
 
-from lmcache_cartridge.artifact import ByteRange
+from lmcache_cartridge.bytesource import ByteRange
 from lmcache_cartridge.errors import (
     MalformedLocation,
     SourceDenied,
