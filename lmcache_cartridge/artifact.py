@@ -1,7 +1,8 @@
 """Artifact: a cartridge on disk, a directory of `manifest.json`, `payload.safetensors` and maybe `token_ids.npy`.
 
 The payload is a plain safetensors file (https://huggingface.co/docs/safetensors/index#format): 8 bytes of little-endian
-header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ... without gaps.
+header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ... without gaps. They are K and V in the
+model's dtype, or bytes that `int8.py` describes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from . import int8
 from .bytesource import ByteRange
 from .errors import (
     ArtifactError,
@@ -27,7 +29,7 @@ from .errors import (
     WrongShape,
 )
 from .fingerprint import Fingerprint
-from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode
+from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
 from .sources import LocalSource
 
 MANIFEST = "manifest.json"
@@ -39,17 +41,17 @@ _INFINITY = {"bfloat16": ("<i2", 0x7F80), "float16": ("<i2", 0x7C00), "float32":
 
 def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
     """Return where KV heads `heads` of stored chunk `chunk` lie in the payload: always one contiguous range."""
-    before = chunk * manifest.payload.chunk_tokens * manifest.fingerprint.token_bytes
+    before = chunk * manifest.fingerprint.kv_heads * manifest.head_bytes(0)
     start = manifest.payload.data_offset_bytes + before
-    head_bytes = manifest.head_bytes(chunk)
-    return ByteRange(start + heads.start * head_bytes, start + heads.stop * head_bytes)
+    of_head = manifest.head_bytes(chunk)
+    return ByteRange(start + heads.start * of_head, start + heads.stop * of_head)
 
 
 def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview, where: str) -> None:
     """Raise `CorruptChunk` unless `data`, heads `heads` of stored chunk `chunk`, has the manifest's checksums."""
-    head_bytes = manifest.head_bytes(chunk)
+    of_head = manifest.head_bytes(chunk)
     for i, head in enumerate(heads):
-        found = checksum(data[i * head_bytes : (i + 1) * head_bytes])
+        found = checksum(data[i * of_head : (i + 1) * of_head])
         expected = manifest.payload.checksums[chunk][head]
         if found != expected:
             raise CorruptChunk(
@@ -64,18 +66,26 @@ def checksum(data: memoryview | bytes) -> str:
 
 
 def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -> None:
-    """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity."""
-    words, infinity = _INFINITY[manifest.fingerprint.dtype]
-    signed = np.frombuffer(data, dtype=words)
-    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
-    # without a sign are the largest, as unsigned ones those with it.
-    if signed.max() >= infinity or signed.view(words.replace("i", "u")).max() >= infinity + (
-        1 << 8 * signed.itemsize - 1
-    ):
+    """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity, or comes to one."""
+    shape = manifest.fingerprint
+    if manifest.payload.encoding == "int8":
+        finite = int8.is_finite(data, shape, manifest.chunk_length(chunk))
+    else:
+        finite = _is_finite(data, shape.dtype)
+    if not finite:
         raise NonFiniteKV(
             f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
             "Build it again, in bfloat16 or float32 if it was float16"
         )
+
+
+def _is_finite(data: memoryview, dtype: str) -> bool:
+    words, infinity = _INFINITY[dtype]
+    signed = np.frombuffer(data, dtype=words)
+    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
+    # without a sign are the largest, as unsigned ones those with it.
+    negative = infinity + (1 << 8 * signed.itemsize - 1)
+    return bool(signed.max() < infinity and signed.view(words.replace("i", "u")).max() < negative)
 
 
 def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:
@@ -184,9 +194,10 @@ def check_header(manifest: Manifest, read: Read, where: str) -> None:
 
     Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header that would tell other readers something else.
     """
-    expected = payload_header(manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens)
+    payload = manifest.payload
+    expected = payload_header(manifest.fingerprint, manifest.positions, payload.chunk_tokens, payload.encoding)
     found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
-    if len(expected) == manifest.payload.data_offset_bytes:
+    if len(expected) == payload.data_offset_bytes:
         read(ByteRange(0, len(expected)), memoryview(found))
     if found == expected:
         return
@@ -216,17 +227,19 @@ def _reader(path: Path) -> Read:
     return read
 
 
-def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int) -> bytes:
+def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, encoding: str) -> bytes:
     """Return the safetensors length and header of a payload; data starts at a multiple of 4096 for direct I/O."""
     header, offset = {}, 0
     for chunk in range(-(-positions // chunk_tokens)):
         length = min(chunk_tokens, positions - chunk * chunk_tokens)
+        of_head = head_bytes(fingerprint, length, encoding)
+        plain = [fingerprint.kv_heads, 2, fingerprint.layers, length, fingerprint.head_size]
         header[f"chunk.{chunk:05d}"] = {
-            "dtype": _SAFETENSORS_DTYPE[fingerprint.dtype],
-            "shape": [fingerprint.kv_heads, 2, fingerprint.layers, length, fingerprint.head_size],
-            "data_offsets": [offset, offset + length * fingerprint.token_bytes],
+            "dtype": "U8" if encoding == "int8" else _SAFETENSORS_DTYPE[fingerprint.dtype],
+            "shape": [fingerprint.kv_heads, of_head] if encoding == "int8" else plain,
+            "data_offsets": [offset, offset + fingerprint.kv_heads * of_head],
         }
-        offset += length * fingerprint.token_bytes
+        offset += fingerprint.kv_heads * of_head
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 4096)
     return len(text).to_bytes(8, "little") + text

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from . import artifact, tiles
+from . import artifact, codec, tiles
 from .disk import DiskTier, PieceKey
 from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
@@ -56,7 +57,7 @@ class ChunkLoader:
 
     Where the engine's chunk is a stored chunk of a cartridge at the head of the prompt, in the stored layout, the
     bytes go from the source into the caller's buffer and nowhere else. Other chunk sizes and layouts and the later
-    cartridges of a chain are gathered through one scratch buffer.
+    cartridges of a chain are gathered through one scratch buffer; int8 chunks come through one of their own size.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ChunkLoader:
         for segment in within:
             try:
                 if self._is_stored_so(segment, start, end):
-                    self._read(segment.cartridge, chunk, memoryview(out.numpy()))
+                    self._read_plain(segment.cartridge, chunk, out)
                 else:
                     self._gather(segment, start, end, out)
             except CartridgeError as error:
@@ -130,12 +131,22 @@ class ChunkLoader:
                     f"than the {MAX_SCRATCH_BYTES} that are set apart to cut others from; build it in smaller chunks"
                 )
             scratch = torch.empty(piece.size_bytes, dtype=torch.uint8)
-            self._read(cartridge, stored, memoryview(scratch.numpy()))
+            self._read_plain(cartridge, stored, scratch)
             low, high = max(first_needed, first), min(last_needed, first + piece.tokens)
             keys, values = heads_view(scratch, piece)[:, :, low - first : high - first]
             place = slice(low + offset - start, high + offset - start)
             target[0, :, place] = shift_keys(keys, manifest.fingerprint.rope, offset) if offset else keys
             target[1, :, place] = values
+
+    def _read_plain(self, cartridge: Cartridge, stored: int, out: torch.Tensor) -> None:
+        """Fill `out`, flat uint8, with this rank's heads of a stored chunk, verified and in the model's dtype."""
+        manifest = cartridge.manifest
+        if manifest.payload.encoding == "plain":
+            self._read(cartridge, stored, memoryview(out.numpy()))
+            return
+        packed = memoryview(np.empty(len(self._heads) * manifest.head_bytes(stored), np.uint8))
+        self._read(cartridge, stored, packed)
+        codec.decode(packed, out, manifest.fingerprint, manifest.chunk_length(stored))
 
     def _read(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
         """Fill `out` with this rank's heads of a stored chunk and verify them, from the disk tier if it can."""

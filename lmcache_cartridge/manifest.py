@@ -17,6 +17,8 @@ FORMAT = "1.0"
 MAX_MANIFEST_BYTES = 64 << 20
 CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
+ENCODINGS = ("plain", "int8")
+"""How a payload holds KV: in the model's dtype, or as `int8.py` says."""
 
 Kind = Literal["prefill", "trained", "tokens"]
 """`prefill`: KV computed by a plain forward pass over the ids. `trained`: optimised KV, identity tokens. `tokens`: a
@@ -56,10 +58,11 @@ class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Literal["token_ids.npy", "document_ids.npy"] | None = None
 
 
-class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The bytes: a safetensors file of one tensor `[kv_heads, 2, layers, tokens, head_size]` a chunk.
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The bytes: a safetensors file of one tensor a chunk.
 
-    Heads are outermost, so that the heads of any tensor-parallel rank are one contiguous range of a chunk.
+    Plain ones are `[kv_heads, 2, layers, tokens, head_size]`, int8 ones `[kv_heads, bytes]`. Heads are outermost, so
+    that the heads of any tensor-parallel rank are one contiguous range of a chunk.
     """
 
     file: Literal["payload.safetensors"]
@@ -68,7 +71,9 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the first tensor starts; chunks follow each other without gaps."""
     chunk_tokens: int
     checksums: tuple[tuple[str, ...], ...]
-    """Hex blake3 of each head of each chunk: `checksums[chunk][kv_head]`."""
+    """Hex blake3 of each head of each chunk as it is stored: `checksums[chunk][kv_head]`."""
+    encoding: str = "plain"
+    """One of `ENCODINGS`. Left out of the file where it is plain, as releases that knew no other had it."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +102,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return -(-self.positions // self.payload.chunk_tokens) if self.payload else 0
 
     @property
+    def data_bytes(self) -> int:
+        """Bytes of all stored chunks; 0 without a payload."""
+        if self.payload is None:
+            return 0
+        last = self.chunks - 1
+        return self.fingerprint.kv_heads * (last * self.head_bytes(0) + self.head_bytes(last))
+
+    @property
     def payload_bytes(self) -> int:
         """Size of the payload file; 0 without one."""
         return self.payload.size_bytes if self.payload else 0
@@ -112,12 +125,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def head_bytes(self, chunk: int) -> int:
         """Return the bytes of one KV head of stored chunk `chunk`: K and V of all layers."""
-        shape = self.fingerprint
-        return 2 * shape.layers * self.chunk_length(chunk) * shape.head_size * DTYPE_BYTES[shape.dtype]
+        return head_bytes(self.fingerprint, self.chunk_length(chunk), self.payload.encoding)
 
     def encode(self) -> bytes:
         """Return the manifest as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def head_bytes(shape: Fingerprint, tokens: int, encoding: str) -> int:
+    """Return the bytes of one KV head of `tokens` positions, K and V of all layers, as an encoding stores them."""
+    numbers = 2 * shape.layers * tokens * shape.head_size
+    if encoding == "int8":
+        return numbers + 4 * shape.layers * (2 * shape.head_size + tokens)
+    return numbers * DTYPE_BYTES[shape.dtype]
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -188,6 +208,11 @@ def check(manifest: Manifest, where: str) -> None:
 
 def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, str], None]) -> None:
     shape = manifest.fingerprint
+    need(
+        payload.encoding in ENCODINGS,
+        f"payload encoding {payload.encoding!r:.40} is not one of {', '.join(ENCODINGS)}; a newer lmcache-cartridge may "
+        "read it",
+    )
     need(0 < payload.chunk_tokens < 1 << 24, f"chunk_tokens {payload.chunk_tokens} is out of range")
     need(
         len(payload.checksums) == manifest.chunks and all(len(c) == shape.kv_heads for c in payload.checksums),
@@ -197,7 +222,9 @@ def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, s
         all(len(digest) == 2 * CHECKSUM_BYTES for chunk in payload.checksums for digest in chunk),
         f"a checksum is not {CHECKSUM_BYTES} bytes of hex",
     )
-    size = payload.data_offset_bytes + manifest.positions * shape.token_bytes
+    of_head = manifest.head_bytes(0)
+    need(payload.encoding == "plain" or of_head < 1 << 31, f"a head of an int8 chunk has {of_head} bytes, over 2 GiB")
+    size = payload.data_offset_bytes + manifest.data_bytes
     need(0 < payload.data_offset_bytes < 1 << 30, f"data_offset_bytes {payload.data_offset_bytes} is out of range")
     need(payload.size_bytes == size, f"payload of {payload.size_bytes} bytes; its geometry needs {size}")
 
@@ -207,12 +234,14 @@ def content_digest(manifest: Manifest) -> str:
 
     A trained cartridge's token ids are derived from its digest, so its ids are no part of it.
     """
+    payload = manifest.payload
+    encoding = () if payload is None or payload.encoding == "plain" else (payload.encoding,)
     content = (
         manifest.format.partition(".")[0],
         manifest.kind,
         manifest.fingerprint,
         manifest.positions,
-        manifest.payload and (manifest.payload.chunk_tokens, manifest.payload.checksums),
+        payload and (payload.chunk_tokens, payload.checksums, *encoding),
         None if manifest.kind == "trained" else manifest.tokens.blake3,
         manifest.document and manifest.document.blake3,
     )

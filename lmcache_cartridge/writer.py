@@ -17,7 +17,7 @@ from .artifact import MANIFEST, PAYLOAD, checksum, payload_header
 from .errors import ArtifactError, CartridgeExists
 from .fingerprint import Fingerprint
 from .identity import Identity
-from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode
+from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode, head_bytes
 
 TOKENS = "token_ids.npy"
 DOCUMENT = "document_ids.npy"
@@ -42,25 +42,28 @@ class ArtifactWriter:
         token_ids: np.ndarray | Identity,
         chunk_tokens: int = 256,
         document_ids: np.ndarray | None = None,
+        encoding: str = "plain",
     ) -> None:
         """Start an artefact that will appear at `root`.
 
         `token_ids` are its p ids, or how a trained cartridge's are drawn from its digest. `document_ids` are those of
-        a trained cartridge's document. Raises `CartridgeExists` if `root` is there already.
+        a trained cartridge's document. `encoding` is one of `manifest.ENCODINGS`. Raises `CartridgeExists` if `root` is
+        there already.
         """
         if root.exists():
             raise CartridgeExists(f"{root} exists; an artefact is written once. Choose another id or version")
         self.root = root
         self._id, self._version = check_id(cartridge_id), version
         self._kind, self._fingerprint, self._chunk_tokens = kind, fingerprint, chunk_tokens
+        self._encoding = encoding
         self._token_ids, self._document_ids = token_ids, document_ids
         self._positions = token_ids.positions if isinstance(token_ids, Identity) else len(token_ids)
         self._checksums: list[tuple[str, ...]] = []
         self._partial = root.parent / f".{root.name}.{uuid.uuid4().hex}.partial"
 
     def __enter__(self) -> ArtifactWriter:
-        header = payload_header(self._fingerprint, self._positions, self._chunk_tokens)
-        self._offset = len(header)
+        header = payload_header(self._fingerprint, self._positions, self._chunk_tokens, self._encoding)
+        self._offset = self._size = len(header)
         self.root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._partial.mkdir(mode=0o700)
         self._file = None
@@ -85,19 +88,20 @@ class ArtifactWriter:
         return self._partial / PAYLOAD
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append the next chunk, `[kv_heads, 2, layers, tokens, head_size]` in row-major order.
+        """Append the next chunk as it is stored: `[kv_heads, 2, layers, tokens, head_size]` in row-major order, if plain.
 
         Raises `ArtifactError` for a chunk of another size than the next one must have.
         """
         chunk = len(self._checksums)
         length = min(self._chunk_tokens, self._positions - chunk * self._chunk_tokens)
-        expected = max(length, 0) * self._fingerprint.token_bytes if self._file else 0
+        of_head = head_bytes(self._fingerprint, length, self._encoding)
+        expected = self._fingerprint.kv_heads * of_head if self._file and length > 0 else 0
         view = memoryview(data).cast("B")
         if len(view) != expected or not expected:
             raise ArtifactError(f"cartridge {self._id}: chunk {chunk} has {len(view)} bytes, not {expected}")
-        head_bytes = expected // self._fingerprint.kv_heads
-        self._checksums.append(tuple(checksum(view[i : i + head_bytes]) for i in range(0, expected, head_bytes)))
+        self._checksums.append(tuple(checksum(view[i : i + of_head]) for i in range(0, expected, of_head)))
         self._file.write(view)
+        self._size += expected
 
     def commit(self, provenance: Provenance) -> Manifest:
         """Make the artefact appear at its place and return its manifest. Raises `ArtifactError` if chunks lack."""
@@ -128,10 +132,11 @@ class ArtifactWriter:
             tokens=Tokens(self._positions, ""),
             payload=Payload(
                 file=PAYLOAD,
-                size_bytes=self._offset + self._positions * self._fingerprint.token_bytes,
+                size_bytes=self._size,
                 data_offset_bytes=self._offset,
                 chunk_tokens=self._chunk_tokens,
                 checksums=tuple(self._checksums),
+                encoding=self._encoding,
             )
             if self._file is not None
             else None,

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from lmcache_cartridge.codec import encode
 from lmcache_cartridge.fingerprint import Fingerprint, Rope
 from lmcache_cartridge.keys import Hasher
 from lmcache_cartridge.layout import DTYPES, to_heads
@@ -78,6 +79,7 @@ def make_artifact(
     token_ids: list[int] | None = None,
     fingerprint: Fingerprint | None = None,
     kv: torch.Tensor | None = None,
+    encoding: str = "plain",
 ) -> Made:
     """Write an artefact of random KV through `ArtifactWriter`; another `seed` gives other KV and token ids."""
     shape = fingerprint or make_fingerprint(layers=layers, kv_heads=kv_heads, head_size=head_size, dtype=dtype)
@@ -91,9 +93,10 @@ def make_artifact(
         fingerprint=shape,
         token_ids=np.asarray(ids, dtype="<u4"),
         chunk_tokens=chunk_tokens,
+        encoding=encoding,
     ) as writer:
-        for start in range(0, positions, chunk_tokens):
-            writer.write(heads_bytes(kv[:, :, start : start + chunk_tokens]))
+        for chunk in kv.split(chunk_tokens, dim=2):
+            writer.write(heads_bytes(chunk) if encoding == "plain" else encode(to_heads(chunk), shape))
         return Made(writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z")), kv)
 
 

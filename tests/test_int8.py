@@ -1,0 +1,363 @@
+"""An int8 payload: half the bytes, every number within half a step, each rank's heads by themselves, or an error."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv, make_rope
+from safetensors import safe_open
+
+from lmcache_cartridge import artifact
+from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify
+from lmcache_cartridge.codec import decode, encode
+from lmcache_cartridge.disk import DiskTier, PieceKey
+from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload, WrongShape
+from lmcache_cartridge.fingerprint import Fingerprint
+from lmcache_cartridge.int8 import is_finite, record
+from lmcache_cartridge.layout import DTYPES, VIEWS, ChunkShape, rank_heads, to_heads
+from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.manifest import Manifest, content_digest, head_bytes
+from lmcache_cartridge.manifest import decode as decode_manifest
+from lmcache_cartridge.rope import shift_keys
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources import LocalSource, Sources
+
+POSITIONS, CHUNK = 80, 16
+
+
+class _Local:
+    """`Sources` that count what is read, and call every location remote."""
+
+    is_remote = staticmethod(lambda location: True)
+
+    def __init__(self) -> None:
+        self.ranges: list[artifact.ByteRange] = []
+
+    def read_into(self, location: str, file: str, where: artifact.ByteRange, out: memoryview) -> None:
+        self.ranges.append(where)
+        LocalSource().read_into(location, file, where, out)
+
+
+def _by_hand(data: bytes, shape: Fingerprint, heads: int, tokens: int) -> torch.Tensor:
+    """Return int8 records as canonical KV, read from the description of the format with nothing of the package."""
+    layers, size = shape.layers, shape.head_size
+    planes, at = [], 0
+    for _ in range(heads):
+        step, middle, value_step = (
+            np.frombuffer(data, "<f4", layers * n, at + start).reshape(layers, -1)
+            for n, start in ((size, 0), (size, 4 * layers * size), (tokens, 8 * layers * size))
+        )
+        at += 4 * layers * (2 * size + tokens)
+        codes = np.frombuffer(data, "i1", 2 * layers * tokens * size, at).reshape(2, layers, tokens, size)
+        at += codes.size
+        keys = codes[0] * step[:, None] + middle[:, None]
+        planes.append(np.stack([keys, codes[1] * value_step[:, :, None]]))
+    assert at == len(data)
+    return torch.from_numpy(np.stack(planes)).to(DTYPES[shape.dtype]).permute(1, 2, 3, 0, 4)
+
+
+def _through(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
+    """Return canonical KV of one chunk encoded and decoded."""
+    packed = encode(to_heads(kv), shape)
+    out = torch.full((kv.numel() * kv.itemsize,), 0xEE, dtype=torch.uint8)
+    decode(packed, out, shape, kv.shape[2])
+    return VIEWS["heads"](out, ChunkShape(kv.shape[3], shape.layers, kv.shape[2], shape.head_size, shape.dtype))
+
+
+def _loaded(made: Made, root: Path, chunk: int, *, tokens: int = CHUNK, rank: int = 0, world: int = 1,
+            layout: str = "heads", sources: object = None, disk: DiskTier | None = None) -> torch.Tensor:  # fmt: skip
+    model = made.manifest.fingerprint
+    heads = rank_heads(model.kv_heads, rank, world)
+    shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
+    loader = ChunkLoader(sources or Sources(Settings()), shape, heads, layout, disk)
+    out = torch.full((shape.size_bytes,), 0xEE, dtype=torch.uint8)
+    loader.load([Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
+    return VIEWS[layout](out, shape)
+
+
+def _served(made: Made, root: Path) -> torch.Tensor:
+    """Return the canonical KV of the whole chunks of an artefact as a single rank is served it."""
+    return torch.cat([_loaded(made, root, chunk) for chunk in range(made.manifest.positions // CHUNK)], dim=2)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    rope = msgspec.structs.replace(make_rope(), pairing="half")
+    shape = make_fingerprint(kv_heads=4, rope=rope)
+    return make_artifact(tmp_path / "doc", positions=POSITIONS, chunk_tokens=CHUNK, fingerprint=shape, encoding="int8")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    layers=st.integers(1, 3), tokens=st.integers(1, 40), heads=st.integers(1, 3), size=st.integers(1, 40),
+    dtype=st.sampled_from(sorted(DTYPES)), seed=st.integers(0, 99), scale=st.sampled_from([1e-4, 0.1, 1.0, 100.0]),
+    offset=st.sampled_from([0.0, 0.0, -30.0, 500.0]),
+)  # fmt: skip
+def test_no_number_moves_by_more_than_half_a_step_and_the_rounding_of_its_dtype(
+    layers: int, tokens: int, heads: int, size: int, dtype: str, seed: int, scale: float, offset: float
+) -> None:
+    shape = make_fingerprint(layers=layers, kv_heads=heads, head_size=size, dtype=dtype, rope=make_rope())
+    kv = scale * make_kv(shape, tokens, seed)
+    kv[0] += offset
+    found, kv = _through(kv, shape).double(), kv.double()
+    eps = torch.finfo(DTYPES[dtype]).eps
+    step = (kv[0].amax(1, keepdim=True) - kv[0].amin(1, keepdim=True)) / 254
+    limit = step / 2 + kv[0].abs().amax(1, keepdim=True) * (eps + 2**-22) + torch.finfo(DTYPES[dtype]).smallest_normal
+    assert ((found[0] - kv[0]).abs() <= limit).all()
+    step = kv[1].abs().amax(3, keepdim=True) / 127
+    limit = step / 2 + kv[1].abs() * eps + step * (eps + 2**-22) + torch.finfo(DTYPES[dtype]).smallest_normal
+    assert ((found[1] - kv[1]).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_what_is_stored_is_what_the_format_says_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
+    made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, dtype=dtype, head_size=5,
+                         encoding="int8")  # fmt: skip
+    with safe_open(tmp_path / "doc" / PAYLOAD, framework="pt") as file:
+        names = sorted(file.keys())
+        assert names == ["chunk.00000", "chunk.00001", "chunk.00002"]
+        chunks = [file.get_tensor(name) for name in names]
+    assert {tuple(chunk.shape) for chunk in chunks[:2]} == {(2, made.manifest.head_bytes(0))}
+    shape = made.manifest.fingerprint
+    by_hand = [_by_hand(c.numpy().tobytes(), shape, 2, n) for c, n in zip(chunks, (16, 16, 8), strict=True)]
+    assert torch.equal(_served(made, tmp_path / "doc"), torch.cat(by_hand[:2], dim=2))
+
+
+@pytest.mark.parametrize("number", [0.0, -3.0, 1e-30])
+def test_numbers_that_are_all_the_same_come_back_as_they_were(number: float) -> None:
+    shape = make_fingerprint()
+    kv = torch.full((2, 3, 16, 2, 64), number).bfloat16()
+    assert torch.equal(_through(kv, shape), kv)
+
+
+def test_a_channel_far_from_zero_costs_its_keys_nothing() -> None:
+    """As where a model adds a bias to its keys: a step from 0 to the largest would be 16 times as wide."""
+    shape = make_fingerprint(dtype="float32")
+    kv = make_kv(shape, 64, 0).clamp(-3, 3)
+    near = (_through(kv, shape) - kv)[0].abs().max()
+    kv[0] += 50
+    assert (_through(kv, shape) - kv)[0].abs().max() < 1.1 * near < 0.02
+
+
+def test_each_chunk_has_steps_of_its_own() -> None:
+    shape = make_fingerprint(dtype="float32")
+    kv = make_kv(shape, 32, 0)
+    alone = _through(kv[:, :, 16:], shape)
+    assert not torch.equal(alone, _through(torch.cat([100 * kv[:, :, :16], kv[:, :, 16:]], dim=2), shape)[:, :, 16:])
+    assert (alone - kv[:, :, 16:]).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("layout", sorted(VIEWS))
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [16, 8, 32, 24])
+def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(
+    made: Made, tmp_path: Path, tokens: int, world: int, layout: str
+) -> None:
+    root = tmp_path / "doc"
+    whole = _served(made, root)
+    for rank, chunk in itertools.product(range(world), range(POSITIONS // tokens)):
+        heads = rank_heads(4, rank, world)
+        expected = whole[:, :, chunk * tokens : (chunk + 1) * tokens, heads.start : heads.stop]
+        assert torch.equal(_loaded(made, root, chunk, tokens=tokens, rank=rank, world=world, layout=layout), expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_a_rank_reads_its_own_heads_and_no_others(made: Made, tmp_path: Path, world: int) -> None:
+    at = made.manifest.payload.data_offset_bytes
+    for chunk, rank in itertools.product(range(5), range(min(world, 4))):
+        sources = _Local()
+        _loaded(made, tmp_path / "doc", chunk, rank=rank * max(1, world // 4), world=world, sources=sources)
+        heads = rank_heads(4, rank, min(world, 4))
+        assert sources.ranges == [(at, at + len(heads) * made.manifest.head_bytes(chunk))]
+        at = sources.ranges[0].end
+    assert at == made.manifest.payload.size_bytes == (tmp_path / "doc" / PAYLOAD).stat().st_size
+
+
+def test_it_takes_a_little_over_half_the_bytes(tmp_path: Path) -> None:
+    shape = make_fingerprint(layers=2, head_size=128)
+    plain, small = (
+        make_artifact(tmp_path / encoding, positions=512, chunk_tokens=256, fingerprint=shape, encoding=encoding)
+        for encoding in ("plain", "int8")
+    )
+    assert small.manifest.data_bytes / plain.manifest.data_bytes == pytest.approx(0.516, abs=0.001)
+    assert small.manifest.payload_bytes == (tmp_path / "int8" / PAYLOAD).stat().st_size
+
+
+def test_it_is_another_cartridge_than_the_plain_one(made: Made, tmp_path: Path) -> None:
+    plain = make_artifact(tmp_path / "plain", positions=POSITIONS, kv_heads=4)
+    assert plain.manifest.digest != made.manifest.digest
+    relabelled = msgspec.structs.replace(
+        made.manifest, payload=msgspec.structs.replace(made.manifest.payload, encoding="plain")
+    )
+    assert content_digest(relabelled) != made.manifest.digest
+
+
+@pytest.mark.parametrize("offset", [0, POSITIONS])
+def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made, tmp_path: Path, offset: int) -> None:
+    root, model = tmp_path / "doc", made.manifest.fingerprint
+    shape = ChunkShape(4, model.layers, CHUNK, model.head_size, model.dtype)
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    segments = [Segment(Cartridge(made.manifest, root, str(root)), at) for at in (0, POSITIONS)]
+    ChunkLoader(Sources(Settings()), shape, range(4), "heads").load(segments, (offset + 2 * CHUNK) // CHUNK, out)
+    keys, values = _served(made, root)[:, :, 2 * CHUNK : 3 * CHUNK]
+    expected = shift_keys(keys, model.rope, offset) if offset else keys
+    assert torch.equal(VIEWS["heads"](out, shape), torch.stack([expected, values]))
+
+
+def test_the_disk_tier_keeps_the_stored_bytes(made: Made, tmp_path: Path) -> None:
+    disk, sources, root = DiskTier(tmp_path / "disk", 1 << 20), _Local(), tmp_path / "doc"
+    where = chunk_range(made.manifest, 1, range(4))
+    first = _loaded(made, root, 1, sources=sources, disk=disk)
+    assert disk.stats().resident_bytes == where.end - where.start == 4 * made.manifest.head_bytes(1)
+    kept = memoryview(bytearray(where.end - where.start))
+    assert disk.read_into(PieceKey(made.manifest.digest, 1, 0, 4), kept)
+    assert bytes(kept) == (root / PAYLOAD).read_bytes()[where.start : where.end]
+    assert torch.equal(_loaded(made, root, 1, sources=sources, disk=disk), first)
+    assert sources.ranges == [where], "the second time it came from the disk"
+
+
+@pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step", "codes"])
+@pytest.mark.parametrize("head", [0, 3])
+def test_damage_anywhere_in_a_record_is_found(made: Made, tmp_path: Path, field: str, head: int) -> None:
+    root = tmp_path / "doc"
+    within = record(made.manifest.fingerprint, CHUNK).fields[field][1]
+    flip_bit(root / PAYLOAD, chunk_range(made.manifest, 2, range(head, head + 1)).start + within)
+    with pytest.raises(CorruptChunk, match=f"chunk 2, KV head {head} of "):
+        list(verify(root))
+    with pytest.raises(CorruptChunk, match=f"chunk 2, KV head {head} of "):
+        _loaded(made, root, 2)
+    _loaded(made, root, 1)
+
+
+def _forged(root: Path, made: Made, field: str, number: float, chunk: int = 2, head: int = 1) -> Manifest:
+    """Write a number over one of a record and give the artefact a manifest with the checksum of what is there now."""
+    shape, where = made.manifest.fingerprint, chunk_range(made.manifest, chunk, range(head, head + 1))
+    data = bytearray((root / PAYLOAD).read_bytes())
+    at = where.start + record(shape, CHUNK).fields[field][1] + 8
+    data[at : at + 4] = np.float32(number).tobytes()
+    (root / PAYLOAD).write_bytes(data)
+    sums = [list(row) for row in made.manifest.payload.checksums]
+    sums[chunk][head] = artifact.checksum(bytes(data[where.start : where.end]))
+    payload = msgspec.structs.replace(made.manifest.payload, checksums=tuple(map(tuple, sums)))
+    draft = msgspec.structs.replace(made.manifest, payload=payload)
+    manifest = msgspec.structs.replace(draft, digest=content_digest(draft))
+    (root / "manifest.json").write_bytes(manifest.encode())
+    return manifest
+
+
+@pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
+def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(
+    made: Made, tmp_path: Path, field: str, number: float
+) -> None:
+    root = tmp_path / "doc"
+    if field == "key_middle" and abs(number) == 3e38:
+        number *= 1.13  # by itself at the very end of bfloat16, and past it with any code
+    manifest = _forged(root, made, field, number)
+    with pytest.raises(NonFiniteKV, match="chunk 2 of .* holds NaN or infinity"):
+        list(verify(root))
+    with pytest.raises(NonFiniteKV, match="chunk 2 of "):
+        _loaded(Made(manifest, made.kv), root, 2)
+
+
+def test_other_steps_that_are_finite_are_read_so_that_the_forgery_above_is_what_was_refused(
+    made: Made, tmp_path: Path
+) -> None:
+    before = _loaded(made, tmp_path / "doc", 2)
+    manifest = _forged(tmp_path / "doc", made, "value_step", 0.5)
+    assert len(list(verify(tmp_path / "doc"))) == 5
+    changed = _loaded(Made(manifest, made.kv), tmp_path / "doc", 2) != before
+    assert changed.any(-1).nonzero().tolist() == [[1, 0, 2, 1]], "value_step[0, 2] of head 1"
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype: str) -> None:
+    shape, largest = make_fingerprint(dtype=dtype), torch.finfo(DTYPES[dtype]).max
+    for plane, number in itertools.product((0, 1), (float("nan"), float("inf"), float("-inf"), largest)):
+        kv = make_kv(shape, 16, 0)
+        kv[plane, 1, 3, 1, 5] = number
+        with pytest.raises(NonFiniteKV, match=f"too near to the largest {dtype}"):
+            encode(to_heads(kv), shape)
+        kv[plane, 1, 3, 1, 5] = 0.98 * largest
+        assert _through(kv, shape).isfinite().all()
+        packed = encode(to_heads(kv), shape)
+        assert is_finite(packed, shape, 16)
+
+
+def test_a_chunk_cut_short_is_refused(made: Made, tmp_path: Path) -> None:
+    path = tmp_path / "doc" / PAYLOAD
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TruncatedPayload):
+        list(verify(tmp_path / "doc"))
+
+
+def test_a_header_of_plain_tensors_is_not_that_of_an_int8_payload(made: Made, tmp_path: Path) -> None:
+    path = tmp_path / "doc" / PAYLOAD
+    size = made.manifest.head_bytes(0)
+    changed = path.read_bytes().replace(f'"shape":[4,{size}]'.encode(), f'"shape":[{size},4]'.encode(), 1)
+    path.write_bytes(changed)
+    with pytest.raises(WrongShape, match="chunk.00000 has shape"):
+        list(verify(tmp_path / "doc"))
+
+
+def _edited(manifest: Manifest, encoding: object, *, signed: bool = True) -> bytes:
+    document = json.loads(manifest.encode())
+    document["payload"]["encoding"] = encoding
+    if signed and isinstance(encoding, str):
+        draft = msgspec.json.decode(json.dumps(document).encode(), type=Manifest)
+        document["digest"] = content_digest(draft)
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize("encoding", ["fp4", "INT8", "", "int8 ", "../x"])
+def test_an_unknown_encoding_is_refused_by_its_name(made: Made, encoding: str) -> None:
+    with pytest.raises(ManifestError, match="payload encoding '.*' is not one of plain, int8; a newer"):
+        decode_manifest(_edited(made.manifest, encoding), "here")
+
+
+@pytest.mark.parametrize("encoding", [None, 8, True, ["int8"], {}])
+def test_an_encoding_that_is_no_name_is_refused(made: Made, encoding: object) -> None:
+    with pytest.raises(ManifestError, match="not a cartridge manifest"):
+        decode_manifest(_edited(made.manifest, encoding), "here")
+
+
+def test_a_plain_payload_called_int8_is_refused_even_with_the_right_digest(tmp_path: Path) -> None:
+    plain = make_artifact(tmp_path / "doc", positions=POSITIONS).manifest
+    with pytest.raises(ManifestError, match="its geometry needs"):
+        decode_manifest(_edited(plain, "int8"), "here")
+    with pytest.raises(ManifestError, match="its geometry needs|digest"):
+        decode_manifest(_edited(plain, "int8", signed=False), "here")
+
+
+def test_the_manifest_of_a_plain_artefact_is_what_it_was_before_there_were_encodings(tmp_path: Path) -> None:
+    plain = make_artifact(tmp_path / "doc", positions=POSITIONS).manifest
+    assert b"encoding" not in plain.encode()
+    assert plain.digest == "600c6ae239b5ed1948c174e71d030f8ac83b1ded7c8f484a3252df22e7b1efaf"
+
+
+def test_a_head_larger_than_numpy_can_describe_is_refused_from_the_manifest(made: Made) -> None:
+    forged = msgspec.structs.replace(
+        made.manifest,
+        positions=CHUNK,
+        fingerprint=msgspec.structs.replace(made.manifest.fingerprint, layers=9, head_size=(1 << 24) - 1),
+    )
+    payload = msgspec.structs.replace(made.manifest.payload, checksums=made.manifest.payload.checksums[:1])
+    size = payload.data_offset_bytes + 4 * head_bytes(forged.fingerprint, CHUNK, "int8")
+    tokens = msgspec.structs.replace(forged.tokens, count=CHUNK, file=None, inline=(1,) * CHUNK)
+    forged = msgspec.structs.replace(forged, tokens=tokens, payload=msgspec.structs.replace(payload, size_bytes=size))
+    forged = msgspec.structs.replace(forged, digest=content_digest(forged))
+    with pytest.raises(ManifestError, match="a head of an int8 chunk has .* bytes, over 2 GiB"):
+        decode_manifest(forged.encode(), "here")
+
+
+def test_plain_chunks_are_still_the_stored_bytes(tmp_path: Path) -> None:
+    plain = make_artifact(tmp_path / "doc", positions=POSITIONS)
+    assert heads_bytes(_served(plain, tmp_path / "doc")) == heads_bytes(plain.kv)
