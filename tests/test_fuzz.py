@@ -18,7 +18,7 @@ from making import Made, heads_bytes, make_artifact
 from lmcache_cartridge import artifact
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
-from lmcache_cartridge.layout import ChunkShape
+from lmcache_cartridge.layout import ChunkShape, heads_view
 from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.manifest import Manifest, content_digest, decode
 from lmcache_cartridge.settings import Settings
@@ -30,13 +30,30 @@ LIMIT_BYTES = 4 << 20
 _VALUES = [
     None, True, False, 0, 1, -1, 2, 15, 1 << 16, (1 << 24) - 1, (1 << 31) - 1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**40,
     0.0, -0.0, 0.5, 1e308, "", "x", "00" * 16, "00" * 32, "../x", "\x00", "é" * 50, "9" * 5000, [], [[]], {}, [0] * 1000,
-    ["00" * 16], {"format": "1.0"},
+    ["00" * 16], {"format": "1.0"}, "plain", "int8",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
     return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, layers=1, head_size=8)
+
+
+@pytest.fixture(params=["plain", "int8"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+    """The same with the KV that is served of it, plain and in int8."""
+    made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, layers=1, head_size=8, encoding=request.param)
+    if request.param == "int8":
+        whole = [_served(made.manifest, tmp_path / "doc", chunk) for chunk in range(2)]
+        made = made._replace(kv=torch.cat([heads_view(out, shape) for out, shape in whole], dim=2))
+    return made
+
+
+def _served(manifest: Manifest, root: Path, chunk: int) -> tuple[torch.Tensor, ChunkShape]:
+    shape = ChunkShape(2, 1, 16, 8, "bfloat16")
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    ChunkLoader(_SOURCES, shape, range(2), "heads").load([Segment(Cartridge(manifest, root, str(root)), 0)], chunk, out)
+    return out, shape
 
 
 def _paths(node: Any, path: tuple = ()) -> list[tuple]:
@@ -139,9 +156,9 @@ def _read(made: Made, root: Path, *, original: bool) -> str:
     ids=["fields", "forged fields", "bytes"],
 )
 def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(
-    made: Made, tmp_path: Path, mutate: Callable, signed: bool, count: int
+    either: Made, tmp_path: Path, mutate: Callable, signed: bool, count: int
 ) -> None:
-    root, chance, seen = tmp_path / "doc", random.Random(1), set()
+    made, root, chance, seen = either, tmp_path / "doc", random.Random(1), set()
     data = (root / MANIFEST).read_bytes()
     for _ in range(count):
         mutated = mutate(data, chance)
@@ -153,8 +170,8 @@ def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(
     assert not signed or {"TruncatedPayload", "CorruptChunk", "ArtifactError"} & seen
 
 
-def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(made: Made, tmp_path: Path) -> None:
-    root, chance, seen = tmp_path / "doc", random.Random(2), set()
+def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(either: Made, tmp_path: Path) -> None:
+    made, root, chance, seen = either, tmp_path / "doc", random.Random(2), set()
     data = (root / PAYLOAD).read_bytes()
     length = int.from_bytes(data[:8], "little")
     text, rest = data[8 : 8 + length], data[8 + length :]
