@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from lmcache_cartridge import __version__, artifact, cli
-from lmcache_cartridge.make import evaluate, initial, plot, trained
+from lmcache_cartridge.make import evaluate, initial, plot, stored
 from lmcache_cartridge.make.ask import ModelAsker, ServerAsker
 from lmcache_cartridge.make.chat import Server
 from lmcache_cartridge.make.model import CausalModel
@@ -226,7 +226,7 @@ def ask_offline(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str]
         asked = evaluate.pick(sheet.questions, limit)
         for row in rows:
             root = Path(registry.find(cartridge(sheet, row)).location)
-            kv = trained.read_kv(artifact.load_manifest(root), root)
+            kv = stored.read_kv(artifact.load_manifest(root), root)
             for name, given in (("hf", kv), ("int8", through_int8(kv))):
                 found = evaluate.ask_all(ModelAsker(model, [], given, "chat"), asked, 4, ways=("cartridge",))
                 exact = sum(answer.exact for answer in found["cartridge"]) / len(asked)

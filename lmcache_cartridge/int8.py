@@ -33,6 +33,11 @@ def record(shape: Fingerprint, tokens: int) -> np.dtype:
     )
 
 
+def tokens(shape: Fingerprint, head_bytes: int) -> int:
+    """Return the positions of a head's record of `head_bytes`."""
+    return (head_bytes // shape.layers - 8 * shape.head_size) // (2 * shape.head_size + 4)
+
+
 def is_finite(data: memoryview, shape: Fingerprint, tokens: int) -> bool:
     """Return whether no code there could be would come to a NaN or an infinity in the model's dtype."""
     heads = np.frombuffer(data, record(shape, tokens))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from lmcache_cartridge.layout import to_heads
+from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.manifest import Manifest, Provenance
 from lmcache_cartridge.registry import Registry
@@ -47,7 +47,7 @@ def register_kv(
     )  # fmt: skip
     with writer:
         for chunk in kv.split(like.payload.chunk_tokens, dim=2):
-            writer.write(to_heads(chunk).view(torch.uint8).numpy().reshape(-1).data)
+            writer.write(stored.pack(chunk, like.fingerprint))
         writer.commit(Provenance(tool="test", created="2026-11-21T00:00:00+00:00"))
     return registry.register(root / cartridge_id)
 

@@ -15,7 +15,7 @@ from lessons import MODEL, School, answered, school, tokens_of, write_template
 
 from lmcache_cartridge import artifact, cli
 from lmcache_cartridge.errors import ArtifactError, CartridgeError
-from lmcache_cartridge.make import lesson, trained
+from lmcache_cartridge.make import lesson, stored, trained
 from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
 from lmcache_cartridge.make.ordinary import ordinary_ids
 from lmcache_cartridge.make.packed import pack, unpack
@@ -210,14 +210,14 @@ def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(
     manifest = trained.write(
         made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16, document_ids=made.ids
     )
-    stored = trained.read_kv(manifest, tmp_path / "a")
-    assert stored.dtype == torch.bfloat16
-    assert torch.equal(stored, kv.bfloat16())
-    peft = wrap(made.model, stored)
+    found = stored.read_kv(manifest, tmp_path / "a")
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, kv.bfloat16())
+    peft = wrap(made.model, found)
     for example in made.unseen.examples[:4]:
         ids = [*example.prompt, *example.answer]
         by_peft = peft(input_ids=torch.tensor([ids])).logits[0]
-        assert torch.equal(by_peft.detach(), made.model.logits_after(stored.float(), ids))
+        assert torch.equal(by_peft.detach(), made.model.logits_after(found.float(), ids))
 
 
 def test_a_packed_question_is_answered_as_if_it_stood_alone(made: School, run: Any) -> None:

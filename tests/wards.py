@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from lmcache_cartridge.identity import Identity
-from lmcache_cartridge.layout import to_heads
+from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.manifest import Manifest, Provenance
 from lmcache_cartridge.recall import MODEL_DIR
@@ -103,7 +103,7 @@ def save(
     )  # fmt: skip
     with writer:
         for chunk in prefill(model, list(ids)).split(chunk_tokens, dim=2):
-            writer.write(to_heads(chunk).view(torch.uint8).numpy().reshape(-1).data)
+            writer.write(stored.pack(chunk, model.fingerprint))
         return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
 
 

@@ -205,7 +205,7 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
         return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
-    from ..make import trained
+    from ..make import stored
     from ..make.model import CausalModel
 
     for _ in artifact.verify(root):
@@ -215,7 +215,7 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
         raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
     if isinstance(document, str):
         document = model.encode(document, special=True)
-    return ModelAsker(model, document, trained.read_kv(manifest, root), arguments.ask_as)
+    return ModelAsker(model, document, stored.read_kv(manifest, root), arguments.ask_as)
 
 
 def _check_numbers(

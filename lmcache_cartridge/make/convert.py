@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from blake3 import blake3
 
 from ..errors import ArtifactError, ForeignFormatError
 from ..identity import Identity
-from ..layout import to_heads
 from ..manifest import Manifest
 from ..writer import ArtifactWriter
-from . import adapter, axes, checkpoint, tokens
+from . import adapter, axes, checkpoint, stored, tokens
 from .foreign import Foreign
 from .foreign_kv import ForeignKV
 from .model import CausalModel
@@ -126,7 +124,7 @@ def build(
     )  # fmt: skip
     with writer:
         for start, chunk in kv.chunks(chunk_tokens):
-            writer.write(to_heads(chunk).view(torch.uint8).numpy().reshape(-1).data)
+            writer.write(stored.pack(chunk, model.fingerprint))
             progress(start + chunk.shape[2], kv.positions)
         content = document.read_bytes() if document else b""
         manifest = writer.commit(model.provenance(provenance, document, content))

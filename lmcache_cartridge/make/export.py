@@ -8,16 +8,15 @@ import uuid
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from .. import __version__, artifact
 from ..errors import ArtifactError, CartridgeExists, SettingsError
 from ..manifest import Manifest
+from . import packed, stored
 from .adapter import TENSOR, WEIGHTS
 from .tokens import DOCUMENT_IDS, IDS
 
-FORMATS = ("peft", "hazy")
 CHECKPOINT = "cartridge.pt"
 FROZEN = 1
 """Positions that count as frozen: the attention sink. HazyResearch's loader refuses a checkpoint with none."""
@@ -43,7 +42,7 @@ def export(root: Path, form: str, output: Path, *, base_model: str | None = None
     partial = output.parent / f".{output.name}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
-        kv = _kv(manifest, root)
+        kv = stored.read_kv(manifest, root)
         {"peft": _peft, "hazy": _hazy}[form](manifest, kv, base, partial)
         if manifest.kind == "prefill":
             (partial / IDS).write_text(json.dumps(artifact.load_token_ids(manifest, root).tolist()))
@@ -55,12 +54,6 @@ def export(root: Path, form: str, output: Path, *, base_model: str | None = None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
-
-
-def _kv(manifest: Manifest, root: Path) -> torch.Tensor:
-    """Return canonical KV `[2, L, p, H, D]`."""
-    with safe_open(root / manifest.payload.file, framework="pt") as file:
-        return torch.cat([file.get_tensor(name) for name in sorted(file.keys())], dim=3).permute(1, 2, 3, 0, 4)
 
 
 def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
@@ -75,8 +68,7 @@ def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> N
         token_dim=shape.kv_heads * shape.head_size, num_transformer_submodules=1,
     )  # fmt: skip
     config.save_pretrained(str(directory))
-    packed = kv.permute(2, 1, 0, 3, 4).reshape(manifest.positions, -1)
-    save_file({TENSOR: packed.contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file({TENSOR: packed.pack(kv).contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / "README.md").write_text(card(manifest, base))
 
 

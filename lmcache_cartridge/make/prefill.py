@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from ..errors import ArtifactError, CanaryFailed
-from ..layout import to_heads
 from ..manifest import Canary, Manifest
 from ..writer import ArtifactWriter
+from . import stored
 from .model import CausalModel
 
 CANARY = "\n\nQuestion: what does this document say?\nAnswer:"
@@ -61,10 +60,10 @@ def build(
     with writer:
         done = 0
         for kv in model.prefill(ids, chunk_tokens):
-            writer.write(to_heads(kv).view(torch.uint8).numpy().reshape(-1).data)
+            writer.write(stored.pack(kv, model.fingerprint))
             done += kv.shape[2]
             progress(done, len(ids))
-        result = run_canary(model, ids, writer.payload, canary)
+        result = run_canary(model, ids, stored.read_payload(writer.payload, model.fingerprint, "plain"), canary)
         if not result.top1_equal:
             raise CanaryFailed(
                 f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
@@ -74,16 +73,13 @@ def build(
         return writer.commit(model.provenance("build", document, raw, result))
 
 
-def run_canary(model: CausalModel, ids: list[int], payload: Path, question: str) -> Canary:
-    """Compare the logits of `question` after the KV in `payload` with those after the tokens `ids` themselves."""
+def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str) -> Canary:
+    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves."""
     question_ids = model.encode(question, special=False)
-    with safe_open(payload, framework="pt") as file:
-        chunks = [file.get_tensor(name) for name in sorted(file.keys())]
-    kv = torch.cat(chunks, dim=3).permute(1, 2, 3, 0, 4)
-    stored = model.logits_after(kv, question_ids)
+    after_kv = model.logits_after(kv, question_ids)
     plain = model.logits(ids + question_ids, len(question_ids))
     return Canary(
         question=question,
-        top1_equal=bool(stored[-1].argmax() == plain[-1].argmax()),
-        max_abs_logit_difference=float((stored - plain).abs().max()),
+        top1_equal=bool(after_kv[-1].argmax() == plain[-1].argmax()),
+        max_abs_logit_difference=float((after_kv - plain).abs().max()),
     )

@@ -1,4 +1,4 @@
-"""Trained cartridges on disk: canonical KV that no tokens produced, written and read."""
+"""Trained cartridges on disk: canonical KV that no tokens produced, written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from ..errors import ArtifactError
 from ..fingerprint import Fingerprint
 from ..identity import Identity
-from ..layout import DTYPES, to_heads
+from ..layout import DTYPES
 from ..manifest import Manifest, Provenance
 from ..writer import ArtifactWriter
+from . import stored
 from .model import CausalModel
 from .ordinary import ordinary_ids
 
@@ -48,14 +48,8 @@ def write(
     )  # fmt: skip
     with writer:
         for chunk in kv.split(chunk_tokens, dim=2):
-            writer.write(to_heads(chunk).view(torch.uint8).numpy().reshape(-1).data)
+            writer.write(stored.pack(chunk, shape))
         return writer.commit(provenance)
-
-
-def read_kv(manifest: Manifest, root: Path) -> torch.Tensor:
-    """Return the canonical KV `[2, L, p, H, D]` of an artefact, unchecked; see `artifact.verify`."""
-    with safe_open(root / manifest.payload.file, framework="pt") as file:
-        return torch.cat([file.get_tensor(name) for name in sorted(file.keys())], dim=3).permute(1, 2, 3, 0, 4)
 
 
 def rounded(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
