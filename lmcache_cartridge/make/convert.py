@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from ..errors import ArtifactError, ForeignFormatError
+from ..errors import ForeignFormatError
 from ..identity import Identity
 from ..manifest import Manifest
 from ..writer import ArtifactWriter
 from . import adapter, axes, checkpoint, stored, tokens
+from .document import read
 from .foreign import Foreign
 from .foreign_kv import ForeignKV
 from .model import CausalModel
@@ -114,7 +115,8 @@ def build(
     evidence, prefill = _judge(model, foreign, kv, chunk_tokens)
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
-    document_ids = _document_ids(model, document) if document else foreign.document_ids
+    about = read(model, document) if document else None
+    document_ids = about.ids if about else foreign.document_ids
     tokens.check_vocabulary(model, document_ids or [], foreign.source)
     writer = ArtifactWriter(
         root, cartridge_id=cartridge_id, version=version, kind="prefill" if prefill else "trained",
@@ -126,8 +128,8 @@ def build(
         for start, chunk in kv.chunks(chunk_tokens):
             writer.write(stored.pack(chunk, model.fingerprint))
             progress(start + chunk.shape[2], kv.positions)
-        content = document.read_bytes() if document else b""
-        manifest = writer.commit(model.provenance(provenance, document, content))
+        named = {"document": document.name, "document_blake3": about.blake3} if about else {}
+        manifest = writer.commit(model.provenance(provenance, **named))
     warnings = (
         *_model_warnings(model, foreign), *_frozen_warnings(foreign, order),
         *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),
@@ -160,26 +162,12 @@ def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: in
     ), same
 
 
-def _context(model: CausalModel) -> int | None:
-    return getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def _check_length(model: CausalModel, foreign: Foreign, positions: int) -> None:
-    limit = _context(model)
+    limit = model.context_tokens
     if limit and positions >= limit:
         raise ForeignFormatError(
             f"{foreign.source}: KV of {positions} positions; the model's context is {limit}, less the question"
         )
-
-
-def _document_ids(model: CausalModel, document: Path) -> list[int]:
-    try:
-        ids = model.encode(document.read_bytes().decode("utf-8"), special=True)
-    except UnicodeDecodeError as error:
-        raise ArtifactError(f"{document} is no UTF-8 text: {error}") from error
-    if not ids:
-        raise ArtifactError(f"{document} has no tokens")
-    return ids
 
 
 def _provenance(foreign: Foreign) -> str:
@@ -213,7 +201,7 @@ def _frozen_warnings(foreign: Foreign, order: str) -> tuple[str, ...]:
 
 
 def _document_warnings(model: CausalModel, document_ids: list[int] | None) -> tuple[str, ...]:
-    limit = _context(model)
+    limit = model.context_tokens
     if not limit or document_ids is None or len(document_ids) < limit:
         return ()
     return (f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help",)

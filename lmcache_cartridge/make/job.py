@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from ..errors import ArtifactError, CartridgeError, CartridgeExists
+from ..errors import CartridgeError, CartridgeExists
 from ..manifest import Manifest
 from ..registry import Registry
 from ..settings import Settings
 from . import lesson, plot, questions, trained
 from .chat import Server
+from .document import read_fitting
 from .initial import initial_kv
 from .model import CausalModel
 from .questions import ModelWriter, Question, ServerWriter, Writer
@@ -81,19 +82,14 @@ class Job:
             shutil.rmtree(self.directory, ignore_errors=True)
         if self.root.exists() and not (self.directory / CHECKPOINT).exists():
             raise CartridgeExists(f"{self.root} exists, though it is not registered; register it, or remove it")
-        raw, text = _read_document(self.task.document)
         model, recipe = self._model()
-        ids = model.encode(text, special=True)
-        if model.context_tokens and len(ids) >= model.context_tokens:
-            raise ArtifactError(
-                f"{self.task.document} has {len(ids)} tokens; the model's context is {model.context_tokens}, "
-                "less the question"
-            )
+        document = read_fitting(model, self.task.document)
+        ids = document.ids
         positions = self._positions(len(ids))
         kv = initial_kv(self.task.init, model, ids, positions, recipe.seed)
-        self._claim(blake3(raw).hexdigest(), model)
+        self._claim(document.blake3, model)
         form = self.task.form or ("chat" if model.tokenizer.chat_template else "text")
-        to_train, held_out = self._questions(model, text, form)
+        to_train, held_out = self._questions(model, document.text, form)
         self.say(f"{len(to_train)} questions to train on, {len(held_out)} held out")
         with self._progress("teacher", "question") as progress:
             lessons = lesson.prepare(
@@ -105,7 +101,8 @@ class Job:
         result = self._train(trainer)
         if not self.root.exists():  # else a run that ended before it could register it wrote it
             trained.write(
-                model, result.kv, self.root, model.provenance(_verb(self.task, result), self.task.document, raw),
+                model, result.kv, self.root,
+                model.provenance(_verb(self.task, result), document=document.path.name, document_blake3=document.blake3),
                 cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
             )  # fmt: skip
         manifest = self.registry.register(self.root)
@@ -218,14 +215,6 @@ class Job:
             "seconds": round(result.seconds, 1),
             "losses": str(self.directory / LOSS),
         }
-
-
-def _read_document(path: Path) -> tuple[bytes, str]:
-    raw = path.read_bytes()
-    try:
-        return raw, raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ArtifactError(f"{path} is no UTF-8 text: {error}") from error
 
 
 def _hold_out(found: Sequence[Question]) -> list[Question]:

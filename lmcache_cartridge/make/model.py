@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
-from blake3 import blake3
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
@@ -18,7 +17,7 @@ from .. import __version__, fingerprint
 from ..errors import UnsupportedModel
 from ..fingerprint import Rope
 from ..layout import DTYPES
-from ..manifest import Canary, Provenance
+from ..manifest import Provenance
 from ..rope import shift_keys
 
 ROWS_BYTES = 512 << 20
@@ -172,15 +171,7 @@ class CausalModel:
         start = next((i for i, token in enumerate(ids) if token != self.tokenizer.bos_token_id), len(ids))
         return ids[start:]
 
-    def provenance(
-        self, verb: str, source: Path | None, content: bytes = b"", canary: Canary | None = None
-    ) -> Provenance:
-        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now of `source`, if of any."""
-        return Provenance(
-            tool=f"lmcache-cartridge {__version__} {verb}",
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=self.name,
-            document=source and source.name,
-            document_blake3=source and blake3(content).hexdigest(),
-            canary=canary,
-        )
+    def provenance(self, verb: str, **facts: Any) -> Provenance:
+        """Return where a cartridge comes from that `lmcache-cartridge verb` makes now; `facts` are other fields of it."""
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        return Provenance(tool=f"lmcache-cartridge {__version__} {verb}", created=created, model=self.name, **facts)

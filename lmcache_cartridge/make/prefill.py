@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import ArtifactError, CanaryFailed
+from ..errors import CanaryFailed
 from ..manifest import Canary, Manifest
 from ..writer import ArtifactWriter
 from . import stored
+from .document import read_fitting
 from .model import CausalModel
 
 CANARY = "\n\nQuestion: what does this document say?\nAnswer:"
@@ -38,16 +39,8 @@ def build(
     those of a plain forward pass over document and `canary`. Raises `CanaryFailed`, leaving nothing behind, unless
     the top token at its end is the same; `ArtifactError` for a document that is no text or empty.
     """
-    raw = document.read_bytes()
-    try:
-        ids = model.encode(raw.decode("utf-8"), special=True)
-    except UnicodeDecodeError as error:
-        raise ArtifactError(f"{document} is no UTF-8 text: {error}") from error
-    if not ids:
-        raise ArtifactError(f"{document} has no tokens")
-    limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and len(ids) >= limit:
-        raise ArtifactError(f"{document} has {len(ids)} tokens; the model's context is {limit}, less the question")
+    read = read_fitting(model, document)
+    ids = read.ids
     writer = ArtifactWriter(
         root,
         cartridge_id=cartridge_id,
@@ -70,7 +63,9 @@ def build(
                 f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
                 "nearly tied, try another --canary text or --dtype float32; nothing was registered"
             )
-        return writer.commit(model.provenance("build", document, raw, result))
+        return writer.commit(
+            model.provenance("build", document=document.name, document_blake3=read.blake3, canary=result)
+        )
 
 
 def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str) -> Canary:

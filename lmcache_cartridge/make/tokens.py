@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from ..errors import ArtifactError, ForeignFormatError
 from ..manifest import Manifest
@@ -42,7 +43,8 @@ def write(
         token_ids=np.array(ids),
     )  # fmt: skip
     with writer:
-        return writer.commit(model.provenance(verb, source, source.read_bytes()))
+        digest = blake3(source.read_bytes()).hexdigest()
+        return writer.commit(model.provenance(verb, document=source.name, document_blake3=digest))
 
 
 def check_vocabulary(model: CausalModel, ids: list[int], source: Path) -> None:
