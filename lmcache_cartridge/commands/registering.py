@@ -145,6 +145,8 @@ def _describe(arguments: argparse.Namespace) -> None:
     result = json.loads(
         artifact.load_manifest(root_of(arguments, location.location), location.digest, payload=False).encode()
     )
+    if result["payload"]:
+        result["payload"].setdefault("encoding", "plain")
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
