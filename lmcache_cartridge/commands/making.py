@@ -1,12 +1,14 @@
-"""Making: `build`, `import` and `export`."""
+"""Making: `build`, `import`, `compress` and `export`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..output import fields, show, size
+from .authoring import add_payload, check_dtype, check_files, check_numbers, progress_bar
 from .context import Verb, registry_of, settings_of
 
 
@@ -21,6 +23,7 @@ def add(verb: Verb) -> None:
     build.add_argument(
         "--dtype", default="auto", help="bfloat16, float16 or float32; as the engine's KV (default auto)"
     )
+    add_payload(build)
     build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     build.add_argument("--canary", help="text after the document whose prediction must not change")
 
@@ -41,6 +44,7 @@ def add(verb: Verb) -> None:
     brought.add_argument(
         "--dtype", default="auto", help="of the engine's KV: bfloat16, float16, float32 (default auto)"
     )
+    add_payload(brought)
     brought.add_argument("--round", action="store_true", help="allow a KV dtype that does not hold every value")
     brought.add_argument(
         "--axes", choices=("HTD", "THD"), help="heads before positions or after, where shapes leave that open"
@@ -49,6 +53,11 @@ def add(verb: Verb) -> None:
         "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
     )
     brought.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1 (default cpu)")
+
+    smaller = verb("compress", _compress, "Make a cartridge in int8 of one that is registered, at half the bytes of bfloat16.",
+                   "compress handbook --id handbook-int8")  # fmt: skip
+    smaller.add_argument("name", help="id (newest version), id@version or label; it stays as it is")
+    smaller.add_argument("--id", required=True, help="name of the new cartridge, or the same for a new version of it")
 
     export = verb("export", _export, "Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint.",
                   "export handbook --format peft --output ./adapter")  # fmt: skip
@@ -59,40 +68,19 @@ def add(verb: Verb) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    from ..errors import ArtifactError
-    from ..fingerprint import DTYPE_BYTES
-    from ..manifest import check_id
-    from ..registry import Registry
-
-    # Everything that is cheap to check comes before torch is loaded.
-    check_id(arguments.id)
-    if not arguments.document.is_file():
-        raise ArtifactError(f"{arguments.document}: no such file")
-    if arguments.chunk_size < 1:
-        raise ArtifactError(f"--chunk-size {arguments.chunk_size} must be at least 1")
-    if arguments.dtype not in ("auto", *DTYPE_BYTES):
-        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
-    settings = settings_of(arguments)
-    registry = Registry(settings.registry_path)
+    registry = _checked(arguments)
     from ..make import prefill
     from ..make.model import CausalModel
 
     model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    version = registry.next_version(arguments.id)
-    with tqdm(unit=" tokens", desc="prefill", disable=arguments.format == "json") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    version, root = _next(arguments, registry)
+    with progress_bar(arguments, "prefill", "tokens") as progress:
         manifest = prefill.build(
-            model, arguments.document, settings.cartridges_dir / arguments.id / str(version),
-            cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
-            canary=arguments.canary or prefill.CANARY, progress=progress,
+            model, arguments.document, root, cartridge_id=arguments.id, version=version,
+            chunk_tokens=arguments.chunk_size, canary=arguments.canary or prefill.CANARY, encoding=arguments.payload,
+            progress=progress,
         )  # fmt: skip
-    registry.register(settings.cartridges_dir / arguments.id / str(version))
+    registry.register(root)
     canary = manifest.provenance.canary
     result = {
         "name": manifest.name,
@@ -106,37 +94,19 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    from ..errors import ArtifactError
-    from ..fingerprint import DTYPE_BYTES
-    from ..manifest import check_id
-
-    check_id(arguments.id)
-    if arguments.document is not None and not arguments.document.is_file():
-        raise ArtifactError(f"{arguments.document}: no such file")
-    if arguments.chunk_size < 1:
-        raise ArtifactError(f"--chunk-size {arguments.chunk_size} must be at least 1")
-    if arguments.dtype not in ("auto", *DTYPE_BYTES):
-        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
-    registry = registry_of(arguments)
+    registry = _checked(arguments)
     from ..make import adapter, convert
     from ..make.axes import READINGS
     from ..make.model import CausalModel
 
     foreign = convert.recognise(adapter.locate(arguments.path), drop_frozen=arguments.drop_frozen)
     model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    version = registry.next_version(arguments.id)
-    root = settings_of(arguments).cartridges_dir / arguments.id / str(version)
-    with tqdm(unit=" positions", desc="import", disable=arguments.format == "json") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    version, root = _next(arguments, registry)
+    with progress_bar(arguments, "import", "positions") as progress:
         imported = convert.build(
             model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
-            document=arguments.document, reading=arguments.axes, rounding=arguments.round, progress=progress,
+            document=arguments.document, reading=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
+            progress=progress,
         )  # fmt: skip
     manifest = registry.register(root)
     if arguments.label:
@@ -167,21 +137,69 @@ def _import(arguments: argparse.Namespace) -> None:
     show(result, fields({k: v for k, v in readable.items() if v is not None}), arguments.format)
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def _compress(arguments: argparse.Namespace) -> None:
+    from ..manifest import check_id
+
+    check_id(arguments.id)
+    registry = registry_of(arguments)
+    before = _local(registry, arguments.name)
+    from ..make.compress import compress
+
+    version, root = _next(arguments, registry)
+    with progress_bar(arguments, "compress", "chunks") as progress:
+        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
+    registry.register(root)
+    result = {
+        "name": manifest.name,
+        "positions": manifest.positions,
+        "bytes": manifest.payload_bytes,
+        "bytes_before": before.bytes,
+        "digest": manifest.digest,
+    }
+    readable = result | {name: size(result[name]) for name in ("bytes", "bytes_before")}
+    show(result, fields(readable), arguments.format)
+
+
+def _checked(arguments: argparse.Namespace) -> Any:
+    """Check what is cheap to check, before torch is loaded, and return the registry."""
+    from ..manifest import check_id
+
+    check_id(arguments.id)
+    check_files(arguments.document)
+    check_numbers(arguments, at_least_one=("chunk_size",))
+    check_dtype(arguments)
+    return registry_of(arguments)
+
+
+def _next(arguments: argparse.Namespace, registry: Any) -> tuple[int, Path]:
+    """Return the version that `--id` gets next, and where its artefact goes."""
+    version = registry.next_version(arguments.id)
+    return version, settings_of(arguments).cartridges_dir / arguments.id / str(version)
+
+
+def _local(registry: Any, name: str) -> Any:
+    """Return the registry's row of an artefact that lies in a directory. Raises `ArtifactError` if it lies on S3, or was replaced."""
     from .. import artifact
     from ..errors import ArtifactError
     from ..sources import Sources
 
-    location = registry_of(arguments).find(arguments.name)
+    location = registry.find(name)
     if Sources.is_remote(location.location):
         raise ArtifactError(
             f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
         )
-    root = Path(location.location)
-    artifact.load_manifest(root, location.digest)
+    artifact.load_manifest(Path(location.location), location.digest)
+    return location
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    root = Path(_local(registry_of(arguments), arguments.name).location)
     from ..make.export import export
 
     manifest = export(root, arguments.format, arguments.output, base_model=arguments.base_model)
     result = {"name": manifest.name, "format": arguments.format, "output": str(arguments.output)}
     text = f"{manifest.name} as {arguments.format} in {arguments.output}"
+    if manifest.payload.encoding != "plain":
+        result["encoding"] = manifest.payload.encoding
+        text += f", from {manifest.payload.encoding} to {manifest.fingerprint.dtype}"
     show(result, text, "json" if arguments.json else "terminal")

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArtifactError, CartridgeError, ModelMismatch
+from ..errors import CartridgeError, ModelMismatch
 from ..output import fields, show, size, table
+from .authoring import add_payload, check_dtype, check_files, check_numbers
 from .context import Verb, settings_of
 
 INITIALS = ("random", "vocab", "first-k", "sci")
@@ -83,7 +84,8 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--precision", choices=("float32", "bfloat16"),
                      help="of the computation (default bfloat16 on a GPU, float32 elsewhere); the cartridge is float32 "
                      "until it is stored")  # fmt: skip
-    how.add_argument("--dtype", default="auto", help="of the stored KV, as the engine's (default auto)")
+    how.add_argument("--dtype", default="auto", help="of the KV, as the engine's (default auto)")
+    add_payload(how)
     how.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
@@ -124,8 +126,13 @@ def _train(arguments: argparse.Namespace) -> None:
     from ..manifest import check_id
 
     check_id(arguments.id)
-    _check_numbers(arguments, at_least_one=("positions", "self_study", "chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
-                   at_least_zero=("top_k", "warmup", "patience", "jitter"))  # fmt: skip
+    check_numbers(
+        arguments,
+        at_least_one=(
+            "positions", "self_study", "chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every",
+        ),
+        at_least_zero=("top_k", "warmup", "patience", "jitter"),
+    )  # fmt: skip
     if arguments.rate <= 0:
         raise CartridgeError(f"--rate {arguments.rate} must be above 0")
     if not (arguments.questions or arguments.template or arguments.self_study):
@@ -134,8 +141,8 @@ def _train(arguments: argparse.Namespace) -> None:
         raise CartridgeError("--writer-url writes questions for --self-study; say how many")
     if find_spec("peft") is None:
         raise CartridgeError("training needs PEFT; install lmcache-cartridge[train]")
-    for path in (arguments.document, arguments.questions, arguments.template, arguments.held_out):
-        _need_file(path)
+    check_dtype(arguments)
+    check_files(arguments.document, arguments.questions, arguments.template, arguments.held_out)
     from tqdm import tqdm
 
     from ..registry import Registry
@@ -155,9 +162,8 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    _check_numbers(arguments, at_least_one=("answer_tokens", "limit"))
-    for path in (arguments.questions, arguments.document):
-        _need_file(path)
+    check_numbers(arguments, at_least_one=("answer_tokens", "limit"))
+    check_files(arguments.questions, arguments.document)
     from tqdm import tqdm
 
     from ..registry import Registry
@@ -216,21 +222,6 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     if isinstance(document, str):
         document = model.encode(document, special=True)
     return ModelAsker(model, document, stored.read_kv(manifest, root), arguments.ask_as)
-
-
-def _check_numbers(
-    arguments: argparse.Namespace, at_least_one: tuple[str, ...], at_least_zero: tuple[str, ...] = ()
-) -> None:
-    for least, names in ((1, at_least_one), (0, at_least_zero)):
-        for name in names:
-            value = getattr(arguments, name)
-            if value is not None and value < least:
-                raise CartridgeError(f"--{name.replace('_', '-')} {value} must be at least {least}")
-
-
-def _need_file(path: Path | None) -> None:
-    if path is not None and not path.is_file():
-        raise ArtifactError(f"{path}: no such file")
 
 
 def _say(line: str, *, quiet: bool) -> None:

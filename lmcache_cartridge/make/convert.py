@@ -91,6 +91,7 @@ def build(
     document: Path | None = None,
     reading: str | None = None,
     rounding: bool = False,
+    encoding: str = "plain",
     progress: Progress = lambda done, total: None,
 ) -> Imported:
     """Write what `foreign` holds as an artefact of `model` at `root`.
@@ -122,11 +123,11 @@ def build(
         root, cartridge_id=cartridge_id, version=version, kind="prefill" if prefill else "trained",
         fingerprint=model.fingerprint, chunk_tokens=chunk_tokens,
         token_ids=np.array(foreign.token_ids) if prefill else Identity(kv.positions, ordinary_ids(model)),
-        document_ids=None if prefill or document_ids is None else np.array(document_ids),
+        document_ids=None if prefill or document_ids is None else np.array(document_ids), encoding=encoding,
     )  # fmt: skip
     with writer:
         for start, chunk in kv.chunks(chunk_tokens):
-            writer.write(stored.pack(chunk, model.fingerprint))
+            writer.write(stored.pack(chunk, model.fingerprint, encoding))
             progress(start + chunk.shape[2], kv.positions)
         named = {"document": document.name, "document_blake3": about.blake3} if about else {}
         manifest = writer.commit(model.provenance(provenance, **named))

@@ -27,7 +27,8 @@ def export(root: Path, form: str, output: Path, *, base_model: str | None = None
 
     `peft` is an adapter directory for `PeftModel.from_pretrained`; `hazy` a checkpoint for HazyResearch's
     `TrainableCache.from_pretrained`. `base_model` is the Hub id to name. What a prefill cartridge's token ids were, and
-    a trained one's document, lie beside it, so that an import gives the same cartridge. Raises `CartridgeExists`
+    a trained one's document, lie beside it, so that an import gives the same cartridge. What is stored in int8 is
+    written in the model's dtype, as it is served. Raises `CartridgeExists`
     unless `output` is new or empty, `ArtifactError` for a corrupt artefact or one without KV; leaves nothing then.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -114,7 +115,7 @@ A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to sta
 | --- | --- |
 | positions | {manifest.positions} |
 | layers, KV heads, head size | {shape.layers}, {shape.kv_heads}, {shape.head_size} |
-| dtype | {shape.dtype} |
+| dtype | {shape.dtype}{", exported from int8" if manifest.payload.encoding == "int8" else ""} |
 | digest | `{manifest.digest}` |
 | made | {origin.created}, {origin.tool} |
 | exported by | lmcache-cartridge {__version__} |

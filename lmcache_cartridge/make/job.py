@@ -24,6 +24,7 @@ from .document import read_fitting
 from .initial import initial_kv
 from .model import CausalModel
 from .questions import ModelWriter, Question, ServerWriter, Writer
+from .stored import as_served
 from .train import CHECKPOINT, LOSS, Recipe, Result, Trainer, positions_of
 
 RUN = "run.json"
@@ -59,6 +60,8 @@ class Task:
     top_k: int = 32
     precision: str | None = None
     dtype: str = "auto"
+    payload: str = "plain"
+    """One of `manifest.ENCODINGS`."""
     device: str = "cpu"
     recipe: Recipe = Recipe()
 
@@ -97,13 +100,17 @@ class Job:
                 answer_tokens=self.task.answer_tokens, teach=recipe.objective == "distill",
                 directory=self.settings.home / "training" / "lessons", progress=progress,
             )  # fmt: skip
-        trainer = Trainer(model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe)
+        trainer = Trainer(
+            model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe,
+            lambda kv: as_served(kv, model.fingerprint, self.task.payload, self.task.chunk_tokens),
+        )  # fmt: skip
         result = self._train(trainer)
         if not self.root.exists():  # else a run that ended before it could register it wrote it
             trained.write(
                 model, result.kv, self.root,
                 model.provenance(_verb(self.task, result), document=document.path.name, document_blake3=document.blake3),
                 cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
+                encoding=self.task.payload,
             )  # fmt: skip
         manifest = self.registry.register(self.root)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
@@ -135,6 +142,8 @@ class Job:
         for name in ("questions", "template", "held_out"):
             path = getattr(self.task, name)
             task[name] = path and blake3(path.read_bytes()).hexdigest()
+        if self.task.payload == "plain":  # as claims had it before there was another
+            del task["payload"]
         fingerprint = blake3(msgspec.json.encode(model.fingerprint)).hexdigest()
         claim = json.loads(json.dumps(task | {"document": document, "model": fingerprint}))
         path = self.directory / RUN

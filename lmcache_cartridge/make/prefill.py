@@ -31,11 +31,12 @@ def build(
     version: int,
     chunk_tokens: int = 256,
     canary: str = CANARY,
+    encoding: str = "plain",
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
     """Write the KV of the text file `document` under `model` as an artefact at `root` and return its manifest.
 
-    Before the artefact appears, the *canary* runs: the logits of `canary` after the KV as stored are compared with
+    Before the artefact appears, the *canary* runs: the logits of `canary` after the KV as it is served are compared with
     those of a plain forward pass over document and `canary`. Raises `CanaryFailed`, leaving nothing behind, unless
     the top token at its end is the same; `ArtifactError` for a document that is no text or empty.
     """
@@ -49,14 +50,15 @@ def build(
         fingerprint=model.fingerprint,
         token_ids=np.array(ids),
         chunk_tokens=chunk_tokens,
+        encoding=encoding,
     )
     with writer:
         done = 0
         for kv in model.prefill(ids, chunk_tokens):
-            writer.write(stored.pack(kv, model.fingerprint))
+            writer.write(stored.pack(kv, model.fingerprint, encoding))
             done += kv.shape[2]
             progress(done, len(ids))
-        result = run_canary(model, ids, stored.read_payload(writer.payload, model.fingerprint, "plain"), canary)
+        result = run_canary(model, ids, stored.read_payload(writer.payload, model.fingerprint, encoding), canary)
         if not result.top1_equal:
             raise CanaryFailed(
                 f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "

@@ -88,7 +88,7 @@ class Result(NamedTuple):
     steps: int
     """Steps done in all."""
     score: Score
-    """Of the KV as a cartridge stores it, rounded."""
+    """Of the KV as a cartridge gives it back, rounded."""
     loss: float
     """Of the last step."""
     seconds: float
@@ -98,12 +98,21 @@ class Trainer:
     """Trains one cartridge, a step at a time."""
 
     def __init__(
-        self, model: CausalModel, kv: torch.Tensor, lesson: Lesson, held_out: Sequence[int], recipe: Recipe
+        self,
+        model: CausalModel,
+        kv: torch.Tensor,
+        lesson: Lesson,
+        held_out: Sequence[int],
+        recipe: Recipe,
+        as_served: Callable[[torch.Tensor], torch.Tensor] = lambda kv: kv,
     ) -> None:
-        """Start from canonical `kv`. `held_out` are indices of the examples to look at and never to train on."""
+        """Start from canonical `kv`. `held_out` are indices of the examples to look at and never to train on.
+
+        `as_served` says what becomes of KV in the model's dtype on its way through the artefact.
+        """
         if recipe.objective == "distill" and lesson.tokens is None:
             raise CartridgeError("the objective distill needs the teacher's predictions; prepare the lesson with them")
-        self.model, self.recipe, self.lesson = model, recipe, lesson
+        self.model, self.recipe, self.lesson, self._as_served = model, recipe, lesson, as_served
         apart = set(held_out)
         self.held_out = [lesson.examples[i] for i in held_out]
         self.examples = [example for i, example in enumerate(lesson.examples) if i not in apart]
@@ -146,8 +155,7 @@ class Trainer:
             if looks and directory is not None:
                 self._save(directory)
             progress(self.step, self.loss)
-        kept = rounded(self.best, self.model.fingerprint)
-        self._put(kept)
+        self._put(self._as_served(rounded(self.best, self.model.fingerprint)))
         return Result(self.best, self.best_step, self.step, self.score(self.held_out), self.loss, self.seconds)
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ def write(
     version: int,
     chunk_tokens: int = 256,
     document_ids: Sequence[int] | None = None,
+    encoding: str = "plain",
 ) -> Manifest:
     """Write canonical KV `[2, L, p, H, D]` of any dtype as a trained artefact of `model` and return its manifest.
 
@@ -44,11 +45,11 @@ def write(
     writer = ArtifactWriter(
         root, cartridge_id=cartridge_id, version=version, kind="trained", fingerprint=shape, chunk_tokens=chunk_tokens,
         token_ids=Identity(kv.shape[2], ordinary_ids(model)),
-        document_ids=None if document_ids is None else np.array(document_ids),
+        document_ids=None if document_ids is None else np.array(document_ids), encoding=encoding,
     )  # fmt: skip
     with writer:
         for chunk in kv.split(chunk_tokens, dim=2):
-            writer.write(stored.pack(chunk, shape))
+            writer.write(stored.pack(chunk, shape, encoding))
         return writer.commit(provenance)
 
 

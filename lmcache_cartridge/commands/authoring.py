@@ -1,0 +1,59 @@
+"""Authoring: what the commands that make cartridges share, all of it cheap: checks before torch is loaded, and a bar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArtifactError
+
+
+def add_payload(parser: Any) -> None:
+    """Add the option that says how KV is stored."""
+    parser.add_argument(
+        "--payload", choices=("plain", "int8"), default="plain",
+        help="store KV as it is, or in int8 at half the bytes of bfloat16; what is served is the model's dtype either way",
+    )  # fmt: skip
+
+
+def check_files(*paths: Path | None) -> None:
+    """Raise `ArtifactError` for a path that is given and no file."""
+    for path in paths:
+        if path is not None and not path.is_file():
+            raise ArtifactError(f"{path}: no such file")
+
+
+def check_numbers(
+    arguments: argparse.Namespace, *, at_least_one: tuple[str, ...], at_least_zero: tuple[str, ...] = ()
+) -> None:
+    """Raise `ArtifactError` for an option that is given and too small."""
+    for least, names in ((1, at_least_one), (0, at_least_zero)):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and value < least:
+                raise ArtifactError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def check_dtype(arguments: argparse.Namespace) -> None:
+    """Raise `ArtifactError` unless `--dtype` is one that KV can have, or auto."""
+    from ..fingerprint import DTYPE_BYTES
+
+    if arguments.dtype not in ("auto", *DTYPE_BYTES):
+        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
+
+
+@contextmanager
+def progress_bar(arguments: argparse.Namespace, what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Lend what is told (done, total) and draws it on stderr, off with `--format json`."""
+    from tqdm import tqdm
+
+    with tqdm(unit=f" {unit}", desc=what, disable=arguments.format == "json") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress

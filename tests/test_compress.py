@@ -1,0 +1,172 @@
+"""A cartridge can be stored in int8 when it is built, trained, imported or later; every command says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import foreign
+import pytest
+import torch
+from lessons import write_template
+from making import files_under, flip_bit, make_artifact
+from serving import stored_kv
+from wards import MODEL, patients, write_ward
+
+from lmcache_cartridge import artifact, cli
+from lmcache_cartridge.artifact import PAYLOAD, chunk_range
+from lmcache_cartridge.errors import ArtifactError, CorruptChunk
+from lmcache_cartridge.make import stored
+from lmcache_cartridge.make.compress import compress
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.recall import load_sheet
+from lmcache_cartridge.registry import Registry
+
+CLOSE = 0.02
+"""Largest error of int8 on this model's KV, relative to the norm of K or V of a layer; 0.007 measured."""
+
+
+class _Cli:
+    """Runs commands in one home and reads what they tell programs."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.home, self._capsys = home, capsys
+
+    def __call__(self, *argv: str, status: int = 0, form: str = "--format") -> Any:
+        machine = [form, "json"] if form == "--format" else [form]
+        assert cli.main([*argv, "--home", str(self.home), *machine]) == status
+        out, err = self._capsys.readouterr()
+        return json.loads(out) if status == 0 else err
+
+    def artefact(self, name: str) -> tuple[Manifest, Path]:
+        root = Path(Registry(self.home / "registry.sqlite").find(name).location)
+        return artifact.load_manifest(root), root
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Cli:
+    return _Cli(tmp_path / "home", capsys)
+
+
+@pytest.fixture
+def sheet(tmp_path: Path) -> str:
+    path = tmp_path / "sheet.txt"
+    path.write_text(load_sheet("ward-a").text)
+    return str(path)
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of K or V of a layer, relative to its norm."""
+    found, expected = found.double().flatten(2), expected.double().flatten(2)
+    return float(((found - expected).norm(dim=2) / expected.norm(dim=2)).max())
+
+
+def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(run: _Cli, sheet: str) -> None:
+    common = ("build", "--model", MODEL, "--document", sheet, "--chunk-size", "64")
+    plain = run(*common, "--id", "plain")
+    small = run(*common, "--id", "small", "--payload", "int8")
+    assert small["canary_top1_equal"]
+    assert small["canary_max_abs_logit_difference"] != plain["canary_max_abs_logit_difference"]
+    assert 0.5 < small["bytes"] / plain["bytes"] < 0.6
+    (one, at_one), (two, at_two) = run.artefact("plain"), run.artefact("small")
+    assert two.payload.encoding == "int8" and one.tokens == two.tokens
+    assert 0 < _apart(stored.read_kv(two, at_two), stored_kv(at_one)) < CLOSE
+    assert run("verify", "small")[0]["sound"]
+    assert run("describe", "small")["payload"]["encoding"] == "int8"
+    assert run("describe", "plain")["payload"]["encoding"] == "plain"
+
+
+def test_a_canary_that_fails_on_int8_alone_leaves_nothing(
+    run: _Cli, sheet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmcache_cartridge import codec
+
+    decode = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *a: (decode(*a), a[1].zero_()))
+    common = ("build", "--model", MODEL, "--document", sheet, "--id", "small")
+    assert "after the stored KV the model's next token differs" in run(*common, "--payload", "int8", status=1)
+    run(*common)
+
+
+def test_train_stores_int8_and_scores_what_is_served(run: _Cli, tmp_path: Path) -> None:
+    ward = write_ward(CausalModel(MODEL), patients(1, 8), "int8", tokens=128)
+    (tmp_path / "ward.txt").write_text(ward.document.text)
+    common = ("train", "--model", MODEL, "--document", str(tmp_path / "ward.txt"), "--positions", "32", "--chunk-size",
+              "16", "--template", str(write_template(tmp_path / "template.json")), "--steps", "4")  # fmt: skip
+    plain, made = run(*common, "--id", "plain"), run(*common, "--id", "small", "--payload", "int8")
+    assert made["loss"] == plain["loss"], "the training is the same"
+    assert 0 < abs(made["held_out_loss"] - plain["held_out_loss"]) < 0.1
+    manifest, root = run.artefact("small")
+    assert (manifest.kind, manifest.payload.encoding, made["bytes"]) == ("trained", "int8", manifest.payload_bytes)
+    assert len(list(artifact.verify(root))) == 2
+
+
+def test_import_stores_int8(run: _Cli, tmp_path: Path) -> None:
+    kv = foreign.random_kv(64)
+    foreign.peft_adapter(kv, tmp_path / "adapter")
+    common = ("import", str(tmp_path / "adapter"), "--model", MODEL, "--round", "--chunk-size", "16")
+    run(*common, "--id", "small", "--payload", "int8")
+    manifest, root = run.artefact("small")
+    assert manifest.payload.encoding == "int8"
+    assert 0 < _apart(stored.read_kv(manifest, root), kv) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: Path, kind: str) -> None:
+    made = make_artifact(tmp_path / "doc", positions=80, kind=kind)
+    Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
+    before = files_under(tmp_path / "doc")
+    result = run("compress", "doc", "--id", "small")
+    manifest, root = run.artefact("small")
+    direct = make_artifact(tmp_path / "direct", positions=80, kind=kind, encoding="int8").manifest
+    assert manifest.digest == direct.digest
+    assert (result["name"], result["bytes"], result["bytes_before"]) == (
+        "small@1", manifest.payload_bytes, made.manifest.payload_bytes)  # fmt: skip
+    assert artifact.load_token_ids(manifest, root).tolist() == artifact.load_token_ids(
+        made.manifest, tmp_path / "doc").tolist()  # fmt: skip
+    assert files_under(tmp_path / "doc") == before
+    assert run("verify", "small")[0]["sound"]
+    assert run("compress", "doc", "--id", "doc")["name"] == "doc@2"
+    assert "doc@2 is in int8 already" in run("compress", "doc", "--id", "again", status=1)
+
+
+def test_a_corrupt_cartridge_is_not_compressed(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "doc", positions=80)
+    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 4, range(1)).start)
+    with pytest.raises(CorruptChunk, match="chunk 4"):
+        compress(tmp_path / "doc", tmp_path / "new", cartridge_id="new", version=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["doc"]
+
+
+def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "a", positions=80)
+    made.kv[1, 0, 40, 1, 3] = torch.finfo(torch.bfloat16).max
+    make_artifact(tmp_path / "doc", positions=80, kv=made.kv)
+    with pytest.raises(ArtifactError, match="too near to the largest bfloat16"):
+        compress(tmp_path / "doc", tmp_path / "new", cartridge_id="new", version=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "doc"]
+
+
+@pytest.mark.parametrize("form", ["peft", "hazy"])
+def test_export_writes_what_is_served_and_says_so(run: _Cli, tmp_path: Path, sheet: str, form: str) -> None:
+    run("build", "--model", MODEL, "--document", sheet, "--id", "small", "--payload", "int8", "--chunk-size", "64")
+    manifest, root = run.artefact("small")
+    options = ("export", "small", "--format", form, "--output", str(tmp_path / "out"))
+    assert run(*options, form="--json")["encoding"] == "int8"
+    if form == "peft":
+        assert "| dtype | bfloat16, exported from int8 |" in (tmp_path / "out" / "README.md").read_text()
+    back = run("import", str(tmp_path / "out"), "--model", MODEL, "--id", "back", "--chunk-size", "64")
+    plain, at = run.artefact("back")
+    assert (back["kind"], plain.payload.encoding) == ("prefill", "plain")
+    assert torch.equal(stored_kv(at), stored.read_kv(manifest, root))
+
+
+def test_text_for_people_says_what_export_did(run: _Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = CausalModel(MODEL).fingerprint
+    make_artifact(tmp_path / "doc", positions=80, fingerprint=shape, encoding="int8", token_ids=[7] * 80)
+    Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
+    argv = ["export", "doc", "--format", "hazy", "--output", str(tmp_path / "out"), "--home", str(run.home)]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.rstrip().endswith("/out, from int8 to bfloat16")
