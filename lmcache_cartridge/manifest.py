@@ -35,8 +35,42 @@ class Canary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_abs_logit_difference: float
 
 
-class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a cartridge came from. Not part of its digest."""
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a cartridge was made of that was KV already: an import's file, or the cartridge that was compressed."""
+
+    format: str
+    """The format, for people: `PEFT CARTRIDGE adapter`, `cartridge`."""
+    name: str
+    """A file's name without its directory, a Hub id, or `id@version`."""
+    blake3: str
+    """Digest of the file, or the cartridge's own."""
+    model: str | None = None
+    """The model it says it is for."""
+
+
+class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a cartridge was trained here."""
+
+    objective: str
+    init: str
+    seed: int
+    questions: int
+    held_out: int
+    """Questions that were looked at and not trained on."""
+    steps: int
+    best_step: int
+    """Steps done when the KV that is kept was found."""
+    loss: float | None
+    """Nats an answer token, of the last step; None where training took none."""
+    held_out_loss: float
+    """The same of the held-out questions, with the KV as it is served."""
+    held_out_exact: float
+    """Share of them answered right."""
+    seconds: float
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a cartridge came from. Not part of its digest. Holds no path of the machine that made it."""
 
     tool: str
     created: str
@@ -46,6 +80,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File name of the source document, without its directory."""
     document_blake3: str | None = None
     canary: Canary | None = None
+    origin: Origin | None = None
+    training: Training | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

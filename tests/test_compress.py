@@ -20,7 +20,7 @@ from lmcache_cartridge.errors import ArtifactError, CorruptChunk
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.compress import compress
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.manifest import Manifest, Origin
 from lmcache_cartridge.recall import load_sheet
 from lmcache_cartridge.registry import Registry
 
@@ -122,6 +122,7 @@ def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: 
     manifest, root = run.artefact("small")
     direct = make_artifact(tmp_path / "direct", positions=80, kind=kind, encoding="int8").manifest
     assert manifest.digest == direct.digest
+    assert manifest.provenance.origin == Origin("cartridge", "doc@1", made.manifest.digest)
     assert (result["name"], result["bytes"], result["bytes_before"]) == (
         "small@1", manifest.payload_bytes, made.manifest.payload_bytes)  # fmt: skip
     assert artifact.load_token_ids(manifest, root).tolist() == artifact.load_token_ids(

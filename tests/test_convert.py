@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 from serving import stored_kv
 from wards import prefill
 
-from lmcache_cartridge import artifact, cli
+from lmcache_cartridge import __version__, artifact, cli
 from lmcache_cartridge.errors import CartridgeError, ForeignFormatError, ModelMismatch
 from lmcache_cartridge.identity import DISTINCT
 from lmcache_cartridge.make import convert
 from lmcache_cartridge.make.convert import Imported
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.ordinary import ordinary_ids
+from lmcache_cartridge.manifest import Origin
 from lmcache_cartridge.recall import MODEL_DIR, load_sheet
 
 P = 64
@@ -467,13 +468,25 @@ def test_it_says_with_which_chunk_sizes_a_trained_cartridge_is_served(
 def test_provenance_says_what_was_imported_and_for_which_model(model: CausalModel, tmp_path: Path) -> None:
     path = _peft(tmp_path, base_model_name_or_path="Qwen/Qwen3-4B")
     done = bring(model, path, tmp_path / "out")
-    tool = done.manifest.provenance.tool
     digest = blake3((path / "adapter_model.safetensors").read_bytes()).hexdigest()
-    assert "import: PEFT CARTRIDGE adapter, for Qwen/Qwen3-4B, adapter_model.safetensors" in tool
-    assert digest in tool
+    origin = done.manifest.provenance.origin
+    assert origin == Origin("PEFT CARTRIDGE adapter", "adapter_model.safetensors", digest, "Qwen/Qwen3-4B")
+    assert done.manifest.provenance.tool == f"lmcache-cartridge {__version__} import"
     assert any("made for Qwen/Qwen3-4B, and --model is model" in warning for warning in done.warnings)
     foreign.edit_config(path, base_model_name_or_path="somebody/Model")
     assert not any("made for" in warning for warning in bring(model, path, tmp_path / "two").warnings)
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [("/home/me/secret/llama", "llama"), ("../secret/llama", "llama"), ("~/secret/llama", "llama"),
+     ("a/b/llama", "llama"), ("org/llama", "org/llama"), ("llama", "llama")],
+)  # fmt: skip
+def test_provenance_holds_no_path_of_another_machine(model: CausalModel, tmp_path: Path, named: str, kept: str) -> None:
+    done = bring(model, _peft(tmp_path, base_model_name_or_path=named), tmp_path / "out")
+    assert done.manifest.provenance.origin.model == kept
+    written = (tmp_path / "out" / "manifest.json").read_text()
+    assert "secret" not in written and str(tmp_path) not in written
 
 
 # The command line.
@@ -546,6 +559,8 @@ def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_p
     done = _hub(tmp_path / "cache", tmp_path / "home", "org/notes", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert "NETWORK" not in done.stderr
+    manifest = artifact.load_manifest(tmp_path / "home" / "cartridges" / "it" / "1")
+    assert manifest.provenance.origin.name == "org/notes"
     gone = _hub(tmp_path / "cache", tmp_path / "home", "org/other", HF_HUB_OFFLINE="1")
     assert gone.returncode == 1
     assert "org/other: no such file here, and the Hub gave none" in gone.stderr.splitlines()[-1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import foreign
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,9 +21,9 @@ from wards import MODEL, save
 from lmcache_cartridge import artifact, cli
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists
 from lmcache_cartridge.make import convert
-from lmcache_cartridge.make.export import export
+from lmcache_cartridge.make.export import card, export
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.manifest import Manifest, Origin, Provenance, Training
 from lmcache_cartridge.recall import load_sheet
 from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import from_mapping
@@ -99,6 +100,22 @@ def test_the_card_has_what_the_hub_looks_for(model: CausalModel, ids: list[int],
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["base_model_name_or_path"]) == ("CARTRIDGE", "org/base-model")
     assert (config["num_virtual_tokens"], config["num_frozen_tokens"]) == (P, 1)
+
+
+def test_the_card_says_what_the_cartridge_was_made_of_and_how_it_was_trained(
+    model: CausalModel, ids: list[int], tmp_path: Path
+) -> None:
+    made = save(model, tmp_path / "in", ids[:P], name="it", kind="trained")
+    facts = Provenance(
+        "t", "2026", document="a|b.txt", origin=Origin("PEFT CARTRIDGE adapter", "org/notes", "ab" * 32, "org/llama"),
+        training=Training("distill", "sci", 3, 90, 10, 400, 375, 0.5, 0.25, 0.9, 12.0),
+    )  # fmt: skip
+    text = card(msgspec.structs.replace(made, provenance=facts), "org/base")
+    assert "| document | a b.txt |" in text
+    assert f"| made of | org/notes, PEFT CARTRIDGE adapter, blake3 `{'ab' * 32}` |" in text
+    assert "| training | distill from sci, seed 3, 400 steps on 90 questions, the best after 375 |" in text
+    assert "| 10 held-out questions | 90.0% exact, loss 0.25 |" in text
+    assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
 
 
 @pytest.mark.parametrize("form", FORMS)

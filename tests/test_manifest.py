@@ -18,7 +18,9 @@ from lmcache_cartridge.manifest import (
     MAX_MANIFEST_BYTES,
     Canary,
     Manifest,
+    Origin,
     Provenance,
+    Training,
     check_id,
     content_digest,
     decode,
@@ -59,7 +61,14 @@ def test_a_manifest_without_rope_and_with_a_canary_survives_encoding(manifest: M
         manifest,
         fingerprint=msgspec.structs.replace(manifest.fingerprint, rope=None, weights_digest=None),
         provenance=Provenance(
-            "t", "2026", "m", "d.txt", "ab", Canary("Why?", top1_equal=True, max_abs_logit_difference=0.5)
+            "t",
+            "2026",
+            "m",
+            "d.txt",
+            "ab",
+            Canary("Why?", top1_equal=True, max_abs_logit_difference=0.5),
+            Origin("PEFT CARTRIDGE adapter", "org/notes", "ab", "org/llama"),
+            Training("distill", "sci", 0, 90, 10, 400, 375, None, 0.25, 0.9, 12.0),
         ),
     )
     whole = msgspec.structs.replace(draft, digest=content_digest(draft))
@@ -69,6 +78,16 @@ def test_a_manifest_without_rope_and_with_a_canary_survives_encoding(manifest: M
 def test_an_error_names_where_the_manifest_came_from(manifest: Manifest) -> None:
     with pytest.raises(ManifestError, match=r"^/mnt/x/manifest\.json: "):
         decode(_edited(manifest, positions=-1), "/mnt/x/manifest.json")
+
+
+def test_a_manifest_of_a_release_that_wrote_what_it_did_not_know_as_null_is_read(manifest: Manifest) -> None:
+    old = _edited(manifest, provenance={
+        "tool": "lmcache-cartridge 0.1.0 train (init sci, objective distill)", "created": "2026-01-01T00:00:00Z",
+        "model": None, "document": None, "document_blake3": None, "canary": None,
+    })  # fmt: skip
+    found = decode(old, "here")
+    assert found.digest == manifest.digest and found.provenance.training is None
+    assert b"training" not in found.encode() and b"origin" not in found.encode(), "nor are new ones for old releases"
 
 
 @pytest.mark.parametrize("where", ["", "fingerprint__", "fingerprint__rope__", "tokens__", "payload__", "provenance__"])

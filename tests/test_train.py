@@ -13,10 +13,11 @@ import pytest
 import torch
 from lessons import MODEL, School, answered, school, tokens_of, write_template
 
-from lmcache_cartridge import artifact, cli
+from lmcache_cartridge import __version__, artifact, cli
 from lmcache_cartridge.errors import ArtifactError, CartridgeError
 from lmcache_cartridge.make import lesson, stored, trained
 from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
+from lmcache_cartridge.make.job import HELD_OUT, QUESTIONS
 from lmcache_cartridge.make.ordinary import ordinary_ids
 from lmcache_cartridge.make.packed import pack, unpack
 from lmcache_cartridge.make.packing import answer_logits, pack_examples
@@ -493,8 +494,15 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(mad
     assert result["compression"] == pytest.approx(len(made.ids) / P, abs=0.01)
     assert artifact.load_document_ids(manifest, Path(location.location)).tolist() == made.ids
     assert manifest.provenance.document == "sheet.txt"
-    for fact in ("init sci", "objective distill", "steps 6", "held-out loss", "seconds"):
-        assert fact in manifest.provenance.tool
+    training = manifest.provenance.training
+    assert manifest.provenance.tool == f"lmcache-cartridge {__version__} train"
+    assert (training.init, training.objective, training.steps, training.seed) == ("sci", "distill", 6, 0)
+    assert (training.best_step, training.loss, training.held_out_loss, training.held_out_exact) == tuple(
+        result[name] for name in ("best_step", "loss", "held_out_loss", "held_out_exact")
+    )
+    run = train.home / "training" / "a" / "1"
+    rows = [len(path.read_text().splitlines()) for path in (run / QUESTIONS, run / HELD_OUT)]
+    assert [training.questions, training.held_out] == rows
     list(artifact.verify(Path(location.location)))
     losses = Path(result["losses"])
     assert [json.loads(line)["step"] for line in losses.read_text().splitlines()][-1] == 6

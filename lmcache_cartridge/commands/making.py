@@ -99,7 +99,9 @@ def _import(arguments: argparse.Namespace) -> None:
     from ..make.axes import READINGS
     from ..make.model import CausalModel
 
-    foreign = convert.recognise(adapter.locate(arguments.path), drop_frozen=arguments.drop_frozen)
+    path = adapter.locate(arguments.path)
+    foreign = convert.recognise(path, drop_frozen=arguments.drop_frozen)
+    foreign = foreign._replace(name=None if path == Path(arguments.path) else arguments.path)
     model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
     version, root = _next(arguments, registry)
     with progress_bar(arguments, "import", "positions") as progress:

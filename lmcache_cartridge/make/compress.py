@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from .. import artifact
+from .. import __version__, artifact
 from ..errors import ArtifactError
-from ..manifest import Manifest
+from ..manifest import Manifest, Origin
 from ..writer import ArtifactWriter
 from . import stored
 
@@ -47,8 +48,11 @@ def compress(
         for done, chunk in enumerate(chunks, 1):
             writer.write(stored.pack(chunk, manifest.fingerprint, encoding))
             progress(len(chunks) + done, 2 * len(chunks))
+        origin = Origin("cartridge", manifest.name, manifest.digest)
+        created = datetime.now(UTC).isoformat(timespec="seconds")
         return writer.commit(
             msgspec.structs.replace(
-                manifest.provenance, tool=f"{manifest.provenance.tool}; compressed from {manifest.name}", canary=None
+                manifest.provenance, tool=f"lmcache-cartridge {__version__} compress", created=created, canary=None,
+                origin=origin,
             )
-        )
+        )  # fmt: skip

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from ..errors import ForeignFormatError
 from ..identity import Identity
-from ..manifest import Manifest
+from ..manifest import Manifest, Origin
 from ..writer import ArtifactWriter
 from . import adapter, axes, checkpoint, stored, tokens
 from .document import read
@@ -101,13 +101,13 @@ def build(
     where shapes leave that open; `rounding` allows a dtype that does not hold every value. Raises `ModelMismatch` or
     `ForeignFormatError`, and leaves nothing behind.
     """
-    provenance = _provenance(foreign)
     if not foreign.segments:
         if document is not None:
             raise ForeignFormatError(f"{foreign.source}: token ids alone are a document; leave --document out")
         manifest = tokens.write(
-            model, foreign.token_ids, foreign.source, root, cartridge_id=cartridge_id, version=version, verb=provenance
-        )
+            model, foreign.token_ids, root, model.provenance("import", origin=_origin(foreign)), source=foreign.source,
+            cartridge_id=cartridge_id, version=version,
+        )  # fmt: skip
         return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS,
                         _model_warnings(model, foreign))  # fmt: skip
     order, layers = axes.settle(foreign, model.fingerprint, reading)
@@ -130,7 +130,7 @@ def build(
             writer.write(stored.pack(chunk, model.fingerprint, encoding))
             progress(start + chunk.shape[2], kv.positions)
         named = {"document": document.name, "document_blake3": about.blake3} if about else {}
-        manifest = writer.commit(model.provenance(provenance, **named))
+        manifest = writer.commit(model.provenance("import", origin=_origin(foreign), **named))
     warnings = (
         *_model_warnings(model, foreign), *_frozen_warnings(foreign, order),
         *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),
@@ -171,10 +171,15 @@ def _check_length(model: CausalModel, foreign: Foreign, positions: int) -> None:
         )
 
 
-def _provenance(foreign: Foreign) -> str:
+def _origin(foreign: Foreign) -> Origin:
     digest = blake3().update_mmap(foreign.source).hexdigest()
-    model = f", for {foreign.base_model}" if foreign.base_model else ""
-    return f"import: {foreign.form}{model}, {foreign.source.name}, blake3 {digest}"
+    return Origin(foreign.form, foreign.name or foreign.source.name, digest, foreign.base_model and _public(foreign))
+
+
+def _public(foreign: Foreign) -> str:
+    """Return the name of the model that a checkpoint says it is for, without the directories of another machine."""
+    named = foreign.base_model
+    return named if named.count("/") == 1 and not named.startswith((".", "/", "~")) else Path(named).name
 
 
 def servable(manifest: Manifest) -> tuple[int, ...]:

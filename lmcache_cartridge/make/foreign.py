@@ -27,3 +27,5 @@ class Foreign(NamedTuple):
     """Ids of a trained cartridge's document, as `export` writes them."""
     base_model: str | None = None
     """The model it says it is for."""
+    name: str | None = None
+    """The Hub id that it was fetched by; None for what lay here."""

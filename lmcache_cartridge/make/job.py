@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from ..errors import CartridgeError, CartridgeExists
-from ..manifest import Manifest
+from ..manifest import Manifest, Training
 from ..registry import Registry
 from ..settings import Settings
 from . import lesson, plot, questions, trained
@@ -108,7 +108,10 @@ class Job:
         if not self.root.exists():  # else a run that ended before it could register it wrote it
             trained.write(
                 model, result.kv, self.root,
-                model.provenance(_verb(self.task, result), document=document.path.name, document_blake3=document.blake3),
+                model.provenance(
+                    "train", document=document.path.name, document_blake3=document.blake3,
+                    training=self._training(result, len(to_train), len(held_out)),
+                ),
                 cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
                 encoding=self.task.payload,
             )  # fmt: skip
@@ -207,6 +210,13 @@ class Job:
 
             yield progress
 
+    def _training(self, result: Result, questions: int, held_out: int) -> Training:
+        recipe = self.task.recipe
+        return Training(
+            recipe.objective, self.task.init, recipe.seed, questions, held_out, result.steps, result.step,
+            result.loss if result.steps else None, result.score.loss, result.score.exact, round(result.seconds, 1),
+        )  # fmt: skip
+
     def _summary(self, manifest: Manifest, result: Result, tokens: int) -> dict[str, Any]:
         return {
             "name": manifest.name,
@@ -231,12 +241,3 @@ def _hold_out(found: Sequence[Question]) -> list[Question]:
     if len(found) < 2:
         raise CartridgeError(f"{len(found)} questions are too few to train on one and hold out another")
     return random.Random(0).sample(list(found), min(MOST_HELD_OUT, max(1, len(found) // 10)))
-
-
-def _verb(task: Task, result: Result) -> str:
-    facts: Mapping[str, Any] = {
-        "init": task.init, "objective": task.recipe.objective, "steps": result.steps, "best step": result.step,
-        "held-out loss": f"{result.score.loss:.4g}", "held-out exact": f"{result.score.exact:.4g}",
-        "seconds": round(result.seconds),
-    }  # fmt: skip
-    return f"train ({', '.join(f'{name} {value}' for name, value in facts.items())})"

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 from ..errors import ArtifactError, ForeignFormatError
-from ..manifest import Manifest
+from ..manifest import Manifest, Provenance
 from ..writer import ArtifactWriter
 from . import pytorch
 from .model import CausalModel
@@ -29,12 +29,20 @@ def build(model: CausalModel, source: Path, root: Path, *, cartridge_id: str, ve
 
     Raises `ArtifactError` for a file that holds anything else, KV included, or ids outside the model's vocabulary.
     """
-    ids = read_token_ids(source)
-    return write(model, ids, source, root, cartridge_id=cartridge_id, version=version, verb="register")
+    ids, digest = read_token_ids(source), blake3(source.read_bytes()).hexdigest()
+    provenance = model.provenance("register", document=source.name, document_blake3=digest)
+    return write(model, ids, root, provenance, source=source, cartridge_id=cartridge_id, version=version)
 
 
 def write(
-    model: CausalModel, ids: list[int], source: Path, root: Path, *, cartridge_id: str, version: int, verb: str
+    model: CausalModel,
+    ids: list[int],
+    root: Path,
+    provenance: Provenance,
+    *,
+    source: Path,
+    cartridge_id: str,
+    version: int,
 ) -> Manifest:
     """Write ids that `source` holds as an artefact without KV. Raises `ArtifactError` for ids the model has not."""
     check_vocabulary(model, ids, source)
@@ -43,8 +51,7 @@ def write(
         token_ids=np.array(ids),
     )  # fmt: skip
     with writer:
-        digest = blake3(source.read_bytes()).hexdigest()
-        return writer.commit(model.provenance(verb, document=source.name, document_blake3=digest))
+        return writer.commit(provenance)
 
 
 def check_vocabulary(model: CausalModel, ids: list[int], source: Path) -> None:
