@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from . import artifact
+from . import artifact, files
 from .errors import ArtifactError, CartridgeError, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
 from .manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from .sources import Sources
@@ -153,11 +152,11 @@ class Mirror:
         partial = self._directory / f".{copy.name}.{uuid.uuid4().hex}.partial"
         try:
             partial.mkdir(mode=0o700)
-            _write(partial / artifact.MANIFEST, data)
+            files.write(partial / artifact.MANIFEST, [data])
             for tokens in (manifest.tokens, manifest.document):
                 if tokens is not None and tokens.file is not None:
                     limit = 4 * tokens.count + 4096
-                    _write(partial / tokens.file, self._sources.read(location, tokens.file, limit).data)
+                    files.write(partial / tokens.file, [self._sources.read(location, tokens.file, limit).data])
             artifact.load_token_ids(manifest, partial)
             artifact.load_document_ids(manifest, partial)
             if not _is_whole(copy, manifest, data):  # unless another process was first
@@ -194,7 +193,7 @@ class Mirror:
         known = {"location": location, "revision": entry.revision, "copy": entry.copy}
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            _write(partial, json.dumps(known).encode())
+            files.write(partial, [json.dumps(known).encode()])
             partial.rename(path)
         except OSError:
             with suppress(OSError):
@@ -206,13 +205,6 @@ class Mirror:
                 return
             self._warned_s = time.monotonic()
         logger.warning("%s cannot be checked for a newer manifest, the copy there is stands in: %s", location, error)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _is_whole(copy: Path, manifest: Manifest, data: bytes) -> bool:

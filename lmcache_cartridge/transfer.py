@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from . import artifact
+from . import artifact, files
 from .errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound, TruncatedPayload
 from .manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
 from .registry import Registry
@@ -123,10 +123,10 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
     try:
         partial.mkdir(mode=0o700)
         for file, tokens in _id_files(manifest).items():
-            _create(partial / file, [source.read(location, file, 4 * tokens + 4096).data])
+            files.write(partial / file, [source.read(location, file, 4 * tokens + 4096).data])
         if manifest.payload:
-            _create(partial / manifest.payload.file, _windows(manifest, location, source, progress))
-        _create(partial / artifact.MANIFEST, [manifest.encode()])
+            files.write(partial / manifest.payload.file, _windows(manifest, location, source, progress))
+        files.write(partial / artifact.MANIFEST, [manifest.encode()])
         _verified(partial, progress)
         partial.rename(root)
     finally:
@@ -199,14 +199,6 @@ def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]
             progress(file, done, total)
 
     return count
-
-
-def _create(path: Path, parts: list[bytes] | Iterator[memoryview]) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

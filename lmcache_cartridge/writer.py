@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -13,6 +11,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from . import files
 from .artifact import MANIFEST, PAYLOAD, checksum, payload_header
 from .errors import ArtifactError, CartridgeExists
 from .fingerprint import Fingerprint
@@ -68,7 +67,7 @@ class ArtifactWriter:
         self._partial.mkdir(mode=0o700)
         self._file = None
         if self._kind != "tokens":
-            self._file = _create(self._partial / PAYLOAD)
+            self._file = files.create(self._partial / PAYLOAD)
             self._file.write(header)
         return self
 
@@ -110,10 +109,8 @@ class ArtifactWriter:
             raise ArtifactError(f"cartridge {self._id}: {written} of {self._positions} positions were written")
         manifest = self._manifest(provenance)
         if self._file is not None:
-            _sync(self._file)
-        with _create(self._partial / MANIFEST) as file:
-            file.write(manifest.encode())
-            _sync(file)
+            files.sync(self._file)
+        files.write(self._partial / MANIFEST, [manifest.encode()])
         try:
             self._partial.rename(self.root)
         except OSError as error:
@@ -156,16 +153,7 @@ class ArtifactWriter:
         digest = blake3(ids.tobytes()).hexdigest()
         if len(ids) <= INLINE_TOKENS:
             return Tokens(len(ids), digest, inline=tuple(ids.tolist()))
-        with _create(self._partial / name) as file:
+        with files.create(self._partial / name) as file:
             np.save(file, ids, allow_pickle=False)
-            _sync(file)
+            files.sync(file)
         return Tokens(len(ids), digest, file=name)
-
-
-def _create(path: Path) -> io.BufferedWriter:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-
-
-def _sync(file: io.BufferedWriter) -> None:
-    file.flush()
-    os.fsync(file.fileno())
