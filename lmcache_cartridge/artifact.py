@@ -112,12 +112,27 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
         size = file.stat().st_size if file.is_file() else 0
     except OSError as error:
         raise ArtifactError(f"cartridge {manifest.name}: {file}: {error.strerror}") from error
-    if size != manifest.payload.size_bytes:
-        raise TruncatedPayload(
-            f"cartridge {manifest.name}: {file} has {size} bytes, its manifest says "
-            f"{manifest.payload.size_bytes}. Copy the file again"
-        )
+    check_size(manifest, size, str(file), "Copy the file again")
     return manifest
+
+
+def check_size(manifest: Manifest, size_bytes: int, where: str, remedy: str) -> None:
+    """Raise `TruncatedPayload`, which ends in `remedy`, unless the payload `where` has the manifest's size."""
+    if size_bytes != manifest.payload.size_bytes:
+        raise TruncatedPayload(
+            f"cartridge {manifest.name}: {where} has {size_bytes} bytes, its manifest says "
+            f"{manifest.payload.size_bytes}. {remedy}"
+        )
+
+
+def id_files(manifest: Manifest) -> dict[str, int]:
+    """Return the files of token ids that the manifest names, and how many bytes each may have at most."""
+    listed = (manifest.tokens, manifest.document)
+    return {tokens.file: _most_bytes(tokens) for tokens in listed if tokens is not None and tokens.file is not None}
+
+
+def _most_bytes(tokens: Tokens) -> int:
+    return 4 * tokens.count + 4096  # numpy's header has some hundred bytes
 
 
 def load_token_ids(manifest: Manifest, root: Path) -> np.ndarray:
@@ -136,7 +151,7 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     else:
         path, size = root / tokens.file, 4 * tokens.count
         try:
-            data = _read_at_most(path, size + 4096)
+            data = _read_at_most(path, _most_bytes(tokens))
         except OSError as error:
             raise ArtifactError(f"cartridge {manifest.name}: {path}: {error.strerror}") from error
         # The digest vouches for the ids, so the .npy header before them is not parsed: hostile ones break np.load.

@@ -14,7 +14,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from . import artifact, files
-from .errors import ArtifactError, CartridgeError, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
+from .errors import ArtifactError, CartridgeError, SourceDenied, SourceError, SourceNotFound
 from .manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from .sources import Sources
 
@@ -141,22 +141,16 @@ class Mirror:
     def _check_payload(self, location: str, manifest: Manifest) -> None:
         if manifest.payload is None:
             return
-        size = self._sources.size(location, manifest.payload.file)
-        if size != manifest.payload.size_bytes:
-            raise TruncatedPayload(
-                f"cartridge {manifest.name}: {location}/{manifest.payload.file} has {size} bytes, its manifest says "
-                f"{manifest.payload.size_bytes}. Push it again"
-            )
+        file = manifest.payload.file
+        artifact.check_size(manifest, self._sources.size(location, file), f"{location}/{file}", "Push it again")
 
     def _make(self, location: str, manifest: Manifest, data: bytes, copy: Path) -> None:
         partial = self._directory / f".{copy.name}.{uuid.uuid4().hex}.partial"
         try:
             partial.mkdir(mode=0o700)
             files.write(partial / artifact.MANIFEST, [data])
-            for tokens in (manifest.tokens, manifest.document):
-                if tokens is not None and tokens.file is not None:
-                    limit = 4 * tokens.count + 4096
-                    files.write(partial / tokens.file, [self._sources.read(location, tokens.file, limit).data])
+            for file, limit_bytes in artifact.id_files(manifest).items():
+                files.write(partial / file, [self._sources.read(location, file, limit_bytes).data])
             artifact.load_token_ids(manifest, partial)
             artifact.load_document_ids(manifest, partial)
             if not _is_whole(copy, manifest, data):  # unless another process was first

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from . import artifact, files
-from .errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound, TruncatedPayload
+from .errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound
 from .manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
 from .registry import Registry
 from .s3 import S3Source
@@ -66,11 +66,11 @@ def push(root: Path, location: str, source: S3Source, *, force: bool, progress: 
     data = (root / artifact.MANIFEST).read_bytes()
     if decode(data, str(root)).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
-    for file in (*_id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
+    for file in (*artifact.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
         with (root / file).open("rb") as opened:
             source.upload(location, file, opened, _counted(file, os.fstat(opened.fileno()).st_size, progress))
-    if manifest.payload and (size := source.size(location, manifest.payload.file)) != manifest.payload.size_bytes:
-        raise TruncatedPayload(f"{location}/{manifest.payload.file} has {size} bytes after the upload; push it again")
+    if manifest.payload:
+        _check_size(manifest, location, source)
     source.upload(location, artifact.MANIFEST, BytesIO(data))
     return Pushed(manifest, True)
 
@@ -122,8 +122,8 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
         )
     try:
         partial.mkdir(mode=0o700)
-        for file, tokens in _id_files(manifest).items():
-            files.write(partial / file, [source.read(location, file, 4 * tokens + 4096).data])
+        for file, limit_bytes in artifact.id_files(manifest).items():
+            files.write(partial / file, [source.read(location, file, limit_bytes).data])
         if manifest.payload:
             files.write(partial / manifest.payload.file, _windows(manifest, location, source, progress))
         files.write(partial / artifact.MANIFEST, [manifest.encode()])
@@ -136,10 +136,7 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
 def _windows(manifest: Manifest, location: str, source: S3Source, progress: Progress) -> Iterator[memoryview]:
     """Yield the payload window by window; each is overwritten by the next."""
     file, total = manifest.payload.file, manifest.payload.size_bytes
-    if (size := source.size(location, file)) != total:
-        raise TruncatedPayload(
-            f"cartridge {manifest.name}: {location}/{file} has {size} bytes, its manifest says {total}. Push it again"
-        )
+    _check_size(manifest, location, source)
     window = memoryview(bytearray(min(total, _WINDOW_BYTES)))
     for start in range(0, total, _WINDOW_BYTES):
         part = window[: min(_WINDOW_BYTES, total - start)]
@@ -176,16 +173,16 @@ def _manifest_at(location: str, source: S3Source) -> Manifest | None:
 def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
     """Return whether the files that a manifest there names are there too, the payload in its size."""
     try:
-        for file in _id_files(manifest):
+        for file in artifact.id_files(manifest):
             source.size(location, file)
         return not manifest.payload or source.size(location, manifest.payload.file) == manifest.payload.size_bytes
     except SourceNotFound:
         return False
 
 
-def _id_files(manifest: Manifest) -> dict[str, int]:
-    """Return the files of token ids that the manifest names, with their counts."""
-    return {t.file: t.count for t in (manifest.tokens, manifest.document) if t is not None and t.file is not None}
+def _check_size(manifest: Manifest, location: str, source: S3Source) -> None:
+    file = manifest.payload.file
+    artifact.check_size(manifest, source.size(location, file), f"{location}/{file}", "Push it again")
 
 
 def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]:
