@@ -50,12 +50,17 @@ def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview,
     head_bytes = manifest.head_bytes(chunk)
     for i, head in enumerate(heads):
         found = checksum(data[i * head_bytes : (i + 1) * head_bytes])
-        expected = manifest.payload.checksums[chunk][head]
-        if found != expected:
-            raise CorruptChunk(
-                f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
-                f"its manifest says {expected}. Replace the file from its source, or build the cartridge again"
-            )
+        compare_checksum(manifest, chunk, head, found, where)
+
+
+def compare_checksum(manifest: Manifest, chunk: int, head: int, found: str, where: str) -> None:
+    """Raise `CorruptChunk` unless `found` is the manifest's checksum of one head of a stored chunk."""
+    expected = manifest.payload.checksums[chunk][head]
+    if found != expected:
+        raise CorruptChunk(
+            f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
+            f"its manifest says {expected}. Replace the file from its source, or build the cartridge again"
+        )
 
 
 def checksum(data: memoryview | bytes) -> str:
@@ -65,17 +70,21 @@ def checksum(data: memoryview | bytes) -> str:
 
 def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -> None:
     """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity."""
-    words, infinity = _INFINITY[manifest.fingerprint.dtype]
-    signed = np.frombuffer(data, dtype=words)
-    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
-    # without a sign are the largest, as unsigned ones those with it.
-    if signed.max() >= infinity or signed.view(words.replace("i", "u")).max() >= infinity + (
-        1 << 8 * signed.itemsize - 1
-    ):
+    if not is_finite(manifest, data):
         raise NonFiniteKV(
             f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
             "Build it again, in bfloat16 or float32 if it was float16"
         )
+
+
+def is_finite(manifest: Manifest, data: memoryview) -> bool:
+    """Return whether `data`, whole numbers of the payload's dtype, has no NaN and no infinity."""
+    words, infinity = _INFINITY[manifest.fingerprint.dtype]
+    signed = np.frombuffer(data, dtype=words)
+    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
+    # without a sign are the largest, as unsigned ones those with it.
+    negative_infinity = infinity + (1 << 8 * signed.itemsize - 1)
+    return signed.max() < infinity and signed.view(words.replace("i", "u")).max() < negative_infinity
 
 
 def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import artifact, tiles
+from .chunk_check import ChunkCheck
 from .disk import DiskTier, PieceKey
 from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
@@ -39,6 +40,7 @@ class SourceStats(NamedTuple):
     failed: int
     read_bytes: int
     read_seconds: float
+    """With the checks, which are made on the way."""
     corrupt: int
     """Copies, in the disk tier or just fetched, that were not what their manifest says."""
 
@@ -79,6 +81,8 @@ class ChunkLoader:
         self._layout = "heads" if self._tiles else layout
         self._lock = threading.Lock()
         self._stats = SourceStats(0, 0, 0, 0.0, 0)
+        self._finite: dict[str, int] = {}
+        """A bit for each stored chunk of a cartridge whose bytes, of the manifest's checksums, have no NaN."""
 
     def stats(self) -> SourceStats:
         """Return the counters; no side effects."""
@@ -143,32 +147,34 @@ class ChunkLoader:
         path = f"{location}/{manifest.payload.file}"
         key = PieceKey(manifest.digest, stored, self._heads.start, self._heads.stop)
         disk = self._disk if self._keep_local or self._sources.is_remote(location) else None
-        if disk is not None and disk.read_into(key, out):
-            try:
-                self._check(manifest, stored, out, str(disk.root))
-                return
-            except ArtifactError:
-                disk.discard(key)
-        self._fetch(cartridge, stored, out)
+        if disk is not None:
+            check = self._check(manifest, stored)
+            if disk.read_into(key, out, check.update):
+                try:
+                    self._finish(check, manifest, stored, out, str(disk.root))
+                    return
+                except ArtifactError:
+                    disk.discard(key)
         try:
-            self._check(manifest, stored, out, path)
+            self._fetch(cartridge, stored, out, path)
         except CorruptChunk:
             # Once more: it may have been damaged on its way, or be in the middle of being written.
-            self._fetch(cartridge, stored, out)
             try:
-                self._check(manifest, stored, out, path)
+                self._fetch(cartridge, stored, out, path)
             except CorruptChunk:
                 self._diagnose(cartridge, stored)
                 raise
         if disk is not None:
             disk.write(key, out)
 
-    def _fetch(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
+    def _fetch(self, cartridge: Cartridge, stored: int, out: memoryview, path: str) -> None:
+        """Fill `out` from the source itself and verify it."""
         manifest, _, location = cartridge
         where = artifact.chunk_range(manifest, stored, self._heads)
+        check = self._check(manifest, stored)
         started, failed = time.perf_counter(), True
         try:
-            self._sources.read_into(location, manifest.payload.file, where, out)
+            self._sources.read_into(location, manifest.payload.file, where, out, check.update)
             failed = False
         except (SourceError, ArtifactError) as error:
             raise type(error)(f"cartridge {manifest.name}: chunk {stored}: {error}") from error
@@ -182,15 +188,21 @@ class ChunkLoader:
                     read_bytes=now.read_bytes + (0 if failed else len(out)),
                     read_seconds=now.read_seconds + took_s,
                 )
+        self._finish(check, manifest, stored, out, path)
 
-    def _check(self, manifest: Manifest, stored: int, data: memoryview, where: str) -> None:
+    def _check(self, manifest: Manifest, stored: int) -> ChunkCheck:
+        known = self._finite.get(manifest.digest, 0) >> stored & 1
+        return ChunkCheck(manifest, stored, self._heads, known_finite=bool(known))
+
+    def _finish(self, check: ChunkCheck, manifest: Manifest, stored: int, data: memoryview, where: str) -> None:
         try:
-            artifact.verify_chunk(manifest, stored, self._heads, data, where)
+            check.finish(data, where)
         except CorruptChunk:
             with self._lock:
                 self._stats = self._stats._replace(corrupt=self._stats.corrupt + 1)
             raise
-        artifact.check_finite(manifest, stored, data, where)
+        with self._lock:
+            self._finite[manifest.digest] = self._finite.get(manifest.digest, 0) | 1 << stored
 
     def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
         """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from .bytesource import ByteRange, Small
+from .bytesource import ByteRange, Seen, Small
 from .errors import (
     CartridgeError,
     MalformedLocation,
@@ -105,7 +105,7 @@ class S3Source:
         self._workers = Workers(connections, "s3")
         self._closed = False
 
-    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
         target = _target(location, file)
         if not len(out):
@@ -119,6 +119,8 @@ class S3Source:
                     for start, part in zip(starts, parts, strict=True)
                 ]
             )
+        if seen:
+            seen(out)
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """See `ByteSource.read`."""
