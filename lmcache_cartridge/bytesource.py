@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 Seen = Callable[[memoryview], None]
@@ -37,6 +37,9 @@ class ByteSource(Protocol):
         `seen` is called in this thread. Raises `TruncatedPayload` when the file ends early. After an error `out` is
         undefined, and not written to.
         """
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill `outs` one after the other with a file's bytes from `start` on, in one request. As `read_into` else."""
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """Return a whole file, None if its revision still is `known`. Refuses a file larger than `limit_bytes`."""

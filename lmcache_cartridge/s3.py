@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -100,12 +100,18 @@ class S3Source:
             parts = [out[start : start + self._part_bytes] for start in starts]
             call.run(
                 [
-                    partial(self._fill, call, target, where.start + start, part)
+                    partial(self._fill, call, target, where.start + start, [part])
                     for start, part in zip(starts, parts, strict=True)
                 ]
             )
         if seen:
             seen(out)
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """See `ByteSource.read_each`."""
+        target = _target(location, file)
+        with self._call(location, file) as call:
+            call.run([partial(self._fill, call, target, start, outs)])
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """See `ByteSource.read`."""
@@ -163,20 +169,20 @@ class S3Source:
         except Exception as error:
             raise final(error, f"{location}/{file} {self._endpoint}") from cause_of(error)
 
-    def _fill(self, call: Call, target: dict[str, str], start: int, out: memoryview) -> None:
-        """Fill `out` from `start` of an object, going on from where a connection broke."""
-        done = 0
+    def _fill(self, call: Call, target: dict[str, str], start: int, outs: Sequence[memoryview]) -> None:
+        """Fill `outs` from `start` of an object, going on from where a connection broke."""
+        done, size = 0, sum(map(len, outs))
 
         def rest() -> None:
             nonlocal done
-            end = start + len(out)
+            end = start + size
             response = self._client.get_object(**target, Range=f"bytes={start + done}-{end - 1}")
             with response["Body"] as body:
                 _check_range(response, start + done, end, call.name)
-                while done < len(out) and (data := body.read1(min(_STEP_BYTES, len(out) - done))):
-                    call.write(out, done, data)
+                while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
+                    call.write(outs, done, data)
                     done += len(data)
-            if done < len(out):
+            if done < size:
                 raise Broken("the answer ended early")
 
         call.retry(rest, lambda: done)

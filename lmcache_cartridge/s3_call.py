@@ -60,11 +60,15 @@ class Call:
             for future in futures:
                 future.cancel()
 
-    def write(self, out: memoryview, start: int, data: bytes) -> None:
-        """Copy into the caller's buffer, which stays the caller's alone once the call has ended."""
+    def write(self, outs: Sequence[memoryview], start: int, data: bytes) -> None:
+        """Copy to `start` of the caller's buffers in a row, which stay the caller's alone once the call has ended."""
+        rest = memoryview(data)
         with self._lock:
             self.check()
-            out[start : start + len(data)] = data
+            for out in outs:
+                part = rest[: max(0, len(out) - start)]
+                out[start : start + len(part)] = part
+                rest, start = rest[len(part) :], max(0, start - len(out))
 
     def check(self) -> None:
         """Raise `GivenUp` if the call has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,17 @@ class LocalSource:
         descriptor = _open(path)
         try:
             read_exactly(descriptor, where.start, out, path, seen)
+        finally:
+            os.close(descriptor)
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """See `ByteSource.read_each`."""
+        path = f"{location}/{file}"
+        descriptor = _open(path)
+        try:
+            for out in outs:
+                read_exactly(descriptor, start, out, path)
+                start += len(out)
         finally:
             os.close(descriptor)
 
@@ -86,6 +98,14 @@ class Sources:
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
         self._of(location).read_into(location, file, where, out, seen)
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """See `ByteSource.read_each`."""
+        self._of(location).read_each(location, file, start, outs)
+
+    def request_bytes(self, location: str) -> int:
+        """Return how much to ask for at once, where many small requests cost more than few; 0 where they do not."""
+        return self._settings.s3_part_bytes if self.is_remote(location) else 0
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """See `ByteSource.read`."""
