@@ -52,12 +52,17 @@ def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview,
     of_head = manifest.head_bytes(chunk)
     for i, head in enumerate(heads):
         found = checksum(data[i * of_head : (i + 1) * of_head])
-        expected = manifest.payload.checksums[chunk][head]
-        if found != expected:
-            raise CorruptChunk(
-                f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
-                f"its manifest says {expected}. Replace the file from its source, or build the cartridge again"
-            )
+        compare_checksum(manifest, chunk, head, found, where)
+
+
+def compare_checksum(manifest: Manifest, chunk: int, head: int, found: str, where: str) -> None:
+    """Raise `CorruptChunk` unless `found` is the manifest's checksum of one head of a stored chunk."""
+    expected = manifest.payload.checksums[chunk][head]
+    if found != expected:
+        raise CorruptChunk(
+            f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
+            f"its manifest says {expected}. Replace the file from its source, or build the cartridge again"
+        )
 
 
 def checksum(data: memoryview | bytes) -> str:
@@ -71,7 +76,7 @@ def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -
     if manifest.payload.encoding == "int8":
         finite = int8.is_finite(data, shape, manifest.chunk_length(chunk))
     else:
-        finite = _is_finite(data, shape.dtype)
+        finite = is_finite(data, shape.dtype)
     if not finite:
         raise NonFiniteKV(
             f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
@@ -79,7 +84,8 @@ def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -
         )
 
 
-def _is_finite(data: memoryview, dtype: str) -> bool:
+def is_finite(data: memoryview, dtype: str) -> bool:
+    """Return whether `data`, whole numbers of `dtype`, has no NaN and no infinity."""
     words, infinity = _INFINITY[dtype]
     signed = np.frombuffer(data, dtype=words)
     # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+Seen = Callable[[memoryview], None]
+"""Gets a buffer's bytes in order, each part as soon as it is filled; what it raises ends the read."""
 
 
 class ByteRange(NamedTuple):
@@ -27,11 +31,15 @@ class ByteSource(Protocol):
     blocks. All raise `SourceError`: `SourceNotFound`, `SourceDenied` or `SourceTimeout` where it is known to be that.
     """
 
-    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """Fill `out`, of as many bytes as `where`, with those bytes of a file. An empty range asks nobody.
 
-        Raises `TruncatedPayload` when the file ends early. After an error `out` is undefined, and not written to.
+        `seen` is called in this thread. Raises `TruncatedPayload` when the file ends early. After an error `out` is
+        undefined, and not written to.
         """
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill `outs` one after the other with a file's bytes from `start` on, in one request. As `read_into` else."""
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """Return a whole file, None if its revision still is `known`. Refuses a file larger than `limit_bytes`."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from .bytesource import Seen
 from .disk_index import DiskIndex, Totals, locked, make_index, open_index
 from .errors import CartridgeError
 from .pieces import Partial, Piece, PieceFiles, PieceKey
@@ -70,10 +71,10 @@ class DiskTier:
         self._complaints: set[object] = set()
         self._totals = self._locked(self._adopt) or self._sum()
 
-    def read_into(self, key: PieceKey, out: memoryview) -> bool:
+    def read_into(self, key: PieceKey, out: memoryview, seen: Seen | None = None) -> bool:
         """Fill `out` with the piece and return True, or return False on a miss. Blocks for the read, for no lock."""
         try:
-            self._files.read_into(key, out)
+            self._files.read_into(key, out, seen)
         except (OSError, CartridgeError) as error:
             with self._lock:
                 self._counts["misses"] += 1

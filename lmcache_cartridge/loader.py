@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from . import artifact, codec, tiles
+from .chunk_check import ChunkCheck
 from .disk import DiskTier, PieceKey
 from .errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from .layout import VIEWS, ChunkShape, heads_view
@@ -40,6 +42,7 @@ class SourceStats(NamedTuple):
     failed: int
     read_bytes: int
     read_seconds: float
+    """With the checks, which are made on the way."""
     corrupt: int
     """Copies, in the disk tier or just fetched, that were not what their manifest says."""
 
@@ -80,6 +83,8 @@ class ChunkLoader:
         self._layout = "heads" if self._tiles else layout
         self._lock = threading.Lock()
         self._stats = SourceStats(0, 0, 0, 0.0, 0)
+        self._finite: dict[str, int] = {}
+        """A bit for each stored chunk of a cartridge whose bytes, of the manifest's checksums, have no NaN."""
 
     def stats(self) -> SourceStats:
         """Return the counters; no side effects."""
@@ -105,6 +110,43 @@ class ChunkLoader:
                 raise
         if self._tiles:
             tiles.pack(heads_view(out, self.shape), packed, self.shape, self._tiles)
+
+    def run_of(self, segments: Sequence[Segment]) -> int:
+        """Return how many chunks of a cartridge one `load_run` should be given at most: what one request brings."""
+        if len(segments) != 1 or not self._is_stored_so(segments[0], 0, self.shape.tokens):
+            return 1
+        manifest, _, location = segments[0].cartridge
+        if manifest.payload.encoding != "plain" or len(self._heads) < manifest.fingerprint.kv_heads:
+            return 1  # it does not come as it is served; other ranks' heads lie between the parts of two chunks
+        return max(1, self._sources.request_bytes(location) // self.shape.size_bytes)
+
+    def load_run(
+        self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
+    ) -> list[CartridgeError | None]:
+        """Do `load` for `chunk` and those after it, `run_of` at most; return for each None, or what it would raise.
+
+        Those that are not in the disk tier are asked for together. Where that brings wrong bytes each is loaded by
+        itself, so one bad chunk fails alone.
+        """
+        cartridge, buffers = segments[0].cartridge, [memoryview(out.numpy()) for out in outs]
+        done = [self._read_copy(cartridge, chunk + i, buffer) for i, buffer in enumerate(buffers)]
+        if not any(done):
+            try:
+                done = self._fetch_run(cartridge, chunk, buffers)
+            except SourceError as error:
+                error.digest = cartridge.manifest.digest
+                return [error] * len(outs)
+        return [
+            None if loaded else self._attempt(segments, chunk + i, out)
+            for i, (loaded, out) in enumerate(zip(done, outs, strict=True))
+        ]
+
+    def _attempt(self, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> CartridgeError | None:
+        try:
+            self.load(segments, chunk, out)
+        except CartridgeError as error:
+            return error
+        return None
 
     def _is_stored_so(self, segment: Segment, start: int, end: int) -> bool:
         manifest = segment.cartridge.manifest
@@ -150,39 +192,71 @@ class ChunkLoader:
 
     def _read(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
         """Fill `out` with this rank's heads of a stored chunk and verify them, from the disk tier if it can."""
-        manifest, _, location = cartridge
-        path = f"{location}/{manifest.payload.file}"
-        key = PieceKey(manifest.digest, stored, self._heads.start, self._heads.stop)
-        disk = self._disk if self._keep_local or self._sources.is_remote(location) else None
-        if disk is not None and disk.read_into(key, out):
-            try:
-                self._check(manifest, stored, out, str(disk.root))
-                return
-            except ArtifactError:
-                disk.discard(key)
-        self._fetch(cartridge, stored, out)
+        if self._read_copy(cartridge, stored, out):
+            return
         try:
-            self._check(manifest, stored, out, path)
+            self._fetch(cartridge, stored, out)
         except CorruptChunk:
             # Once more: it may have been damaged on its way, or be in the middle of being written.
-            self._fetch(cartridge, stored, out)
             try:
-                self._check(manifest, stored, out, path)
+                self._fetch(cartridge, stored, out)
             except CorruptChunk:
                 self._diagnose(cartridge, stored)
                 raise
-        if disk is not None:
-            disk.write(key, out)
+
+    def _read_copy(self, cartridge: Cartridge, stored: int, out: memoryview) -> bool:
+        """Fill `out` from the disk tier and verify it; False if it has no copy, or a bad one, which is discarded."""
+        disk = self._disk_for(cartridge)
+        if disk is None:
+            return False
+        check = self._check(cartridge.manifest, stored)
+        if not disk.read_into(self._piece(cartridge, stored), out, check.update):
+            return False
+        try:
+            self._finish(check, cartridge.manifest, stored, out, str(disk.root))
+        except ArtifactError:
+            disk.discard(self._piece(cartridge, stored))
+            return False
+        return True
 
     def _fetch(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
+        """Fill `out` from the source itself, verify it, and keep a copy in the disk tier."""
         manifest, _, location = cartridge
         where = artifact.chunk_range(manifest, stored, self._heads)
+        check = self._check(manifest, stored)
+        with self._counted(cartridge, f"chunk {stored}", len(out)):
+            self._sources.read_into(location, manifest.payload.file, where, out, check.update)
+        self._keep(check, cartridge, stored, out)
+
+    def _fetch_run(self, cartridge: Cartridge, first: int, outs: Sequence[memoryview]) -> list[bool]:
+        """Do `_fetch` for chunks in a row by one request and return which of them are as they should be."""
+        manifest, _, location = cartridge
+        start, size_bytes = artifact.chunk_range(manifest, first, self._heads).start, sum(map(len, outs))
+        try:
+            with self._counted(cartridge, f"chunks {first} to {first + len(outs) - 1}", size_bytes):
+                self._sources.read_each(location, manifest.payload.file, start, outs)
+        except ArtifactError:  # it ends early, and the first of them may be there
+            return [False] * len(outs)
+        return [self._is_sound(cartridge, first + i, out) for i, out in enumerate(outs)]
+
+    def _is_sound(self, cartridge: Cartridge, stored: int, data: memoryview) -> bool:
+        check = self._check(cartridge.manifest, stored)
+        check.update(data)
+        try:
+            self._keep(check, cartridge, stored, data)
+        except ArtifactError:
+            return False
+        return True
+
+    @contextmanager
+    def _counted(self, cartridge: Cartridge, what: str, size_bytes: int) -> Iterator[None]:
+        """Count a read of a source, and say in its errors what was read."""
         started, failed = time.perf_counter(), True
         try:
-            self._sources.read_into(location, manifest.payload.file, where, out)
+            yield
             failed = False
         except (SourceError, ArtifactError) as error:
-            raise type(error)(f"cartridge {manifest.name}: chunk {stored}: {error}") from error
+            raise type(error)(f"cartridge {cartridge.manifest.name}: {what}: {error}") from error
         finally:
             took_s = time.perf_counter() - started
             with self._lock:
@@ -190,18 +264,36 @@ class ChunkLoader:
                 self._stats = now._replace(
                     reads=now.reads + 1,
                     failed=now.failed + failed,
-                    read_bytes=now.read_bytes + (0 if failed else len(out)),
+                    read_bytes=now.read_bytes + (0 if failed else size_bytes),
                     read_seconds=now.read_seconds + took_s,
                 )
 
-    def _check(self, manifest: Manifest, stored: int, data: memoryview, where: str) -> None:
+    def _keep(self, check: ChunkCheck, cartridge: Cartridge, stored: int, data: memoryview) -> None:
+        """Raise unless what was fetched is as it should be; then keep a copy where copies are kept."""
+        manifest, _, location = cartridge
+        self._finish(check, manifest, stored, data, f"{location}/{manifest.payload.file}")
+        if disk := self._disk_for(cartridge):
+            disk.write(self._piece(cartridge, stored), data)
+
+    def _disk_for(self, cartridge: Cartridge) -> DiskTier | None:
+        return self._disk if self._keep_local or self._sources.is_remote(cartridge.location) else None
+
+    def _piece(self, cartridge: Cartridge, stored: int) -> PieceKey:
+        return PieceKey(cartridge.manifest.digest, stored, self._heads.start, self._heads.stop)
+
+    def _check(self, manifest: Manifest, stored: int) -> ChunkCheck:
+        known = self._finite.get(manifest.digest, 0) >> stored & 1
+        return ChunkCheck(manifest, stored, self._heads, known_finite=bool(known))
+
+    def _finish(self, check: ChunkCheck, manifest: Manifest, stored: int, data: memoryview, where: str) -> None:
         try:
-            artifact.verify_chunk(manifest, stored, self._heads, data, where)
+            check.finish(data, where)
         except CorruptChunk:
             with self._lock:
                 self._stats = self._stats._replace(corrupt=self._stats.corrupt + 1)
             raise
-        artifact.check_finite(manifest, stored, data, where)
+        with self._lock:
+            self._finite[manifest.digest] = self._finite.get(manifest.digest, 0) | 1 << stored
 
     def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
         """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""

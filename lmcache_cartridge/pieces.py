@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from .bytesource import Seen
 from .sources import read_exactly
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -60,7 +61,7 @@ class PieceFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def read_into(self, key: PieceKey, out: memoryview) -> None:
+    def read_into(self, key: PieceKey, out: memoryview, seen: Seen | None = None) -> None:
         """Fill `out` with a piece and note its use, where that may be written. Blocks for the read; takes no lock.
 
         Raises `FileNotFoundError` when there is none, `CartridgeError` when it ends early. `out` is then undefined.
@@ -70,7 +71,7 @@ class PieceFiles:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size != len(out):
                 raise OSError(errno.EINVAL, f"no file of {len(out)} bytes", name)
-            read_exactly(descriptor, 0, out, name)
+            read_exactly(descriptor, 0, out, name, seen)
             with suppress(OSError):
                 _use(descriptor)
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 Load = Callable[[ChunkKey, torch.Tensor], None]
 """Fills a slot, flat uint8, with the verified bytes of a chunk; raises `CartridgeError` when it cannot."""
 
+LoadRun = Callable[[ChunkKey, Sequence[torch.Tensor]], Sequence[CartridgeError | None]]
+"""Fills slots with a chunk and those that follow it; returns for each None, or why it could not be loaded."""
 
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets in which durations of loads are counted; a last bucket holds what took longer."""
@@ -65,11 +67,12 @@ class ResidencyStats(NamedTuple):
 class _Entry:
     """The one record of a chunk that is in memory or on its way there."""
 
-    __slots__ = ("error", "holds", "leases", "loans", "slot", "state")
+    __slots__ = ("begun", "error", "holds", "leases", "loans", "slot", "state")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.state: Literal["loading", "resident", "gone"] = "loading"
+        self.begun = False  # else it waits for a thread
         self.error: CartridgeError | None = None
         self.leases: deque[float] = deque()
         self.loans = 0
@@ -182,15 +185,20 @@ class Residency:
         threads: int = 4,
         slow_threads: int = 0,
         is_slow: Callable[[ChunkKey], bool] = lambda key: False,
+        load_run: LoadRun | None = None,
+        run_of: Callable[[ChunkKey], int] = lambda key: 1,
         lease_s: float = 300.0,
         on_failure: Callable[[ChunkKey, CartridgeError], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_failure` hears of every load that raised, from the loading thread, before any waiter does.
 
-        Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting.
+        Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting. A
+        chunk's thread takes chunks that follow it and wait along, `run_of` it in all at most, and has `load_run` load
+        them together.
         """
         self._slab, self._load, self._on_failure = slab, load, on_failure
+        self._load_run, self._run_of = load_run, run_of
         self.budget_bytes = slab.slots * slab.slot_bytes
         self._is_slow, self._lease_s, self._clock = is_slow, lease_s, clock
         self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
@@ -420,31 +428,64 @@ class Residency:
         return entry
 
     def _run_load(self, key: ChunkKey, entry: _Entry) -> None:
-        error, started = None, time.perf_counter()
+        run = self._take(key, entry)
+        if not run:
+            return  # the thread of one before it has it
+        started = time.perf_counter()
+        errors = self._loaded(key, [self._slab.tensor(entry.slot) for entry in run])
+        keys = [key._replace(chunk=key.chunk + i) for i in range(len(run))]
+        for failed, error in zip(keys, errors, strict=True):
+            if error is not None:
+                self._tell(failed, error)
+        took_s = (time.perf_counter() - started) / len(run)
+        with self._changed:
+            for loaded, entry, error in zip(keys, run, errors, strict=True):
+                self._settle(loaded, entry, error, took_s)
+            self._changed.notify_all()
+
+    def _take(self, key: ChunkKey, entry: _Entry) -> list[_Entry]:
+        """Return an entry and those after it that this thread is to load with it; none if another thread does."""
+        limit = self._run_of(key)
+        with self._lock:
+            run: list[_Entry] = []
+            following: _Entry | None = entry
+            while following is not None and not following.begun and len(run) < limit:
+                following.begun = True
+                run.append(following)
+                following = self._entries.get(key._replace(chunk=key.chunk + len(run)))
+            return run
+
+    def _loaded(self, key: ChunkKey, slots: Sequence[torch.Tensor]) -> Sequence[CartridgeError | None]:
         try:
-            self._load(key, self._slab.tensor(entry.slot))
+            if len(slots) > 1:
+                return self._load_run(key, slots)
+            self._load(key, slots[0])
+            return [None]
         except CartridgeError as caught:
-            error = caught
+            return [caught] * len(slots)
         except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
             error = CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
-        if error is not None and self._on_failure is not None:
+            return [error] * len(slots)
+
+    def _tell(self, key: ChunkKey, error: CartridgeError) -> None:
+        if self._on_failure is not None:
             try:
                 self._on_failure(key, error)
             except Exception:
                 logger.exception("chunk %d of %s was not loaded (%s), and nobody heard", key.chunk, key.digest, error)
-        took_s = time.perf_counter() - started
-        with self._changed:
-            self._load_seconds += took_s
-            self._load_counts[bisect_left(LOAD_SECONDS, took_s)] += 1
-            if error is None:
-                entry.state = "resident"
-                self._promoted += 1
-            else:
-                entry.state, entry.error = "gone", error
-                self._failed += 1
-                del self._entries[key]
-                self._slab.give(entry.slot)
-            self._changed.notify_all()
+
+    def _settle(self, key: ChunkKey, entry: _Entry, error: CartridgeError | None, took_s: float) -> None:
+        """Note how a load ended. The lock is held."""
+        self._load_seconds += took_s
+        self._load_counts[bisect_left(LOAD_SECONDS, took_s)] += 1
+        if error is None:
+            entry.state = "resident"
+            self._promoted += 1
+        else:
+            entry.state, entry.error = "gone", error
+            self._failed += 1
+            del self._entries[key]
+            self._slab.give(entry.slot)
 
     def _is_idle(self, entry: _Entry, now: float) -> bool:
         return entry.state == "resident" and not (entry.holds or entry.loans or entry.live_leases(now))

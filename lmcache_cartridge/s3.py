@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
-import random
 import re
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import cached_property, partial
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from .bytesource import ByteRange, Small
-from .errors import (
-    CartridgeError,
-    MalformedLocation,
-    SourceDenied,
-    SourceError,
-    SourceNotFound,
-    SourceTimeout,
-    TruncatedPayload,
-)
+from .bytesource import ByteRange, Seen, Small
+from .errors import MalformedLocation, SourceError, TruncatedPayload
+from .s3_call import Broken, Call, cause_of, final, status_of
 from .workers import Workers
-
-T = TypeVar("T")
 
 SCHEME = "s3://"
 _BUCKET = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){1,61}[A-Za-z0-9]")
@@ -35,7 +21,6 @@ _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _STEP_BYTES = 1 << 20
 """Most that is taken from a connection at once; between two steps a read notices that it was given up. Measured: 1.6 GB/s,
 1.3 with a quarter of it, 1.4 with four times as much, from a server on the same machine."""
-_LONGEST_BACKOFF_S = 5.0
 
 
 def parse(location: str) -> tuple[str, str]:
@@ -105,7 +90,7 @@ class S3Source:
         self._workers = Workers(connections, "s3")
         self._closed = False
 
-    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
         target = _target(location, file)
         if not len(out):
@@ -115,10 +100,18 @@ class S3Source:
             parts = [out[start : start + self._part_bytes] for start in starts]
             call.run(
                 [
-                    partial(self._fill, call, target, where.start + start, part)
+                    partial(self._fill, call, target, where.start + start, [part])
                     for start, part in zip(starts, parts, strict=True)
                 ]
             )
+        if seen:
+            seen(out)
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """See `ByteSource.read_each`."""
+        target = _target(location, file)
+        with self._call(location, file) as call:
+            call.run([partial(self._fill, call, target, start, outs)])
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """See `ByteSource.read`."""
@@ -162,10 +155,10 @@ class S3Source:
     def _uploader(self) -> Any:
         return self._new_client(retries={"mode": "standard", "total_max_attempts": self._attempts})
 
-    def _call(self, location: str, file: str) -> _Call:
+    def _call(self, location: str, file: str) -> Call:
         if self._closed:
             raise SourceError(f"{location}/{file}: the source was closed")
-        return _Call(
+        return Call(
             f"{location}/{file} {self._endpoint}", self._workers, self._timeout_s, self._attempts, self._backoff_s
         )
 
@@ -174,31 +167,31 @@ class S3Source:
         try:
             request()
         except Exception as error:
-            raise _final(error, f"{location}/{file} {self._endpoint}") from _cause(error)
+            raise final(error, f"{location}/{file} {self._endpoint}") from cause_of(error)
 
-    def _fill(self, call: _Call, target: dict[str, str], start: int, out: memoryview) -> None:
-        """Fill `out` from `start` of an object, going on from where a connection broke."""
-        done = 0
+    def _fill(self, call: Call, target: dict[str, str], start: int, outs: Sequence[memoryview]) -> None:
+        """Fill `outs` from `start` of an object, going on from where a connection broke."""
+        done, size = 0, sum(map(len, outs))
 
         def rest() -> None:
             nonlocal done
-            end = start + len(out)
+            end = start + size
             response = self._client.get_object(**target, Range=f"bytes={start + done}-{end - 1}")
             with response["Body"] as body:
                 _check_range(response, start + done, end, call.name)
-                while done < len(out) and (data := body.read1(min(_STEP_BYTES, len(out) - done))):
-                    call.write(out, done, data)
+                while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
+                    call.write(outs, done, data)
                     done += len(data)
-            if done < len(out):
-                raise _Broken("the answer ended early")
+            if done < size:
+                raise Broken("the answer ended early")
 
         call.retry(rest, lambda: done)
 
-    def _whole(self, call: _Call, target: dict[str, str], limit_bytes: int) -> Small | None:
+    def _whole(self, call: Call, target: dict[str, str], limit_bytes: int) -> Small | None:
         try:
             response = self._client.get_object(**target)
         except Exception as error:
-            if _status(error) == 304:
+            if status_of(error) == 304:
                 return None
             raise
         data, length = bytearray(), response.get("ContentLength")
@@ -212,82 +205,8 @@ class S3Source:
         if max(len(data), length or 0) > limit_bytes:
             raise SourceError(f"{call.name} has more than the {limit_bytes} bytes that it may have")
         if length is not None and len(data) != length:
-            raise _Broken("the answer ended early")
+            raise Broken("the answer ended early")
         return Small(bytes(data), response.get("ETag", ""))
-
-
-class _Broken(SourceError):
-    """A request failed in a way that may pass."""
-
-
-class _GivenUp(Exception):
-    """The call that a thread works for has ended."""
-
-
-class _Call:
-    """One call, a context manager: its deadline, its retries, and that nothing is written for it once it has ended."""
-
-    def __init__(self, name: str, workers: Workers, timeout_s: float, attempts: int, backoff_s: float) -> None:
-        self.name = name
-        self._workers, self._attempts, self._backoff_s = workers, attempts, backoff_s
-        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._last: Exception | None = None
-
-    def __enter__(self) -> _Call:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._ended.set()
-
-    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run tasks on the workers and return their results; raise the first error, or `SourceTimeout`."""
-        futures = [self._workers.submit(task) for task in tasks]
-        try:
-            done, waiting = wait(futures, max(0.0, self._deadline - time.monotonic()), FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if waiting:
-                last = f"; last: {self._last}" if self._last else ""
-                raise SourceTimeout(f"{self.name} was not read within s3_timeout_s, {self._timeout_s:g} s{last}")
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
-
-    def write(self, out: memoryview, start: int, data: bytes) -> None:
-        """Copy into the caller's buffer, which stays the caller's alone once the call has ended."""
-        with self._lock:
-            self.check()
-            out[start : start + len(data)] = data
-
-    def check(self) -> None:
-        """Raise `_GivenUp` if the call has ended."""
-        if self._ended.is_set():
-            raise _GivenUp
-
-    def retry(self, request: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        """Return what `request` returns, repeating what may pass; one that made `progress` counts as a new one."""
-        failures, before = 0, progress()
-        while True:
-            self.check()
-            try:
-                return request()
-            except _GivenUp:
-                raise
-            except Exception as error:
-                problem = _mapped(error, self.name)
-                if not isinstance(problem, _Broken):
-                    raise problem from _cause(error)
-                failures = failures + 1 if progress() == before else 1
-                before = progress()
-                self._last = problem
-                if failures >= self._attempts:
-                    raise SourceError(f"{self.name}: {problem}; tried {failures} times") from _cause(error)
-            longest = min(_LONGEST_BACKOFF_S, self._backoff_s * 2 ** (failures - 1))
-            self._ended.wait(longest * random.uniform(0.5, 1))
 
 
 def _client(endpoint_url: str | None, region: str | None, **options: Any) -> Any:
@@ -342,67 +261,3 @@ def _check_range(response: dict, start: int, end: int, name: str) -> None:
         f"{name}: asked for bytes {start} to {end}, the server answered {status} with other ones; it or a proxy before "
         "it does not support ranges"
     )
-
-
-def _status(error: Exception) -> int:
-    response = getattr(error, "response", None)
-    return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) if isinstance(response, dict) else 0
-
-
-def _mapped(error: Exception, name: str) -> CartridgeError:
-    """Return the error of ours for a foreign one, `_Broken` for one that may pass. None says a secret."""
-    import urllib3
-    from botocore import exceptions as aws
-
-    kind = type(error).__name__
-    if isinstance(error, CartridgeError):
-        return error
-    if isinstance(error, aws.ClientError):
-        return _answered(_status(error), error.response.get("Error", {}).get("Code", ""), name)
-    without = (
-        aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError, aws.TokenRetrievalError,
-        aws.SSOError,
-    )  # fmt: skip
-    if isinstance(error, without):
-        return SourceDenied(
-            f"{name}: no credentials ({kind}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
-        )
-    if isinstance(error, aws.SSLError):
-        return SourceError(f"{name}: TLS failed; is the certificate one that AWS_CA_BUNDLE or the system knows?")
-    passing = (
-        aws.ConnectionError, aws.ConnectionClosedError, aws.EndpointConnectionError, aws.ReadTimeoutError,
-        aws.ResponseStreamingError, aws.IncompleteReadError, urllib3.exceptions.HTTPError, http.client.HTTPException,
-        OSError,
-    )  # fmt: skip
-    if isinstance(error, passing) or kind == "ResponseParserError":
-        return _Broken(f"the connection failed ({kind})")
-    return SourceError(f"{name}: the request failed ({kind})")
-
-
-def _answered(status: int, code: str, name: str) -> CartridgeError:
-    code = code if re.fullmatch(r"[A-Za-z0-9.]{1,64}", code) else ""
-    answer = f"the server answers {status} {code}".rstrip()
-    if status == 404:
-        return SourceNotFound(f"{name}: {answer}; no such object")
-    if status in (401, 403):
-        return SourceDenied(
-            f"{name}: {answer}; these credentials may not use it, or it is not there and they may not list the bucket"
-        )
-    if status == 416:
-        return TruncatedPayload(f"{name} ends before the bytes that were asked for")
-    if status >= 500 or status in (408, 429) or code in ("RequestTimeout", "SlowDown"):
-        return _Broken(answer)
-    return SourceError(f"{name}: {answer}")
-
-
-def _final(error: Exception, name: str) -> CartridgeError:
-    problem = _mapped(error, name)
-    return SourceError(f"{name}: {problem}") if isinstance(problem, _Broken) else problem
-
-
-def _cause(error: Exception) -> Exception | None:
-    """Return the error to show as the cause; an unknown one may quote request headers, so it is not shown."""
-    from botocore import exceptions as aws
-
-    shown = (aws.ClientError, aws.ConnectionError, aws.ConnectionClosedError, aws.ReadTimeoutError, OSError)
-    return error if isinstance(error, shown) and not isinstance(error, CartridgeError) else None

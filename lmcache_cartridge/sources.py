@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bytesource import ByteRange, ByteSource, Small
+from .bytesource import ByteRange, ByteSource, Seen, Small
 from .errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
 from .s3 import SCHEME, S3Source
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ByteSource", "LocalSource", "S3Source", "Small", "Sources", "read_exactly"]
 
+_STEP_BYTES = 1 << 19
+"""Most that is read before it is shown, so that it is in the reading core's cache then. Measured with a chunk's check: an
+eighth less time with 512 KiB than with 128, no more with 1 MiB."""
+
 
 class LocalSource:
     """Artefacts in local directories, read with `preadv` straight into the caller's buffer. See `ByteSource`.
@@ -23,14 +28,25 @@ class LocalSource:
     In four threads that was 1.9 times as fast as aiofiles' `readinto` in chunks of 4 MiB, and 1.6 times in 16 KiB.
     """
 
-    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
         if not len(out):
             return
-        path = Path(location) / file
+        path = f"{location}/{file}"
         descriptor = _open(path)
         try:
-            read_exactly(descriptor, where.start, out, str(path))
+            read_exactly(descriptor, where.start, out, path, seen)
+        finally:
+            os.close(descriptor)
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """See `ByteSource.read_each`."""
+        path = f"{location}/{file}"
+        descriptor = _open(path)
+        try:
+            for out in outs:
+                read_exactly(descriptor, start, out, path)
+                start += len(out)
         finally:
             os.close(descriptor)
 
@@ -79,9 +95,17 @@ class Sources:
         """Return whether a location is on S3."""
         return location.startswith(SCHEME)
 
-    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview) -> None:
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
-        self._of(location).read_into(location, file, where, out)
+        self._of(location).read_into(location, file, where, out, seen)
+
+    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
+        """See `ByteSource.read_each`."""
+        self._of(location).read_each(location, file, start, outs)
+
+    def request_bytes(self, location: str) -> int:
+        """Return how much to ask for at once, where many small requests cost more than few; 0 where they do not."""
+        return self._settings.s3_part_bytes if self.is_remote(location) else 0
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
         """See `ByteSource.read`."""
@@ -119,20 +143,24 @@ class Sources:
         return self._local
 
 
-def read_exactly(descriptor: int, offset: int, out: memoryview, path: str) -> None:
+def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen: Seen | None = None) -> None:
     """Fill `out` from `offset` of an open file. Raises `TruncatedPayload` or `SourceError`, naming `path`."""
-    done = 0
+    done = shown = 0
     while done < len(out):
+        end = shown + _STEP_BYTES if seen else len(out)
         try:
-            count = os.preadv(descriptor, [out[done:]], offset + done)
+            count = os.preadv(descriptor, [out[done:end]], offset + done)
         except OSError as error:
             raise _mapped(error, path) from error
         if count == 0:
             raise TruncatedPayload(f"{path} ends at byte {offset + done}, {len(out) - done} bytes early")
         done += count
+        if seen and done in (end, len(out)):  # a short read may end within a number
+            seen(out[shown:done])
+            shown = done
 
 
-def _open(path: Path) -> int:
+def _open(path: Path | str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -19,7 +19,7 @@ from .errors import ArtifactError, CartridgeError, ModelMismatch, OverBudget
 from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher
 from .layout import ChunkShape, rank_heads
-from .loader import ChunkLoader
+from .loader import ChunkLoader, Segment
 from .mirror import Mirror
 from .quarantine import Quarantine
 from .registry import Registry
@@ -162,7 +162,7 @@ class CartridgeStore:
         )
         self._cpu = Residency(
             slab, self._load, threads=settings.load_threads, slow_threads=settings.s3_connections,
-            is_slow=self._is_remote, lease_s=settings.lease_s, on_failure=self._load_failed, clock=clock,
+            is_slow=self._is_remote, load_run=self._load_run, run_of=self._run_of, lease_s=settings.lease_s, on_failure=self._load_failed, clock=clock,
         )  # fmt: skip
         self._catalog.refresh()
         self._device = self._open_device(settings)
@@ -427,10 +427,19 @@ class CartridgeStore:
                 torch.cuda.current_stream(out.device).synchronize()
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
+        self._loader.load(self._segments(key), key.chunk, out)
+
+    def _load_run(self, key: ChunkKey, outs: Sequence[torch.Tensor]) -> list[CartridgeError | None]:
+        return self._loader.load_run(self._segments(key), key.chunk, outs)
+
+    def _segments(self, key: ChunkKey) -> Sequence[Segment]:
         segments = self._catalog.segments(key.digest)
         if not segments:
             raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
-        self._loader.load(segments, key.chunk, out)
+        return segments
+
+    def _run_of(self, key: ChunkKey) -> int:
+        return self._loader.run_of(self._catalog.segments(key.digest))
 
     def _is_remote(self, key: ChunkKey) -> bool:
         return any(Sources.is_remote(s.cartridge.location) for s in self._catalog.segments(key.digest))

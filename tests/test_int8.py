@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from lmcache_cartridge import artifact
 from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify
+from lmcache_cartridge.bytesource import Seen
 from lmcache_cartridge.codec import decode, encode
 from lmcache_cartridge.disk import DiskTier, PieceKey
 from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload, WrongShape
@@ -41,9 +42,11 @@ class _Local:
     def __init__(self) -> None:
         self.ranges: list[artifact.ByteRange] = []
 
-    def read_into(self, location: str, file: str, where: artifact.ByteRange, out: memoryview) -> None:
+    def read_into(
+        self, location: str, file: str, where: artifact.ByteRange, out: memoryview, seen: Seen | None = None
+    ) -> None:
         self.ranges.append(where)
-        LocalSource().read_into(location, file, where, out)
+        LocalSource().read_into(location, file, where, out, seen)
 
 
 def _by_hand(data: bytes, shape: Fingerprint, heads: int, tokens: int) -> torch.Tensor:

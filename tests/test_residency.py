@@ -899,3 +899,80 @@ def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_residency: Ca
     clock.now += 60  # the first, of a request that never came, has run out; leases are 100 s long here
     assert residency.release(key), "the second request is done"
     assert residency.evict("a") == 1, "its lease went on without it"
+
+
+class _Together:
+    """Loads chunks in a row together, up to `most`, and notes each call."""
+
+    def __init__(self, loads: _Loads, most: int) -> None:
+        self._loads, self._most = loads, most
+        self.runs: list[list[int]] = []
+
+    def run_of(self, key: ChunkKey) -> int:
+        return self._most
+
+    def __call__(self, key: ChunkKey, outs: list[torch.Tensor]) -> list[CorruptChunk | None]:
+        keys = [key._replace(chunk=key.chunk + i) for i in range(len(outs))]
+        self.runs.append([key.chunk for key in keys])
+        outcomes: list[CorruptChunk | None] = []
+        for one, out in zip(keys, outs, strict=True):
+            try:
+                self._loads(one, out)
+                outcomes.append(None)
+            except CorruptChunk as error:
+                outcomes.append(error)
+        return outcomes
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        return {"load_run": self, "run_of": self.run_of, "clock": time.monotonic}
+
+
+def test_chunks_that_wait_in_a_row_are_loaded_together_up_to_a_limit(open_residency: Callable, loads: _Loads) -> None:
+    together = _Together(loads, 3)
+    residency, keys = open_residency(20, threads=1, **together.arguments), _keys("a", 8)
+    assert residency.acquire([*keys, *_keys("b", 2)], 10) == 10
+    assert together.runs == [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1]]
+    assert set(loads.counts.values()) == {1}
+    for key in keys:
+        with residency.lend(key) as loan:
+            assert _intact(loan, key)
+    stats = residency.stats()
+    assert (stats.promoted, stats.loading, sum(stats.load_counts)) == (10, 0, 10)
+
+
+def test_what_is_there_or_on_its_way_is_not_taken_along(open_residency: Callable, loads: _Loads) -> None:
+    together = _Together(loads, 9)
+    residency, keys = open_residency(20, threads=2, **together.arguments), _keys("a", 7)
+    assert residency.acquire(keys[2:3], 10) == 1
+    loads.held = {keys[5]: threading.Event()}
+    residency.want(keys[5:6])
+    _until(lambda: loads.counts[keys[5]] == 1)
+    residency.want(keys)
+    _until(lambda: residency.resident(keys) == 5)
+    loads.held[keys[5]].set()
+    assert residency.acquire(keys, 10) == 7
+    assert together.runs == [[0, 1], [3, 4]]
+    assert set(loads.counts.values()) == {1}
+
+
+def test_of_chunks_loaded_together_a_bad_one_fails_alone(open_residency: Callable, loads: _Loads) -> None:
+    together, failed = _Together(loads, 9), []
+    residency, keys = open_residency(5, on_failure=lambda k, _: failed.append(k), **together.arguments), _keys("a", 5)
+    loads.broken.add(keys[2])
+    assert residency.acquire(keys, 10) == 2
+    _quiet(residency)
+    assert (_held(residency, keys), failed) == ([0, 1, 3, 4], [keys[2]])
+    assert residency.stats().failed == 1
+    loads.broken.clear()
+    assert residency.acquire(keys, 10) == 5, "its slot is free again"
+
+
+def test_a_bug_in_loading_together_fails_all_of_them_and_hangs_nobody(open_residency: Callable) -> None:
+    def broken(key: ChunkKey, outs: list[torch.Tensor]) -> list[None]:
+        raise ZeroDivisionError("oops")
+
+    residency = open_residency(5, load_run=broken, run_of=lambda key: 5, clock=time.monotonic)
+    assert residency.acquire(_keys("a", 5), 10) == 0
+    _quiet(residency)
+    assert residency.stats().failed == 5

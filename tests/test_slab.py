@@ -38,3 +38,8 @@ def test_a_slot_is_handed_out_again_only_after_it_was_given_back() -> None:
     slab.give(first)
     assert slab.free_slots == 1
     assert slab.take() == first != second
+
+
+def test_slots_of_whole_pages_begin_at_a_page() -> None:
+    slab = Slab(8192, 5 * 8192)
+    assert [slab.tensor(slab.take()).data_ptr() % 4096 for _ in range(5)] == [0] * 5

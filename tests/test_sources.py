@@ -14,6 +14,7 @@ import pytest
 from making import run_threads
 from s3 import S3Server
 
+from lmcache_cartridge import sources as sources_module
 from lmcache_cartridge.bytesource import ByteRange
 from lmcache_cartridge.errors import (
     MalformedLocation,
@@ -111,6 +112,57 @@ def _read(place: Place, start: int, end: int, file: str = "payload") -> bytes:
 )  # fmt: skip
 def test_a_range_fills_the_buffer_and_nothing_beyond_it(place: Place, start: int, end: int) -> None:
     assert _read(place, start, end) == CONTENT[start:end]
+
+
+@pytest.mark.parametrize("sizes", [[1], [10, 10, 10], [70_000, 1, 0, 130_000], [SIZE - 5]])
+def test_buffers_in_a_row_are_filled_one_after_the_other_and_nothing_beyond_them(
+    place: Place, sizes: list[int]
+) -> None:
+    buffers = [bytearray(b"\xee" * (size + 2)) for size in sizes]
+    place.source.read_each(place.location, "payload", 5, [memoryview(buffer)[1:-1] for buffer in buffers])
+    assert b"".join(buffer[1:-1] for buffer in buffers) == CONTENT[5 : 5 + sum(sizes)]
+    assert all(buffer[0] == buffer[-1] == 0xEE for buffer in buffers)
+
+
+def test_buffers_in_a_row_beyond_the_end_are_truncated(place: Place) -> None:
+    with pytest.raises(TruncatedPayload, match="payload"):
+        place.source.read_each(place.location, "payload", SIZE - 15, [memoryview(bytearray(10)) for _ in range(2)])
+
+
+@pytest.mark.parametrize("step", [1000, PART, SIZE - 1, SIZE, 2 * SIZE])
+def test_a_reader_is_shown_all_bytes_in_order_as_they_come(
+    place: Place, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setattr(sources_module, "_STEP_BYTES", step)
+    shown, out = bytearray(), bytearray(SIZE)
+    place.source.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(out), shown.extend)
+    assert shown == out == CONTENT
+
+
+def test_what_a_reader_raises_ends_the_read_and_leaves_nothing_open(place: Place) -> None:
+    def refuse(part: memoryview) -> None:
+        raise KeyError(bytes(part[:1]))
+
+    for _ in range(3):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(KeyError):
+            place.source.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(bytearray(SIZE)), refuse)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_local_reader_is_shown_whole_steps_however_little_a_read_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file system here reads short before a file's end, as network ones may, so the system call is cut short."""
+    (tmp_path / "payload").write_bytes(CONTENT)
+    monkeypatch.setattr(sources_module, "_STEP_BYTES", 1000)
+    preadv, parts, out = os.preadv, [], bytearray(2500)
+    monkeypatch.setattr(os, "preadv", lambda descriptor, into, at: preadv(descriptor, [into[0][:333]], at))
+    LocalSource().read_into(
+        str(tmp_path), "payload", ByteRange(7, 2507), memoryview(out), lambda p: parts.append(bytes(p))
+    )
+    assert [len(part) for part in parts] == [1000, 1000, 500]
+    assert b"".join(parts) == out == CONTENT[7:2507]
 
 
 @pytest.mark.parametrize(
