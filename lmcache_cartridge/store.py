@@ -48,7 +48,7 @@ class Engine(NamedTuple):
     world: int
     """Tensor-parallel ranks."""
     layout: str
-    """How the engine's injector reads chunks: a key of `layout.VIEWS`."""
+    """How the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
     hasher: Hasher
     pin_memory: bool
     allow_trained: bool

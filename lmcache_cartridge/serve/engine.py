@@ -117,7 +117,7 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
     from .inject import EngineWriteConnector
 
     if isinstance(engine.gpu_connector, EngineWriteConnector):
-        return "heads"
+        return engine.gpu_connector.layout
     caches = [
         layer.kv_cache
         for layer in vllm_config.compilation_config.static_forward_context.values()
