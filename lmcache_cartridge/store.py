@@ -48,7 +48,7 @@ class Engine(NamedTuple):
     world: int
     """Tensor-parallel ranks."""
     layout: str
-    """How the engine's injector reads chunks: a key of `layout.VIEWS`."""
+    """How the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
     hasher: Hasher
     pin_memory: bool
     allow_trained: bool
@@ -166,6 +166,7 @@ class CartridgeStore:
         )  # fmt: skip
         self._catalog.refresh()
         self._device = self._open_device(settings)
+        self._tiers = (self._cpu,) if self._device is None else (self._device, self._cpu)
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
@@ -202,7 +203,7 @@ class CartridgeStore:
         if self._catalog.derive(tag) is None:
             return 0
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
-        return max(tier.resident(keys) for tier in self._memory())
+        return max(tier.resident(keys) for tier in self._tiers)
 
     def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
         """Return the resident bytes of one chunk, the caller's to close, or None if it cannot be had.
@@ -212,7 +213,7 @@ class CartridgeStore:
         servable = self._catalog.derive(tag) is not None
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
         for key in self._catalog.index.candidates(chunk_hash, tag):
-            for tier in self._memory():
+            for tier in self._tiers:
                 if loan := tier.lend(key):
                     return loan
         keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
@@ -224,9 +225,9 @@ class CartridgeStore:
 
     def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Loan]:
         """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
-        self._catalog.derive(tag)
+        self._find(tag)
         keys = self._catalog.index.leading(hashes, tag)
-        loans = next(filter(None, (tier.lend_run(keys) for tier in self._memory())), [])
+        loans = next(filter(None, (tier.lend_run(keys) for tier in self._tiers)), [])
         for chunk_hash in hashes[len(loans) :]:
             loan = self.lend(chunk_hash, tag)
             if loan is None:
@@ -236,12 +237,17 @@ class CartridgeStore:
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
-        self._catalog.derive(tag)
+        self._find(tag)
         for key in self._catalog.index.candidates(chunk_hash, tag):
-            for tier in self._memory():
+            for tier in self._tiers:
                 if tier.release(key):
                     return True
         return False
+
+    def _find(self, tag: str | None) -> None:
+        """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
+        if tag is not None and not self._catalog.index.has(tag):
+            self._catalog.derive(tag)
 
     # What the request layer asks.
 
@@ -368,7 +374,7 @@ class CartridgeStore:
 
     def check(self) -> None:
         """Assert the invariants of the tiers."""
-        for tier in self._memory():
+        for tier in self._tiers:
             tier.check()
 
     def close(self) -> None:
@@ -376,7 +382,7 @@ class CartridgeStore:
         self._stopping.set()
         self._keeper.join()
         self._catalog.close()
-        for tier in self._memory():
+        for tier in self._tiers:
             tier.close()
         self._sources.close()
 
@@ -384,11 +390,8 @@ class CartridgeStore:
         with self._lock:
             return [claim for claim in list(self._open) if not claim.closed]
 
-    def _memory(self) -> tuple[Residency, ...]:
-        return (self._cpu,) if self._device is None else (self._device, self._cpu)
-
     def _named(self) -> list[tuple[str, Residency]]:
-        return [("cpu" if tier is self._cpu else "device", tier) for tier in self._memory()]
+        return [("cpu" if tier is self._cpu else "device", tier) for tier in self._tiers]
 
     def _refusal(self, tag: str) -> Readiness | None:
         if error := self._catalog.refusal(tag):

@@ -4,6 +4,9 @@ vLLM >= 0.26 keeps `[block, head, token, 2 * size]`, and LMCache's multiprocess 
 `[layer, token, head, 2 * size]`. On CPU those last dimensions are names only: the memory of one block and head is a
 region of keys and then one of values, each packed for the instruction set (vLLM 0.32, `cpu_attn.py`).
 
+A layout of tiles is named by their kind and by the tokens of a block, `vec/128`, and lies as LMCache's server moves it; or
+it is `vec/128/blocks`, `[layer, block, head, tile]`, where a block of a layer is one run of bytes, as it is in the engine.
+
 vec     keys `[size][token]`; values `[token][size]`. Where the instruction set is `vec` or `vec16`
 amx     keys `[token / 16][size / 2][16 tokens][2]`; values `[size / 16][token / 2][16 of size][2 tokens]`
 """
@@ -14,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from .layout import DTYPES, ChunkShape
+from .layout import DTYPES, VIEWS, ChunkShape
 
 
 def _vec(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,9 +39,9 @@ _PACKS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 KINDS = tuple(_PACKS)
 
 
-def layout(kind: str, block_tokens: int) -> str:
-    """Return the name of the layout of tiles of `kind` in blocks of `block_tokens`: `vec/128`."""
-    return f"{kind}/{block_tokens}"
+def layout(kind: str, block_tokens: int, *, blocks: bool = False) -> str:
+    """Return the name of the layout of tiles of `kind` in blocks of `block_tokens`: `vec/128`, or `vec/128/blocks`."""
+    return f"{kind}/{block_tokens}" + ("/blocks" if blocks else "")
 
 
 def is_tiled(name: str) -> bool:
@@ -48,25 +51,65 @@ def is_tiled(name: str) -> bool:
 
 def fits(shape: ChunkShape, name: str) -> bool:
     """Whether chunks of `shape` are made of whole tiles of layout `name`."""
-    kind, _, block = name.partition("/")
+    kind, block, _ = _parse(name)
     step = 1 if kind == "vec" else 16
-    return not (shape.tokens % int(block) or int(block) % step or shape.head_size % step)
+    return not (shape.tokens % block or block % step or shape.head_size % step)
 
 
 def pack(canonical: torch.Tensor, out: torch.Tensor, shape: ChunkShape, name: str) -> None:
-    """Fill `out`, flat uint8 of `shape.size_bytes`, with canonical KV `[2, L, T, H, D]` in the tiles of layout `name`.
+    """Fill `out`, flat uint8 of `shape.size_bytes`, with canonical KV `[2, L, T, H, D]` in layout `name`.
+
+    That may be one of `layout.VIEWS` too. Raises `ValueError` where the chunk is not made of whole tiles.
+    """
+    if not is_tiled(name):
+        VIEWS[name](out, shape)[:] = canonical
+        return
+    in_blocks = _parse(name)[2]
+    tiles = out if in_blocks else torch.empty_like(out)
+    for region, packed in _regions(canonical, tiles, shape, name):
+        region.copy_(packed)
+    if not in_blocks:
+        rows = _rows(tiles, shape, name)
+        out.view(rows.dtype).view(rows.shape).copy_(rows)
+
+
+def unpack(packed: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
+    """Return canonical KV `[2, L, T, H, D]` of flat uint8 in a layout of tiles; a new tensor.
 
     Raises `ValueError` where the chunk is not made of whole tiles.
     """
-    kind, _, tokens = name.partition("/")
-    block = int(tokens)
+    canonical = torch.empty(
+        2, shape.layers, shape.tokens, shape.heads, shape.head_size, dtype=DTYPES[shape.dtype], device=packed.device
+    )
+    tiles = packed
+    if not _parse(name)[2]:
+        tiles = torch.empty_like(packed)
+        rows = _rows(tiles, shape, name)
+        rows.copy_(packed.view(rows.dtype).view(rows.shape))
+    for region, place in _regions(canonical, tiles, shape, name):
+        place.copy_(region)
+    return canonical
+
+
+def _parse(name: str) -> tuple[str, int, bool]:
+    """Return the kind, the tokens of a block, and whether a layout has whole blocks."""
+    kind, block, *blocks = name.split("/")
+    return kind, int(block), blocks == ["blocks"]
+
+
+def _regions(
+    canonical: torch.Tensor, tiles: torch.Tensor, shape: ChunkShape, name: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the keys and the values of `[L, block, H, tile]` with the views of canonical KV that fill them."""
+    kind, block, _ = _parse(name)
     if not fits(shape, name):
         raise ValueError(f"chunks of {shape.tokens} tokens and heads of {shape.head_size} are no whole tiles of {name}")
-    blocks = (shape.layers, shape.tokens // block, shape.heads)
-    tiles = torch.empty((2, *blocks, block * shape.head_size), dtype=DTYPES[shape.dtype])
-    keys, values = canonical.unflatten(2, (-1, block)).transpose(3, 4)  # [L, T / block, H, block, D]
-    for region, packed in zip(tiles, _PACKS[kind](keys, values), strict=True):
-        region.view(packed.shape).copy_(packed)
-    # One tile, keys before values, fills the memory that vLLM calls `[token, 2 * size]`.
-    named = tiles.movedim(0, 3).reshape(*blocks, block, 2 * shape.head_size).transpose(2, 3)
-    out.view(DTYPES[shape.dtype]).view(named.shape).copy_(named)
+    halves = tiles.view(DTYPES[shape.dtype]).view(shape.layers, -1, shape.heads, 2, block * shape.head_size).unbind(3)
+    packed = _PACKS[kind](*canonical.unflatten(2, (-1, block)).transpose(3, 4))  # of [L, T / block, H, block, D]
+    return [(half.unflatten(-1, view.shape[3:]), view) for half, view in zip(halves, packed, strict=True)]
+
+
+def _rows(tiles: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
+    """View `[L, block, H, tile]` as `[L, block, token, H, 2 * D]`: what vLLM calls the memory of its tiles."""
+    named = (shape.layers, -1, shape.heads, _parse(name)[1], 2 * shape.head_size)
+    return tiles.view(DTYPES[shape.dtype]).view(named).transpose(2, 3)

@@ -33,6 +33,7 @@ from lmcache.v1.token_database import ChunkedTokenDatabase
 from making import Made, flip_bit, heads_bytes, make_artifact, run_threads
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from lmcache_cartridge import tiles
 from lmcache_cartridge.artifact import PAYLOAD, chunk_range
 from lmcache_cartridge.fingerprint import Fingerprint
 from lmcache_cartridge.layout import kv_2ltd_view
@@ -90,6 +91,12 @@ class Serving(NamedTuple):
     @property
     def store(self) -> CartridgeStore:
         return self.plugin.store
+
+    def packed(self, kv: torch.Tensor) -> bytes:
+        """Return the bytes that a chunk of canonical KV has in memory."""
+        out = torch.empty(self.store.shape.size_bytes, dtype=torch.uint8)
+        tiles.pack(kv, out, self.store.shape, self.store.engine.layout)
+        return out.numpy().tobytes()
 
     def keys(self, name: str, configs: dict[str, Any] | None = None) -> list[CacheEngineKey]:
         """Return LMCache's keys of a cartridge's whole chunks, under its own request configuration or another."""
@@ -300,7 +307,7 @@ def test_what_is_handed_out_is_the_resident_memory_itself(serving: Serving) -> N
         assert one is not other, "LMCache counts references in the object"
         assert one.tensor.data_ptr() == other.tensor.data_ptr() == one.meta.address
         assert memory.data_ptr() <= one.tensor.data_ptr() <= memory.data_ptr() + memory.numel() - one.get_size()
-        assert one.tensor.view(torch.uint8).numpy().tobytes() == heads_bytes(
+        assert one.tensor.view(torch.uint8).numpy().tobytes() == serving.packed(
             serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]
         )
     _release(first + second)
@@ -362,7 +369,9 @@ def test_memory_that_is_lent_is_not_reused(home: dict[str, Cartridge], config: V
         objects = _get(serving, serving.keys("short"))
         assert look_up(serving.engine, home["long"].prompt, "long") == 0, "there is no memory but what is lent"
         for chunk, memory_object in enumerate(objects):
-            assert memory_object.byte_array == heads_bytes(home["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+            assert memory_object.byte_array == serving.packed(
+                home["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]
+            )
         _release(objects)
         assert look_up(serving.engine, home["long"].prompt, "long") == 5 * CHUNK
         serving.engine.lookup_unpin("long")
@@ -446,7 +455,7 @@ def test_a_list_of_the_same_length_comes_back_with_none_from_the_first_miss_on(s
 def test_a_get_of_one_key_is_a_get_of_a_list_of_one(serving: Serving) -> None:
     keys, strange = serving.keys("short"), serving.keys("short", tags("somebody"))[0]
     found = serving.plugin.get_blocking(keys[2])
-    assert found.byte_array == heads_bytes(serving.cartridges["short"].kv[:, :, 2 * CHUNK : 3 * CHUNK])
+    assert found.byte_array == serving.packed(serving.cartridges["short"].kv[:, :, 2 * CHUNK : 3 * CHUNK])
     _release([found])
     assert serving.plugin.get_blocking(strange) is None
     assert nothing_is_owed(serving.store)
@@ -718,7 +727,7 @@ def test_a_plugin_that_lmcache_closes_and_builds_again_serves_again(serving: Ser
     assert serving.plugin is not first
     assert serving.store is not store
     for chunk, memory_object in enumerate(objects):
-        expected = heads_bytes(serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+        expected = serving.packed(serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
         assert memory_object.byte_array == expected, "what was handed out stays"
     _release(objects)
     assert nothing_is_owed(store)
@@ -745,7 +754,7 @@ def test_closing_twice_is_no_change_and_ends_every_thread(serving: Serving) -> N
 def test_objects_handed_out_outlive_the_plugin(serving: Serving) -> None:
     objects = _get(serving, serving.keys("short"))
     serving.plugin.close()
-    assert objects[4].byte_array == heads_bytes(serving.cartridges["short"].kv[:, :, 4 * CHUNK :])
+    assert objects[4].byte_array == serving.packed(serving.cartridges["short"].kv[:, :, 4 * CHUNK :])
     _release(objects)
     assert nothing_is_owed(serving.store)
 

@@ -50,7 +50,7 @@ def _within(tier: Residency, loan: Loan) -> bool:
 
 
 def _quiet(store: CartridgeStore) -> None:
-    until(lambda: all(tier.stats().loading == 0 for tier in store._memory()))
+    until(lambda: all(tier.stats().loading == 0 for tier in store._tiers))
 
 
 def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
@@ -59,7 +59,7 @@ def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
     for chunk_hash in prompt.hashes[:found]:
         assert store.release(chunk_hash, prompt.tag)
     _quiet(store)
-    assert [tier.stats().leased for tier in store._memory()] == [0] * len(store._memory())
+    assert [tier.stats().leased for tier in store._tiers] == [0] * len(store._tiers)
 
 
 def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
@@ -261,12 +261,12 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
             else:
                 store.evict(digest)
             store.check()
-            for tier in store._memory():
+            for tier in store._tiers:
                 assert tier.stats().resident_bytes <= tier.stats().budget_bytes
 
     run_threads(16, work, timeout_s=60)
     _quiet(store)
-    for tier in store._memory():
+    for tier in store._tiers:
         assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         assert tier.stats().promoted > 20
     for made, prompt in shelf.values():
@@ -354,7 +354,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.store.check()
-        for tier in self.store._memory():
+        for tier in self.store._tiers:
             assert tier.stats().resident_bytes <= tier.stats().budget_bytes
         for name, chunk, loan in self.loans:
             assert loan.bytes.numpy().tobytes() == chunk_bytes(self.shelf[name][0], chunk)
@@ -369,7 +369,7 @@ class StoreMachine(RuleBasedStateMachine):
             claim.close()
         _quiet(self.store)
         self.clock.now += 101
-        for tier in self.store._memory():
+        for tier in self.store._tiers:
             assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         for made, prompt in self.shelf.values():
             if prompt.whole <= self.store._cpu._slab.slots:

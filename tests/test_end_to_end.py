@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,10 @@ from lmcache_cartridge.serve.process import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 64
-"""The server's chunk size: half of vLLM's CPU block of 128, so that chunks end inside blocks."""
+"""The servers' chunk size."""
+BLOCKS = {"written": 128, "copied": 32}
+"""vLLM's block sizes: its own default on CPU, of which a chunk is half, so that the engine's op has to write it; and one of
+which a chunk is two, so that they are copied."""
 NOISE = 0.25
 """Largest logprob difference taken for rounding: two bfloat16 steps of a logit between 16 and 32. Measured against full
 prefill: 0.17 for KV made by transformers, 0.00 for KV captured from vLLM, 10 and more for damaged KV."""
@@ -46,8 +50,7 @@ DAMAGE = {
 }
 
 
-class Served(NamedTuple):
-    client: Client
+class Built(NamedTuple):
     model: CausalModel
     settings: Settings
     ids: dict[str, list[int]]
@@ -56,20 +59,38 @@ class Served(NamedTuple):
     """Variants of ward-a's KV, each to be found under its digest."""
 
 
+class Served(NamedTuple):
+    client: Client
+    log: Path
+    model: CausalModel
+    settings: Settings
+    ids: dict[str, list[int]]
+    trained: dict[str, Manifest]
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 1})
     registry = Registry(settings.registry_path)
     model = CausalModel(str(MODEL_DIR))
     ids = {name: _build(model, registry, settings, name) for name in (*DOCUMENTS, "flipped")}
     _flip_a_bit(settings.cartridges_dir / "flipped")
-    trained = _register_variants(registry, home, ids["a"])
-    launch = plan(str(MODEL_DIR), settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
+    return Built(model, settings, ids, _register_variants(registry, home, ids["a"]))
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def served(built: Built, request: pytest.FixtureRequest) -> Served:
+    home, block = built.settings.home, str(BLOCKS[request.param])
+    launch = plan(
+        str(MODEL_DIR), built.settings, chunk_tokens=CHUNK, on_load_failure="fail",
+        vllm_args=[*SERVER_ARGS, "--block-size", block],
+    )  # fmt: skip
     # Without the request API, so that a test may name KV by its tag.
     launch = launch._replace(environment={k: v for k, v in launch.environment.items() if k != "VLLM_PLUGINS"})
-    with ServerProcess(launch, home / "server.log") as server, Client(server.url, str(MODEL_DIR)) as client:
-        yield Served(client, model, settings, ids, trained)
+    log = home / f"{request.param}.log"
+    with ServerProcess(launch, log) as server, Client(server.url, str(MODEL_DIR)) as client:
+        yield Served(client, log, *built)
 
 
 def _build(model: CausalModel, registry: Registry, settings: Settings, name: str) -> list[int]:
@@ -110,6 +131,11 @@ def _register_variants(registry: Registry, home: Path, ids: list[int]) -> dict[s
         name: register_kv(registry, home / "variants", name.replace(" ", "-"), kv, like, np.array(ids[:whole]))
         for name, kv in variants.items()
     }
+
+
+def test_chunks_are_copied_where_they_are_whole_blocks_and_written_where_not(served: Served) -> None:
+    layout = re.search(r"serving \d+ cartridges .*, rank 0 of 1, (\S+)", served.log.read_text())[1]
+    assert re.fullmatch(r"heads" if served.log.stem == "written" else r"\w+/32/blocks", layout)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

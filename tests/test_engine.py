@@ -57,7 +57,7 @@ def _refused(
 
 
 def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
-    return engines._fingerprint(config, lmcache_metadata(lmcache_config(settings), config))
+    return engines.fingerprint_of(config, lmcache_metadata(lmcache_config(settings), config))
 
 
 def test_the_configuration_that_serve_starts_is_accepted() -> None:
@@ -385,4 +385,4 @@ def test_an_engine_that_caches_layers_the_model_has_not_is_refused(settings: Set
     metadata = lmcache_metadata(lmcache_config(settings), config)
     drafted = dataclasses.replace(metadata, kv_shape=(4, *metadata.kv_shape[1:]))
     with pytest.raises(UnsupportedModel, match="caches 4 layers, the model's config has 3"):
-        engines._fingerprint(config, drafted)
+        engines.fingerprint_of(config, drafted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from inprocess import CHUNK, lmcache_config, lmcache_metadata
 from lmcache.utils import EngineType
 from lmcache.v1 import gpu_connector
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
-from making import heads_bytes
 
+from lmcache_cartridge import tiles
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.layout import DTYPES
 from lmcache_cartridge.serve.cpu import cpu_connector
@@ -25,9 +26,10 @@ CACHED = [0, 1, 31, 32, 63, 64, 65, 100, 127]
 """Tokens that vLLM has cached itself: on and beside the ends of blocks (32) and chunks (64)."""
 
 
-@pytest.fixture(scope="module")
-def blocks() -> Blocks:
-    return Blocks(vllm_config(), 12)
+@pytest.fixture(scope="module", params=[32, 128], ids=["copied", "written"])
+def blocks(request: pytest.FixtureRequest) -> Blocks:
+    """384 slots in blocks that make up a chunk, which are copied, or in blocks that are larger than it."""
+    return Blocks(vllm_config(block_size=request.param), 384 // request.param)
 
 
 @pytest.fixture
@@ -56,11 +58,20 @@ def _memory_object(raw: torch.Tensor) -> MemoryObj:
     return TensorMemoryObj(raw, metadata, None)
 
 
-def _chunks(kv: torch.Tensor) -> tuple[list[MemoryObj], list[int], list[int]]:
-    """Return the memory objects of a prefix's chunks, their starts and their ends."""
-    parts = [torch.frombuffer(bytearray(heads_bytes(part)), dtype=torch.uint8) for part in kv.split(CHUNK, dim=2)]
+def _chunks(kv: torch.Tensor, connector: EngineWriteConnector) -> tuple[list[MemoryObj], list[int], list[int]]:
+    """Return the memory objects of a prefix's chunks in the connector's layout, their starts and their ends."""
+    shape = connector._shape._replace(tokens=CHUNK)
+    parts = [torch.empty(shape.size_bytes, dtype=torch.uint8) for _ in range(kv.shape[2] // CHUNK)]
+    for canonical, part in zip(kv.split(CHUNK, dim=2), parts, strict=True):
+        tiles.pack(canonical, part, shape, connector.layout)
     starts = list(range(0, kv.shape[2], CHUNK))
     return [_memory_object(part) for part in parts], starts, [start + CHUNK for start in starts]
+
+
+def _whole(blocks: Blocks, tokens: int) -> torch.Tensor:
+    """Return the slots of whole blocks, in an order of no pattern; of the last block as many as it takes."""
+    order = torch.randperm(blocks.slots // blocks.block, generator=torch.Generator().manual_seed(4))
+    return (order[:, None] * blocks.block + torch.arange(blocks.block)).flatten()[:tokens]
 
 
 def _scattered(blocks: Blocks, tokens: int) -> torch.Tensor:
@@ -79,7 +90,8 @@ def _others(blocks: Blocks, slots: torch.Tensor) -> torch.Tensor:
 def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block: int, dtype: str) -> None:
     blocks = Blocks(vllm_config(block_size=block, dtype=dtype), 384 // block)
     kv, slots, before = _kv(blocks, 2 * CHUNK), _scattered(blocks, 2 * CHUNK), blocks.kv()
-    _bound(blocks).batched_to_gpu(*_chunks(kv), slot_mapping=slots)
+    connector = _bound(blocks)
+    connector.batched_to_gpu(*_chunks(kv, connector), slot_mapping=slots)
     after = blocks.kv()
     assert torch.equal(after[:, :, slots], kv)
     others = _others(blocks, slots)
@@ -88,9 +100,11 @@ def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block: int, dty
 
 def test_chunks_land_exactly_in_whole_blocks_in_any_order(blocks: Blocks, connector: EngineWriteConnector) -> None:
     kv = _kv(blocks, 2 * CHUNK)
-    slots = torch.cat([torch.arange(blocks.block) + blocks.block * block for block in (7, 2, 11, 0)])
-    connector.batched_to_gpu(*_chunks(kv), slot_mapping=slots, vllm_cached_tokens=0)
-    assert torch.equal(blocks.kv()[:, :, slots], kv)
+    slots, before = _whole(blocks, 2 * CHUNK), blocks.kv()
+    connector.batched_to_gpu(*_chunks(kv, connector), slot_mapping=slots, vllm_cached_tokens=0)
+    after, others = blocks.kv(), _others(blocks, slots)
+    assert torch.equal(after[:, :, slots], kv)
+    assert torch.equal(after[:, :, others], before[:, :, others])
 
 
 def test_reading_blocks_back_sees_a_single_wrong_element(blocks: Blocks, connector: EngineWriteConnector) -> None:
@@ -98,17 +112,18 @@ def test_reading_blocks_back_sees_a_single_wrong_element(blocks: Blocks, connect
     kv, slots = _kv(blocks, CHUNK), _scattered(blocks, CHUNK)
     for wrong in (kv.clone(), kv.flip(0), kv.flip(1), kv.flip(3), kv.roll(1, 2), kv.roll(1, 4)):
         wrong[1, 2, CHUNK - 1, 1, -1] += 1
-        connector.batched_to_gpu(*_chunks(wrong), slot_mapping=slots)
+        connector.batched_to_gpu(*_chunks(wrong, connector), slot_mapping=slots)
         assert torch.equal(blocks.kv()[:, :, slots], wrong)
         assert not torch.equal(blocks.kv()[:, :, slots], kv)
 
 
-@pytest.mark.parametrize("cached", CACHED)
+@pytest.mark.parametrize("place", [_scattered, _whole], ids=["scattered", "whole blocks"])
+@pytest.mark.parametrize("cached", [*CACHED, 96])
 def test_slots_that_vllm_has_cached_itself_stay_as_they_are(
-    blocks: Blocks, connector: EngineWriteConnector, cached: int
+    blocks: Blocks, connector: EngineWriteConnector, cached: int, place: Callable[[Blocks, int], torch.Tensor]
 ) -> None:
-    kv, slots, before = _kv(blocks, 2 * CHUNK, seed=cached), _scattered(blocks, 2 * CHUNK), blocks.kv()
-    connector.batched_to_gpu(*_chunks(kv), slot_mapping=slots, vllm_cached_tokens=cached)
+    kv, slots, before = _kv(blocks, 2 * CHUNK, seed=cached), place(blocks, 2 * CHUNK), blocks.kv()
+    connector.batched_to_gpu(*_chunks(kv, connector), slot_mapping=slots, vllm_cached_tokens=cached)
     after = blocks.kv()
     assert torch.equal(after[:, :, slots[:cached]], before[:, :, slots[:cached]])
     assert torch.equal(after[:, :, slots[cached:]], kv[:, :, cached:])
@@ -117,13 +132,15 @@ def test_slots_that_vllm_has_cached_itself_stay_as_they_are(
 def test_a_prefix_that_vllm_has_cached_whole_is_not_written(blocks: Blocks, connector: EngineWriteConnector) -> None:
     before = blocks.kv()
     slots = _scattered(blocks, 2 * CHUNK)
-    connector.batched_to_gpu(*_chunks(_kv(blocks, 2 * CHUNK)), slot_mapping=slots, vllm_cached_tokens=2 * CHUNK)
+    connector.batched_to_gpu(
+        *_chunks(_kv(blocks, 2 * CHUNK), connector), slot_mapping=slots, vllm_cached_tokens=2 * CHUNK
+    )
     assert torch.equal(blocks.kv(), before)
 
 
 def test_a_single_chunk_is_written_as_a_batch_of_one(blocks: Blocks, connector: EngineWriteConnector) -> None:
     kv, slots = _kv(blocks, 2 * CHUNK), _scattered(blocks, 2 * CHUNK)
-    chunks, starts, ends = _chunks(kv)
+    chunks, starts, ends = _chunks(kv, connector)
     before = blocks.kv()
     connector.to_gpu(chunks[1], starts[1], ends[1], slot_mapping=slots)
     after = blocks.kv()
@@ -148,16 +165,110 @@ def test_a_chunk_that_is_to_cover_more_or_fewer_tokens_is_not_written(
     blocks: Blocks, connector: EngineWriteConnector, tokens: int, cached: int
 ) -> None:
     """vLLM's op would read past the chunk's end, or leave slots as they are."""
-    chunk, before = _chunks(_kv(blocks, CHUNK))[0][0], blocks.kv()
+    chunk, before = _chunks(_kv(blocks, CHUNK), connector)[0][0], blocks.kv()
     with pytest.raises(AssertionError, match="another length"):
         connector.to_gpu(chunk, 0, tokens, slot_mapping=_scattered(blocks, 3 * CHUNK), vllm_cached_tokens=cached)
     assert torch.equal(blocks.kv(), before)
 
 
+def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's op is what copying saves; it is still called where a block is not filled from its start to its end."""
+    blocks = Blocks(vllm_config(), 12)
+    connector = _bound(blocks)
+    assert connector.layout.endswith("/32/blocks")
+    calls = []
+    for layer in blocks.layers.values():
+        op = layer.impl.do_kv_cache_update
+        monkeypatch.setattr(layer.impl, "do_kv_cache_update", lambda *a, op=op: calls.append(1) or op(*a))
+    chunks = _chunks(_kv(blocks, 2 * CHUNK), connector)
+    for cached in (0, 32, 64, 96, 128):
+        connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=cached)
+    assert not calls
+    connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=33)
+    assert len(calls) == len(blocks.layers)
+    for slots in (_whole(blocks, 2 * CHUNK).roll(1), _whole(blocks, 2 * CHUNK).flip(0), _scattered(blocks, 2 * CHUNK)):
+        calls.clear()
+        connector.batched_to_gpu(*chunks, slot_mapping=slots)
+        assert len(calls) == len(blocks.layers)
+
+
+@pytest.mark.parametrize("order", ["0123", "3210", "0213", "0246", "0145", "7", "2031", "66", "0167"])
+@pytest.mark.parametrize("cached", [0, 32, 96])
+def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: str, cached: int) -> None:
+    """Any bits, such as those of NaN that arithmetic would change; slots of a slab at equal distances and at others."""
+    blocks = Blocks(vllm_config(), 16)
+    connector = _bound(blocks)
+    size = blocks.shape(CHUNK).size_bytes
+    slab = torch.randint(0, 256, (8 * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    raws = [slab[int(slot) * size : (int(slot) + 1) * size] for slot in order]
+    starts = [i * CHUNK for i in range(len(raws))]
+    slots = _whole(blocks, len(raws) * CHUNK)
+    before = {name: cache.clone() for name, cache in blocks.caches.items()}
+    connector.batched_to_gpu(
+        list(map(_memory_object, raws)), starts, [start + CHUNK for start in starts], slot_mapping=slots,
+        vllm_cached_tokens=cached,
+    )  # fmt: skip
+    numbers = (slots[:: blocks.block] // blocks.block).tolist()
+    expected = torch.cat([raw.view(len(blocks.caches), CHUNK // blocks.block, -1) for raw in raws], dim=1)
+    for layer, (name, cache) in enumerate(blocks.caches.items()):
+        skipped, now, was = cached // blocks.block, cache.flatten(1).view(torch.uint8), before[name].flatten(1)
+        assert torch.equal(now[numbers[skipped:]], expected[layer, skipped:])
+        others = [i for i in range(len(cache)) if i not in numbers[skipped:]]
+        assert torch.equal(now[others], was.view(torch.uint8)[others])
+
+
+@pytest.mark.parametrize("offset", [2, 8])
+def test_chunks_that_are_not_aligned_are_written_all_the_same(offset: int) -> None:
+    blocks = Blocks(vllm_config(), 12)
+    connector, kv, slots = _bound(blocks), _kv(blocks, CHUNK), _whole(blocks, CHUNK)
+    (chunk,), starts, ends = _chunks(kv, connector)
+    memory = torch.zeros(chunk.raw_data.numel() + 16, dtype=torch.uint8)
+    moved = memory[offset : offset + chunk.raw_data.numel()].copy_(chunk.raw_data)
+    connector.batched_to_gpu([_memory_object(moved)], starts, ends, slot_mapping=slots)
+    assert torch.equal(blocks.kv()[:, :, slots], kv)
+
+
+@pytest.mark.parametrize("swapped", [(0, 1), (0, -1), (64, 65)])
+def test_a_layer_that_packs_otherwise_has_its_op_write_every_chunk(swapped: tuple[int, int]) -> None:
+    """One pair of elements changes places in one layer: to copy blocks there would be wrong KV."""
+    blocks, twin = Blocks(vllm_config(), 12), Blocks(vllm_config(), 12)
+    for each in (blocks, twin):
+        last = list(each.layers.values())[-1]
+        own = last.impl.do_kv_cache_update
+
+        def write(layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor, own: Any = own) -> None:
+            own(layer, keys, values, cache, slots)
+            cache.flatten(2)[..., list(swapped)] = cache.flatten(2)[..., list(reversed(swapped))]
+
+        last.impl.do_kv_cache_update = write
+    connector = _bound(blocks)
+    assert connector.layout == "heads"
+    kv, slots = _kv(blocks, CHUNK), _whole(blocks, CHUNK)
+    connector.batched_to_gpu(*_chunks(kv, connector), slot_mapping=slots)
+    for plane, (name, layer) in zip(kv.unbind(1), twin.layers.items(), strict=True):
+        layer.impl.do_kv_cache_update(layer, plane[0], plane[1], twin.caches[name], slots)
+        assert torch.equal(blocks.caches[name], twin.caches[name])
+
+
+@pytest.mark.parametrize(("block", "chunk"), [(128, 64), (32, 48), (64, 32)])
+def test_chunks_that_are_not_made_of_whole_blocks_are_not_packed_in_blocks(block: int, chunk: int) -> None:
+    blocks = Blocks(vllm_config(block_size=block), 4)
+    connector = EngineWriteConnector()
+    connector.bind(blocks.caches, blocks.layers, blocks.shape(chunk))
+    assert connector.layout == "heads"
+
+
+def test_caches_whose_heads_lie_apart_are_written_by_the_op() -> None:
+    blocks = Blocks(vllm_config(), 12)
+    for name, cache in blocks.caches.items():
+        blocks.caches[name] = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    assert _bound(blocks).layout == "heads"
+
+
 def test_nothing_is_written_before_the_engine_is_known(blocks: Blocks) -> None:
     connector = EngineWriteConnector()
     with pytest.raises(AssertionError):
-        connector.batched_to_gpu(*_chunks(_kv(blocks, CHUNK)), slot_mapping=_scattered(blocks, CHUNK))
+        connector.batched_to_gpu(*_chunks(_kv(blocks, CHUNK), _bound(blocks)), slot_mapping=_scattered(blocks, CHUNK))
     with pytest.raises(AssertionError, match="not bound"):
         connector.get_shape(CHUNK)
 
@@ -170,7 +281,7 @@ def test_layers_are_taken_by_number_whatever_order_they_come_in() -> None:
     connector = EngineWriteConnector()
     connector.bind(shuffled, blocks.layers, blocks.shape(CHUNK))
     kv, slots = _kv(blocks, CHUNK), _scattered(blocks, CHUNK)
-    connector.batched_to_gpu(*_chunks(kv), slot_mapping=slots)
+    connector.batched_to_gpu(*_chunks(kv, connector), slot_mapping=slots)
     assert torch.equal(blocks.kv()[:, :, slots], kv)
 
 

@@ -26,7 +26,7 @@ from test_end_to_end import (  # noqa: F401 - the tests run here too, over this 
 )
 
 from lmcache_cartridge import artifact, tiles
-from lmcache_cartridge.layout import VIEWS, ChunkShape
+from lmcache_cartridge.layout import ChunkShape
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.registry import Registry
@@ -103,10 +103,7 @@ def _swapped(chunk: torch.Tensor, layout: str) -> torch.Tensor:
 def _packed(kv: torch.Tensor, layout: str) -> torch.Tensor:
     shape = ChunkShape(kv.shape[3], kv.shape[1], kv.shape[2], kv.shape[4], "bfloat16")
     out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-    if tiles.is_tiled(layout):
-        tiles.pack(kv, out, shape, layout)
-    else:
-        VIEWS[layout](out, shape)[:] = kv
+    tiles.pack(kv, out, shape, layout)
     return out.view(torch.int16)
 
 

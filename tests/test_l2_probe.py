@@ -10,7 +10,7 @@ import torch
 from blocks import Blocks, vllm_config
 
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.serve.probe import written_layout
+from lmcache_cartridge.serve.probe import block_layout, written_layout
 
 
 class _Impl:
@@ -50,6 +50,7 @@ def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(bl
     assert len(isa) == 1
     kind = "amx" if isa == {"amx"} else "vec"
     assert written_layout(blocks.caches, blocks.layers) == f"{kind}/{block}"
+    assert block_layout(blocks.caches, blocks.layers) == f"{kind}/{block}/blocks"
     assert all(torch.equal(before[name], cache) for name, cache in blocks.caches.items())
 
 
@@ -59,6 +60,7 @@ def test_every_packing_of_the_x86_ops_is_told_apart(isa: str, found: str) -> Non
     for layer in blocks.layers.values():
         layer.isa = isa
     assert written_layout(blocks.caches, blocks.layers) == found
+    assert block_layout(blocks.caches, blocks.layers) == f"{found}/blocks"
 
 
 def test_keys_beside_values_are_recognised() -> None:
@@ -93,8 +95,36 @@ def test_a_cache_whose_heads_are_strided_is_probed_as_it_is() -> None:
     ids=["values first", "heads", "tokens", "elements", "quantised", "half of it", "nothing"],
 )
 def test_a_layout_that_is_not_known_is_refused(write: Any) -> None:
+    for probe in (written_layout, block_layout):
+        with pytest.raises(UnsupportedEngine, match="not known"):
+            probe(_caches(), {name: _Layer(write) for name in "ab"})
+
+
+def test_whole_blocks_that_are_not_known_are_refused() -> None:
+    """Views of a block as tokens cannot be copied in whole; neither can blocks whose heads lie apart."""
     with pytest.raises(UnsupportedEngine, match="not known"):
-        written_layout(_caches(), {name: _Layer(write) for name in "ab"})
+        block_layout(_caches(), {name: _Layer(_beside) for name in "ab"})
+    blocks = Blocks(vllm_config(), 3)
+    strided = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
+    with pytest.raises(UnsupportedEngine, match="one run"):
+        block_layout(strided, blocks.layers)
+
+
+@pytest.mark.parametrize("swapped", [(0, 1), (0, -1), (64, 65)])
+def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped: tuple[int, int]) -> None:
+    """The engine's own op, but for one pair of elements of every head and block: as an instruction set of tomorrow."""
+    blocks = Blocks(vllm_config(), 3)
+
+    def write(layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        own(layer, keys, values, cache, slots)
+        tiles = cache.flatten(2)
+        tiles[..., list(swapped)] = tiles[..., list(reversed(swapped))]
+
+    last = list(blocks.layers.values())[-1]
+    own, last.impl.do_kv_cache_update = last.impl.do_kv_cache_update, write
+    for probe in (written_layout, block_layout):
+        with pytest.raises(UnsupportedEngine, match="not known"):
+            probe(blocks.caches, blocks.layers)
 
 
 def test_layers_that_write_differently_are_refused() -> None:

@@ -11,7 +11,7 @@ from blocks import quietly
 from making import make_artifact
 
 from lmcache_cartridge import tiles
-from lmcache_cartridge.layout import DTYPES, ChunkShape
+from lmcache_cartridge.layout import DTYPES, VIEWS, ChunkShape
 from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources import Sources
@@ -27,8 +27,8 @@ CASES = [
 ]
 
 
-def _written(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
-    """Return `[L, T, H, 2 * D]`: what LMCache moves of blocks that vLLM wrote canonical KV into, block 1 before 0."""
+def _blocks(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
+    """Return `[L, block, H, token, 2 * D]`: the blocks that vLLM wrote canonical KV into, the last of them first."""
     tokens, heads, size = kv.shape[2:]
     layers = []
     for keys, values in zip(kv[0], kv[1], strict=True):
@@ -39,16 +39,29 @@ def _written(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
         ops.cpu_attn_reshape_and_cache(
             keys, values, *regions, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
-        layers.append(cache[order].transpose(1, 2).reshape(tokens, heads, 2 * size))
+        layers.append(cache[order])
     return torch.stack(layers)
+
+
+def _written(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
+    """Return `[L, T, H, 2 * D]`: what LMCache moves of those blocks."""
+    return _blocks(isa, kv, block).transpose(2, 3).flatten(1, 2)
+
+
+def _shape(kv: torch.Tensor) -> ChunkShape:
+    _, layers, tokens, heads, size = kv.shape
+    return ChunkShape(heads, layers, tokens, size, str(kv.dtype).removeprefix("torch."))
+
+
+def _bytes(kv: torch.Tensor, name: str) -> torch.Tensor:
+    out = torch.full((_shape(kv).size_bytes,), 0xAA, dtype=torch.uint8)
+    tiles.pack(kv, out, _shape(kv), name)
+    return out
 
 
 def _packed(kv: torch.Tensor, name: str) -> torch.Tensor:
     _, layers, tokens, heads, size = kv.shape
-    shape = ChunkShape(heads, layers, tokens, size, str(kv.dtype).removeprefix("torch."))
-    out = torch.full((shape.size_bytes,), 0xAA, dtype=torch.uint8)
-    tiles.pack(kv, out, shape, name)
-    return out.view(kv.dtype).view(layers, tokens, heads, 2 * size)
+    return _bytes(kv, name).view(kv.dtype).view(layers, tokens, heads, 2 * size)
 
 
 def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
@@ -62,6 +75,31 @@ def test_a_packed_chunk_is_what_vllm_writes(isa: str, dtype: str, block: int, si
     assert torch.equal(_packed(kv, tiles.layout(kind, block)), _written(isa, kv, block))
 
 
+@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
+def test_a_chunk_packed_in_blocks_is_the_memory_that_vllm_writes(isa: str, dtype: str, block: int, size: int) -> None:
+    kv = _kv(dtype, 3 * block, size)
+    kind = "vec" if isa == "vec16" else isa
+    packed = _bytes(kv, tiles.layout(kind, block, blocks=True))
+    assert torch.equal(packed, _blocks(isa, kv, block).flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES[::5])
+def test_what_was_packed_can_be_unpacked(isa: str, dtype: str, block: int, size: int, blocks: bool) -> None:
+    kv = _kv(dtype, 3 * block, size)
+    name = tiles.layout("vec" if isa == "vec16" else isa, block, blocks=blocks)
+    packed = _bytes(kv, name)
+    before = packed.clone()
+    assert torch.equal(tiles.unpack(packed, _shape(kv), name), kv)
+    assert torch.equal(packed, before)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_layouts_that_are_views_are_packed_too(name: str) -> None:
+    kv = _kv("bfloat16", 48, 32)
+    assert torch.equal(VIEWS[name](_bytes(kv, name), _shape(kv)), kv)
+
+
 @pytest.mark.parametrize(("other", "block"), [("amx/64", 64), ("vec/32", 64), ("vec/128", 64)])
 def test_the_tiles_of_another_instruction_set_or_block_are_other_bytes(other: str, block: int) -> None:
     kv = _kv("bfloat16", 128, 64)
@@ -72,10 +110,13 @@ def test_the_tiles_of_another_instruction_set_or_block_are_other_bytes(other: st
 def test_what_is_no_whole_tiles_is_refused(name: str, tokens: int, size: int) -> None:
     with pytest.raises(ValueError, match="no whole tiles"):
         _packed(_kv("bfloat16", tokens, size), name)
+    shape = _shape(_kv("bfloat16", tokens, size))
+    with pytest.raises(ValueError, match="no whole tiles"):
+        tiles.unpack(torch.zeros(shape.size_bytes, dtype=torch.uint8), shape, f"{name}/blocks")
 
 
 @pytest.mark.parametrize("stored", [16, 64, 96])
-@pytest.mark.parametrize("name", ["vec/32", "amx/32"])
+@pytest.mark.parametrize("name", ["vec/32", "amx/32", "vec/32/blocks", "amx/32/blocks"])
 def test_the_loader_packs_every_chunk_however_it_is_stored(tmp_path: Path, name: str, stored: int) -> None:
     made = make_artifact(tmp_path / "doc", positions=200, chunk_tokens=stored)
     shape = ChunkShape(2, 3, 64, 64, "bfloat16")
@@ -85,9 +126,11 @@ def test_the_loader_packs_every_chunk_however_it_is_stored(tmp_path: Path, name:
         out = torch.zeros(shape.size_bytes, dtype=torch.uint8)
         loader.load([Segment(cartridge, 0)], chunk, out)
         kv = made.kv[:, :, chunk * 64 : (chunk + 1) * 64]
-        assert torch.equal(out.view(torch.bfloat16).view(3, 64, 2, 128), _packed(kv, name))
+        assert torch.equal(out, _bytes(kv, name))
 
 
 def test_names_of_tiles_are_told_from_layouts_that_are_views() -> None:
     assert tiles.is_tiled(tiles.layout("vec", 128))
+    assert tiles.is_tiled(tiles.layout("amx", 32, blocks=True))
+    assert tiles.layout("vec", 128, blocks=True) == "vec/128/blocks"
     assert not any(map(tiles.is_tiled, ("heads", "kv_2ltd", "fused", "neon/128")))

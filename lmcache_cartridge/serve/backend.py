@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -139,10 +140,11 @@ class CartridgeBackend(StoragePluginInterface):
         size, dtype = _geometry(self._store)
         size_bytes = self._store.shape.size_bytes
         found: list[MemoryObj] = []
-        # LMCache asks for the chunks of one request, and a request has one tag.
-        for tag, run in itertools.groupby(keys, _tag):
-            hashes = [key.chunk_hash for key in run]
-            loans = self._store.lend_run(hashes, tag)
+        # LMCache asks for the chunks of one request, and a request has one set of tags.
+        for _, run in itertools.groupby(keys, operator.attrgetter("tags")):
+            asked = list(run)
+            hashes = [key.chunk_hash for key in asked]
+            loans = self._store.lend_run(hashes, _tag(asked[0]))
             found += [_memory_object(loan, size, dtype, size_bytes) for loan in loans]
             if len(loans) < len(hashes):
                 break
@@ -190,18 +192,15 @@ class CartridgeBackend(StoragePluginInterface):
 
 
 class _Lender(MemoryAllocatorInterface):
-    """The `parent allocator` of one memory object: LMCache frees the object, the loan ends."""
-
-    def __init__(self, loan: Loan) -> None:
-        self._loan = loan
+    """The `parent allocator` of every memory object: LMCache frees the object, its loan ends."""
 
     def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
-        """End the loan. LMCache calls this with the object's lock held and sometimes twice."""
-        memory_obj.invalidate()
-        self._loan.close()
+        """End the object's loan. LMCache calls this with the object's lock held and sometimes twice."""
+        memory_obj.valid = False
+        memory_obj.loan.close()
 
     def batched_free(self, memory_objs: list[MemoryObj], *_: Any, **__: Any) -> None:
-        """End the loan."""
+        """End the objects' loans."""
         for memory_obj in memory_objs:
             self.free(memory_obj)
 
@@ -210,6 +209,9 @@ class _Lender(MemoryAllocatorInterface):
 
     def batched_allocate(self, *_: Any, **__: Any) -> None:
         """Return None: a lender has nothing but its loan."""
+
+
+_LENDER = _Lender()
 
 
 def _geometry(store: CartridgeStore) -> tuple[torch.Size, torch.dtype]:
@@ -221,17 +223,13 @@ def _geometry(store: CartridgeStore) -> tuple[torch.Size, torch.dtype]:
 
 def _memory_object(loan: Loan, size: torch.Size, dtype: torch.dtype, size_bytes: int) -> MemoryObj:
     """Wrap resident bytes for LMCache without copying. A fresh object each time: LMCache counts references in it."""
+    data = loan.bytes
     metadata = MemoryObjMetadata(
-        shape=size,
-        dtype=dtype,
-        address=loan.bytes.data_ptr(),
-        phy_size=size_bytes,
-        ref_count=1,
-        fmt=MemoryFormat.KV_2LTD,
-        shapes=[size],
-        dtypes=[dtype],
+        size, dtype, data.data_ptr(), size_bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD, shapes=[size], dtypes=[dtype]
     )
-    return TensorMemoryObj(loan.bytes, metadata, _Lender(loan))
+    made = TensorMemoryObj(data, metadata, _LENDER)
+    made.loan = loan
+    return made
 
 
 def _tag(key: CacheEngineKey) -> str | None:

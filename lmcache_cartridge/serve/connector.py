@@ -98,7 +98,7 @@ class CartridgeConnector(LMCacheConnectorV1):
         and cannot be loaded, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples a token.
         """
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        must_inject = _must_inject(request)
+        must_inject = positions_to_inject(request)
         if not must_inject or num_computed_tokens + (matched or 0) >= must_inject:
             return matched, is_async
         from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
@@ -109,7 +109,7 @@ class CartridgeConnector(LMCacheConnectorV1):
         return must_inject - num_computed_tokens, False
 
 
-def _must_inject(request: Request) -> int:
+def positions_to_inject(request: Request) -> int:
     """Return how many leading positions of a request must not be computed; 0 for one without trained cartridges."""
     from .request import GRANT
 

@@ -102,7 +102,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         return [h for _, _, h in engine.token_database.process_tokens(tokens=token_ids, make_key=False)]
 
     return Engine(
-        fingerprint=_fingerprint(vllm_config, metadata),
+        fingerprint=fingerprint_of(vllm_config, metadata),
         chunk_tokens=config.chunk_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         world=parallel.tensor_parallel_size,
@@ -117,7 +117,7 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
     from .inject import EngineWriteConnector
 
     if isinstance(engine.gpu_connector, EngineWriteConnector):
-        return "heads"
+        return engine.gpu_connector.layout
     caches = [
         layer.kv_cache
         for layer in vllm_config.compilation_config.static_forward_context.values()
@@ -131,7 +131,7 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
     )
 
 
-def _fingerprint(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
+def fingerprint_of(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
     model = vllm_config.model_config
     inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
     directory = fingerprint.model_directory(model.model)

@@ -22,8 +22,8 @@ from ..errors import UnsupportedEngine
 from ..fingerprint import Fingerprint
 from . import worker
 from .confirm import Report, confirm, key_name, key_salt
-from .connector import _must_inject
-from .engine import _fingerprint, check_vllm
+from .connector import positions_to_inject
+from .engine import check_vllm, fingerprint_of
 from .multiprocess import CONTROL
 from .probe import written_layout
 
@@ -122,7 +122,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         Nothing can compute a trained cartridge's positions. Where they are not all there, they are claimed and reported
         as not loaded in the same step, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples.
         """
-        needed, retry = _must_inject(request), self._retries.get(request.request_id)
+        needed, retry = positions_to_inject(request), self._retries.get(request.request_id)
         if retry is not None and time.monotonic() < retry.at:
             return None, True
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -156,7 +156,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         computed = self._missing.pop(request.request_id, None)
         if computed is not None:
             block = self._engine.block_tokens
-            self._lost.update(blocks.get_block_ids()[0][computed // block : -(-_must_inject(request) // block)])
+            self._lost.update(blocks.get_block_ids()[0][computed // block : -(-positions_to_inject(request) // block)])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Return what the workers do in this step, with the blocks that have nothing in them."""
@@ -196,7 +196,7 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
     spec = group.kv_cache_spec
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
-    fingerprint = _fingerprint(vllm_config, _Metadata(spec.dtype, (len(group.layer_names),)))
+    fingerprint = fingerprint_of(vllm_config, _Metadata(spec.dtype, (len(group.layer_names),)))
     allow_trained = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
     versions = [vllm.__version__, version("lmcache")]
     name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions)
