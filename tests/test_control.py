@@ -19,7 +19,7 @@ from homes import Home, assert_served, prompt_for, until
 from making import Made, make_artifact, run_threads
 
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
-from lmcache_cartridge.serve import control
+from lmcache_cartridge.serve import frames
 from lmcache_cartridge.serve.control import ControlServer, Workers
 from lmcache_cartridge.store import CartridgeStore
 
@@ -236,7 +236,7 @@ def test_disconnecting_ends_every_claim(workers: Workers, store: CartridgeStore,
 def test_a_worker_that_answers_more_than_a_frame_holds_is_an_error(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(frames, "_MAX_FRAME_BYTES", 100)
     with pytest.raises(UnsupportedEngine, match="does not answer status: a frame of"):
         workers.call("status")
     monkeypatch.undo()
@@ -317,7 +317,7 @@ def test_a_rank_that_was_never_there_is_an_error(connect: Callable, server: Cont
 def test_a_worker_that_does_not_answer_in_time_is_an_error(
     workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frames, "_TIMEOUT_S", 0.1)
     release, evict = threading.Event(), store.evict
     store.evict = lambda digest: (release.wait(20), evict(digest))[1]
     with pytest.raises(UnsupportedEngine, match="timed out"):

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from ..errors import CartridgeError, UnsupportedEngine
+from ..errors import UnsupportedEngine
 from ..fingerprint import Fingerprint
-from .control import _connect, _receive, _send
+from . import frames
 from .multiprocess import CONTROL
 from .request import TAG
 
@@ -88,7 +88,7 @@ def confirm(path: str, report: Report) -> str:
     Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for serving this engine nothing.
     """
     try:
-        owner, connection = Path(path).stat().st_uid, _connect(path)
+        owner, connection = Path(path).stat().st_uid, frames.connect(path)
     except OSError as error:
         raise UnsupportedEngine(
             f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
@@ -97,8 +97,8 @@ def confirm(path: str, report: Report) -> str:
     with connection:
         if owner != os.getuid():
             raise UnsupportedEngine(f"{path} belongs to another user")
-        _send(connection, msgspec.to_builtins(report))
-        frame = _receive(connection)
+        frames.send(connection, msgspec.to_builtins(report))
+        frame = frames.receive(connection)
     if frame is None:
         raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
     problem, result = msgspec.msgpack.decode(frame)
@@ -136,18 +136,17 @@ class Desk:
 
 def _answer(connection: Any, accept: Callable[[Report], str]) -> None:
     try:
-        if (frame := _receive(connection)) is None:
-            return
-        try:
-            reply = [None, accept(msgspec.msgpack.decode(frame, type=Report))]
-        except (CartridgeError, msgspec.ValidationError, msgspec.DecodeError) as error:
-            reply = [str(error), None]
-        except Exception as error:
-            logger.exception("a report could not be taken")
-            reply = [f"{type(error).__name__}: {error}", None]
-        _send(connection, reply)
+        if (frame := frames.receive(connection)) is not None:
+            frames.reply(connection, lambda: accept(_report(frame)), logger, "taking a report")
     except OSError as error:
         logger.debug("a report broke off: %s", error)
+
+
+def _report(frame: bytes) -> Report:
+    try:
+        return msgspec.msgpack.decode(frame, type=Report)
+    except msgspec.DecodeError as error:
+        raise UnsupportedEngine(f"no report of this version: {error}") from error
 
 
 def _take_place(path: Path) -> None:
@@ -161,7 +160,7 @@ def _take_place(path: Path) -> None:
     if not path.exists():
         return
     try:
-        _connect(str(path)).close()
+        frames.connect(str(path)).close()
     except OSError:
         path.unlink(missing_ok=True)
         return
