@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 import weakref
@@ -323,6 +325,7 @@ def test_a_worker_that_does_not_answer_in_time_is_an_error(
     with pytest.raises(UnsupportedEngine, match="timed out"):
         workers.call("evict", made.manifest.digest)
     release.set()
+    monkeypatch.undo()
     assert workers.call("status")[0]["rank"] == 0, "the late answer was taken for this one's"
 
 
@@ -419,6 +422,34 @@ def test_no_other_user_can_open_the_socket(server: ControlServer) -> None:
     directory = Path(server.path).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in directory.iterdir()] == ["control"]
+
+
+@pytest.fixture
+def tmp() -> Iterator[Path]:
+    """A directory for sockets: a test's own has a path that is too long for them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_what_killed_servers_left_is_removed_at_the_next_start_and_nothing_else(
+    server: ControlServer, serve: Callable, store: CartridgeStore, tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp))
+    names = "killed", "empty", "alive", "starting", "strange"
+    killed, empty, alive, starting, strange = left = [tmp / f"lmcache-cartridge-control-{name}" for name in names]
+    for directory in left:
+        directory.mkdir()
+    for directory in (killed, strange):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(directory / "control"))
+    (strange / "notes").touch()
+    (alive / "control").symlink_to(server.path)
+    for directory in (killed, empty, alive, strange):
+        os.utime(directory, (1, 1))
+    new = Path(serve(store).path).parent
+    assert set(tmp.iterdir()) == {alive, starting, strange, new}
+    assert (strange / "notes").exists()
+    assert (alive / "control").exists()
 
 
 def test_a_bug_in_the_store_is_an_error_for_its_caller_and_in_the_log(

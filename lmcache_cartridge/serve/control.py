@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import shutil
 import socket
 import socketserver
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,17 +31,25 @@ from . import frames
 
 logger = logging.getLogger(__name__)
 
+_PREFIX, _SOCKET = "lmcache-cartridge-control-", "control"
+_STARTING_S = 60.0
+"""A directory younger than this may be that of a server which does not listen yet."""
+
 
 class ControlServer:
     """Answers calls for the store of this process, in threads of its own, until the process ends."""
 
     def __init__(self, store: Callable[[], CartridgeStore]) -> None:
-        """Listen at `path`, which no other user may open. `store` is asked for the store at every call."""
+        """Listen at `path`, which no other user may open. `store` is asked for the store at every call.
+
+        Removes what servers left whose process was killed.
+        """
         # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
-        parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"
-        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-", dir=parent))
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+        _remove_left(Path(parent))
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        self.path = str(directory / "control")
+        self.path = str(directory / _SOCKET)
 
         class Connection(socketserver.BaseRequestHandler):
             def handle(self) -> None:
@@ -150,6 +161,25 @@ class Workers:
         for connection in self._connections:
             connection.close()
         self._connections = []
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove our own directories whose socket nobody listens at any more."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = directory.lstat()
+            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if ours and found.st_mtime < time.time() - _STARTING_S and not _listened_at(directory / _SOCKET):
+                (directory / _SOCKET).unlink(missing_ok=True)
+                directory.rmdir()
+
+
+def _listened_at(path: Path) -> bool:
+    try:
+        frames.connect(str(path)).close()
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    return True
 
 
 def _places(places: Mapping[str, Sequence[str]]) -> dict[str, Place]:
