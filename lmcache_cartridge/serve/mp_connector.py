@@ -13,7 +13,6 @@ import vllm
 from lmcache.integration.vllm import lmcache_mp_connector
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
-from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -22,7 +21,7 @@ from ..errors import UnsupportedEngine
 from ..fingerprint import Fingerprint
 from . import worker
 from .confirm import Report, confirm, key_name, key_salt
-from .connector import _must_inject
+from .connector import _must_inject, warn_without_api
 from .engine import _fingerprint, check_vllm
 from .multiprocess import CONTROL
 from .probe import written_layout
@@ -65,11 +64,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
-        if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
-            logger.warning(
-                "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
-                "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
-            )
+        warn_without_api(role)
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}
         self._retries: dict[str, _Retry] = {}
