@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..output import fields, show, size
-from .context import Verb, registry_of, settings_of
+from .context import Verb, local_root, registry_of, settings_of
 
 
 def add(verb: Verb) -> None:
@@ -169,15 +169,9 @@ def _import(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     from .. import artifact
-    from ..errors import ArtifactError
-    from ..sources import Sources
 
     location = registry_of(arguments).find(arguments.name)
-    if Sources.is_remote(location.location):
-        raise ArtifactError(
-            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
-        )
-    root = Path(location.location)
+    root = local_root(location)
     artifact.load_manifest(root, location.digest)
     from ..make.export import export
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ..output import show
-from .context import Verb, registry_of, settings_of
+from .context import Verb, local_root, registry_of, settings_of
 
 
 def add(verb: Verb) -> None:
@@ -39,15 +38,12 @@ def add(verb: Verb) -> None:
 
 def _push(arguments: argparse.Namespace) -> None:
     from .. import s3, transfer
-    from ..errors import ArtifactError
-    from ..sources import Sources
 
     s3.parse(arguments.location)
     row = registry_of(arguments).find(arguments.name)
-    if Sources.is_remote(row.location):
-        raise ArtifactError(f"{row.name} lies at {row.location} already; pull it first to push it elsewhere")
+    root = local_root(row)
     with _transfer(arguments) as (source, progress):
-        done = transfer.push(Path(row.location), arguments.location, source, force=arguments.force, progress=progress)
+        done = transfer.push(root, arguments.location, source, force=arguments.force, progress=progress)
     result = {
         "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
         "pushed": done.changed,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ArtifactError, CartridgeError, ModelMismatch
 from ..output import fields, show, size, table
-from .context import Verb, settings_of
+from .context import Verb, local_root, settings_of
 
 INITIALS = ("random", "vocab", "first-k", "sci")
 
@@ -188,11 +188,8 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     from .. import artifact
     from ..make.ask import ModelAsker, ServerAsker
     from ..make.chat import Server
-    from ..sources import Sources
 
-    if Sources.is_remote(location.location):
-        raise CartridgeError(f"{location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here")
-    root = Path(location.location)
+    root = local_root(location)
     manifest = artifact.load_manifest(root, location.digest)
     if arguments.document:
         document = arguments.document.read_text(encoding="utf-8")
