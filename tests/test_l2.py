@@ -37,7 +37,17 @@ from lmcache_cartridge.artifact import PAYLOAD, chunk_range, load_token_ids
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.serve.confirm import ANYBODY, NOBODY, Report, confirm, key_name, key_salt, tag_salt
+from lmcache_cartridge.serve.confirm import (
+    ANYBODY,
+    NOBODY,
+    Report,
+    check_ids,
+    check_salt,
+    confirm,
+    key_name,
+    key_salt,
+    tag_salt,
+)
 from lmcache_cartridge.serve.control import Workers
 from lmcache_cartridge.serve.request import TAG
 
@@ -116,7 +126,17 @@ class Server:
         return Report(**fitting | changes)
 
     def confirm(self, **changes: Any) -> str:
-        return confirm(str(self.socket), self.report(**changes))
+        report = self.report(**changes)
+        return confirm(str(self.socket), report, self.check(report.chunk_tokens))
+
+    def check(self, chunk_tokens: int = CHUNK, algorithm: str = "blake3") -> str:
+        """Look a check up as LMCache's server would that names chunks by an algorithm; return its salt."""
+        salt = check_salt()
+        with quietly():
+            (chunk_hash,) = TokenHasher(chunk_tokens, algorithm).compute_chunk_hashes(check_ids(chunk_tokens))
+        key = ObjectKey(chunk_hash, MODEL, ObjectKey.ComputeKVRank(1, 0, 1, 0), 0, salt)
+        assert self.look_up([[key]], MemoryLayoutDesc([torch.Size((3, CHUNK, 256))], [torch.bfloat16])) == 0
+        return salt
 
     def keys(self, ids: list[int], salt: str, rank: int = 0, world: int = 1, model: str = MODEL) -> list[ObjectKey]:
         kv_rank = ObjectKey.ComputeKVRank(world, rank, world, rank)
@@ -138,14 +158,19 @@ class Server:
         rows = [self.keys(ids, salt, rank, world, model) for rank in range(world)]
         if group:
             rows = [[ObjectKey(k.chunk_hash, k.model_name, k.kv_rank, group, salt) for k in row] for row in rows]
+        return rows, self.look_up(rows, desc, group, timeout_s)
+
+    def look_up(
+        self, rows: list[list[ObjectKey]], desc: MemoryLayoutDesc, group: int = 0, timeout_s: float = 20
+    ) -> int:
+        """Return how many leading keys LMCache finds in every row."""
         spec = PrefetchTaskSpec([GroupedObjectKeys(row, group, desc) for row in rows])
         handle = self.manager.submit_prefetch_task(spec)
         deadline = time.monotonic() + timeout_s
         while (result := self.manager.query_prefetch_status(handle)) is None:
             assert time.monotonic() < deadline, "the request hangs"
             time.sleep(0.002)
-        leading = {row.count_leading_ones() for row in result.hit_cells}
-        return rows, min(leading, default=0)
+        return min((row.count_leading_ones() for row in result.hit_cells), default=0)
 
     def bytes(self, keys: list[ObjectKey]) -> list[torch.Tensor]:
         """Return what LMCache has in its memory under some keys that it holds locked, as flat uint8."""
@@ -438,6 +463,30 @@ def test_a_cartridge_of_another_model_is_not_served(home: Home) -> None:
         workers.close()
 
 
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "builtin"])
+def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused_with_both_names(
+    home: Home, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(home) as server:
+        check = server.check(algorithm=algorithm)
+        monkeypatch.setattr("sys.argv", ["lmcache", "server", "--hash-algorithm", algorithm])
+        with pytest.raises(UnsupportedEngine, match=f"names chunks by {algorithm}, cartridges are found by blake3"):
+            confirm(str(server.socket), server.report(), check)
+        assert server.ask(prompt(home, "doc")) == 0, "nobody has confirmed anything"
+        with pytest.raises(UnsupportedEngine, match="another LMCache server"):
+            confirm(str(server.socket), server.report(), check)
+
+
+def test_an_engine_of_another_server_is_refused(home: Home) -> None:
+    with serving(home) as server, pytest.raises(UnsupportedEngine, match="another LMCache server"):
+        confirm(str(server.socket), server.report(), check_salt())
+
+
+def test_a_check_is_looked_up_by_nobody_who_can_make_a_request(home: Home) -> None:
+    for params in (None, {}, {TAG: check_salt()}, {"lmcache.tag.x": check_salt()}, {"cache_salt": check_salt()}):
+        assert not key_salt(params).startswith("cartridge-check-")
+
+
 def test_garbage_at_the_socket_hurts_nobody(home: Home) -> None:
     with serving(home) as server:
         for data in (b"", b"\x05", b"\x04\0\0\0oops", b"\xff\xff\xff\xff", b"\x01\0\0\0\x80"):
@@ -660,7 +709,7 @@ def test_an_engine_without_an_adapter_hears_so(tmp_path: Path, home: Home) -> No
     with serving(home) as server:
         report = server.report()
     with pytest.raises(UnsupportedEngine, match="no cartridge adapter listens"):
-        confirm(str(server.socket), report)
+        confirm(str(server.socket), report, check_salt())
 
 
 def test_the_status_is_plain_values(home: Home) -> None:
