@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from homes import Home, assert_served, prompt_for, until
+from homes import STILL, Home, assert_served, prompt_for, until
 from making import Made, make_artifact, run_threads
 
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
@@ -27,20 +27,13 @@ from lmcache_cartridge.store import CartridgeStore
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
-
-
-@pytest.fixture
 def made(home: Home) -> Made:
     return home.make()
 
 
 @pytest.fixture
 def store(home: Home, made: Made) -> CartridgeStore:
-    return home.open(settings={"reload_s": 0})
+    return home.open(settings=STILL)
 
 
 @pytest.fixture
@@ -250,7 +243,7 @@ def test_a_worker_that_answers_more_than_a_frame_holds_is_an_error(
 
 @pytest.fixture
 def ranks(home: Home, made: Made) -> list[CartridgeStore]:
-    return [home.open(settings={"reload_s": 0}, rank=rank, world=2) for rank in range(2)]
+    return [home.open(settings=STILL, rank=rank, world=2) for rank in range(2)]
 
 
 def test_every_rank_answers_in_order(serve: Callable, connect: Callable, ranks: list, made: Made) -> None:
