@@ -148,6 +148,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
+        if keys and self._checks.see(keys[0].cache_salt, _hash(keys[0])):  # here: other lookups may have all threads
+            return self._lookups.submit(len(keys), lambda _: None)
         return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -157,8 +159,6 @@ class CartridgeL2Adapter(L2AdapterInterface):
     def _lookup(self, task: _Task, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
         for row in _rows(keys):
             first = keys[row[0]]
-            if self._checks.see(first.cache_salt, _hash(first)):
-                continue
             seat, tag = self._find(first)
             if seat is None or first.object_group_id or not seat.takes(descs.get(first.object_group_id)):
                 continue
