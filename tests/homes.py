@@ -126,7 +126,7 @@ def assert_served(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
     assert store.release(prompt.hashes[0], prompt.tag) is False
 
 
-def until(done: Callable[[], Any], *, timeout_s: float = 20) -> None:
+def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
     """Wait until something is so; fail if it never is."""
     deadline = time.monotonic() + timeout_s
     while not done():

@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Se
     home = tmp_path_factory.mktemp("home")
     # Memory for two cartridges and a half.
     settings = from_mapping(
-        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 2.0}
+        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 6.0}
     )
     model = CausalModel(MODEL)
     sound = {name: _ward(model, name) for name in ("trained", "whole", "prefill")}
@@ -220,7 +220,7 @@ def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
 ) -> None:
     _everybody_else_is_served(served)
     assert served.asker.http.post("/v1/cartridges/trained/evict").json()["chunks"] > 0
-    broken(slow_s=3.0)
+    broken(slow_s=9.0)
     status, headers = _refused(served, "trained", served.sound["trained"])
     assert (status, headers["retry-after"]) == (503, "5")
     assert served.asker.http.post("/v1/cartridges/whole/evict").status_code == 200
@@ -229,7 +229,7 @@ def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
     assert reply.used.endswith(";served=document")
     broken()
     with ThreadPoolExecutor(1) as pool:  # and it comes when it comes
-        reply = pool.submit(_patient, served, "trained").result(30)
+        reply = pool.submit(_patient, served, "trained").result(60)
     assert reply.cached_tokens == POSITIONS
 
 

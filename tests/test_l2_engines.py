@@ -22,7 +22,7 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
     tmp_path: Path,
 ) -> None:
     """The model has two KV heads, so of four ranks each two hold the same head. Blocks are vLLM's own: 128 tokens."""
-    patient = settings.model_copy(update={"lookup_timeout_s": 5.0})
+    patient = settings.model_copy(update={"lookup_timeout_s": 20.0})
     arguments = [*SERVER_ARGS, "--tensor-parallel-size", "4"]
     launch = plan(str(MODEL_DIR), patient, vllm_args=arguments, mode="multiprocess")
     with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
