@@ -1,6 +1,6 @@
 """What a slow cold fetch from S3 costs requests for resident cartridges: their latency with and without it, in one run.
 
-    python benchmarks/cold_fetch.py [--requests 400] [--slow-s 5] [--out DIR]
+    python benchmarks/cold_fetch.py [--full] [--requests 400] [--slow-s 5] [--out DIR]
 
 A real vLLM server, a real S3 server behind a proxy that holds every answer of the cold cartridge back, both from the
 tests. Phases alternate, so that a machine that slows down does so for both.
@@ -8,20 +8,18 @@ tests. Phases alternate, so that a machine that slows down does so for both.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import statistics
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+import report  # first: it makes the tests' helpers importable
 from faulty_proxy import FaultyProxy, sound
 from s3 import S3Server
 from wards import MODEL, Asker, patients, save
@@ -36,32 +34,43 @@ from lmcache_cartridge.settings import from_mapping
 CHUNK, POSITIONS, CLIENTS = 64, 1024, 2
 
 
-def main() -> None:
-    """Measure, print the table, and write it as JSON with `--out`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=400, help="hot requests of each kind (default 400)")
-    parser.add_argument("--slow-s", type=float, default=5.0, help="how long a cold fetch takes (default 5)")
-    parser.add_argument("--out", type=Path, help="directory for cold_fetch.json")
-    arguments = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "cold_fetch")
+    parser.add_argument("--requests", type=int, help="hot requests of each kind (default 400; --full 4000)")
+    parser.add_argument("--slow-s", type=float, help="how long a cold fetch takes (default 5)")
+    options = parser.parse_args(arguments)
+    requests = options.requests or (4000 if options.full else 20 if options.smoke else 400)
+    slow_s = options.slow_s or (1.0 if options.smoke else 5.0)
+    machine = report.hardware()
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as environment:
-        result = measure(Path(scratch), environment, arguments.requests, arguments.slow_s)
-    print(f"{'':24}{'p50 ms':>10}{'p99 ms':>10}{'requests':>10}")
-    for name in ("without", "with a cold fetch"):
-        row = result[name]
-        print(f"{name:24}{row['p50_ms']:10.1f}{row['p99_ms']:10.1f}{row['requests']:10}")
-    print(f"{'ratio':24}{result['p50_ratio']:10.3f}{result['p99_ratio']:10.3f}   over {result['fetches']} cold fetches")
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "cold_fetch.json").write_text(json.dumps(result, indent=1))
+        times_ms, fetches = measure(Path(scratch), environment, requests, slow_s)
+    rows = [
+        {
+            "beside it": beside, "requests": len(found), "p50 ms": round(float(np.quantile(found, 0.5)), 1),
+            "p99 ms": round(float(np.quantile(found, 0.99)), 1),
+        }
+        for beside, found in times_ms.items()
+    ]  # fmt: skip
+    without, with_fetch = rows
+    lines = [
+        f"{column[:3]} with / without a cold fetch: {with_fetch[column] / without[column]:.3f} ({fetches} fetches of "
+        f"{slow_s:g} s a read)" for column in ("p50 ms", "p99 ms")
+    ]  # fmt: skip
+    curves = {"resident cartridge": [report.Point(name, report.Spread.of(found)) for name, found in times_ms.items()]}
+    panel = report.Panel("requests for a resident cartridge", "beside it", "ms", curves)
+    report.publish("cold_fetch", rows, options, machine, panels=[panel], details=times_ms, lines=lines)
 
 
-def measure(scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_s: float) -> dict:
-    """Return latencies of hot requests with and without a cold fetch beside them."""
+def measure(
+    scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_s: float
+) -> tuple[dict[str, list[float]], int]:
+    """Return latencies of hot requests in ms with and without a cold fetch beside them, and how many fetches there were."""
     model, server = CausalModel(MODEL), S3Server(scratch / "swift")
     server.start()
     fetching = threading.Event()
 
-    def slow(handler, answer) -> None:
+    def slow(handler: Any, answer: Any) -> None:
         if "cold" in handler.path and handler.headers.get("Range"):
             fetching.set()
             time.sleep(slow_s)
@@ -93,18 +102,20 @@ def measure(scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_
         server.kill()
 
 
-def _phases(asker, proxy, slow, fetching, facts, requests: int) -> dict:
+def _phases(
+    asker: Asker, proxy: FaultyProxy, slow: Any, fetching: threading.Event, facts: dict[str, Any], requests: int
+) -> tuple[dict[str, list[float]], int]:
     def hot(number: int) -> float:
         fact = facts["hot"][number % len(facts["hot"])]
         started = time.perf_counter()
         asker.complete(ask(fact, 0), "hot", cache_salt=f"{random.getrandbits(64)}")
         return 1000 * (time.perf_counter() - started)
 
-    times: dict[str, list[float]] = {"without": [], "with a cold fetch": []}
+    times: dict[str, list[float]] = {"nothing": [], "a cold fetch": []}
     fetches = 0
     with ThreadPoolExecutor(CLIENTS) as clients, ThreadPoolExecutor(1) as other:
         list(clients.map(hot, range(40)))
-        while len(times["with a cold fetch"]) < requests:
+        while len(times["a cold fetch"]) < requests:
             fetching.clear()
             asker.http.post("/v1/cartridges/cold/evict")
             proxy.always = slow
@@ -115,19 +126,10 @@ def _phases(asker, proxy, slow, fetching, facts, requests: int) -> dict:
                 batch += clients.map(hot, range(2 * CLIENTS))
             cold.result()
             fetches += 1
-            times["with a cold fetch"] += batch
+            times["a cold fetch"] += batch
             proxy.always = None
-            times["without"] += clients.map(hot, range(len(batch)))
-    result: dict = {name: _summary(found) for name, found in times.items()} | {"fetches": fetches}
-    for quantile in ("p50", "p99"):
-        values = [result[name][f"{quantile}_ms"] for name in ("with a cold fetch", "without")]
-        result[f"{quantile}_ratio"] = values[0] / values[1]
-    return result
-
-
-def _summary(times_ms: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(times_ms, n=100)
-    return {"requests": len(times_ms), "p50_ms": cuts[49], "p99_ms": cuts[98]}
+            times["nothing"] += clients.map(hot, range(len(batch)))
+    return times, fetches
 
 
 if __name__ == "__main__":

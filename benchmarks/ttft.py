@@ -5,7 +5,7 @@
 A model with random weights in the shape of Qwen2.5-0.5B is made once (nothing is downloaded), and for each p a cartridge of
 random KV: times do not depend on what the numbers are. One stock server, asked by the stock OpenAI client with a question
 of 32 tokens after p others; every answer has 16 tokens. Each request has a `cache_salt` of its own, but `prefix` repeats
-one. The ways, in turns:
+one. A second server runs beside it in multiprocess mode, with LMCache's server beside that. The ways, in turns:
 
   dense     the document's tokens, every one computed
   prefix    the same prompt again: vLLM's own prefix cache has it, nothing is loaded; nothing can be faster
@@ -14,6 +14,9 @@ one. The ways, in turns:
   warm      the cartridge, resident in the cpu tier
   disk      the cartridge, evicted from memory and its file dropped from the page cache
   s3        the same from an S3 server (--s3), evicted from memory and the disk tier
+  mp-warm   the cartridge in multiprocess mode: LMCache's server has kept its own copy
+  mp-cpu    the same, LMCache's server told to forget what it has: resident in the adapter's cpu tier only
+  mp-disk   the same, evicted from there too, and its file dropped from the page cache
 
 Dense prefill on CPU takes minutes at large p, so it has few samples, and at c > 1 only up to p = 1024 (all with --full).
 """
@@ -48,6 +51,8 @@ from lmcache_cartridge.writer import ArtifactWriter
 CHUNK = 256
 QUESTION = 32
 ANSWER = 16
+COMMON = ["dense", "prefix", "localcpu", "warm", "disk"]
+MULTIPROCESS = ["mp-warm", "mp-cpu", "mp-disk"]
 DENSE_ALONE = 1024
 """The largest p that is computed for several requests at once, but for `--full`."""
 TINY = Shape("tiny", 2, 128, 2, 2, 64, 256, 2000)
@@ -146,19 +151,25 @@ def resident_bytes(group: int) -> int:
 
 
 class Asker:
-    """Asks one server in every way."""
+    """Asks one server in every way of its mode."""
 
-    def __init__(self, url: str, model: Path, vocabulary: int, payloads: dict[int, Path]) -> None:
+    def __init__(
+        self, url: str, model: Path, vocabulary: int, payloads: dict[int, Path], lmcache: str | None = None
+    ) -> None:
+        """`lmcache` is where LMCache's server, in multiprocess mode, answers HTTP."""
         from openai import OpenAI
 
         self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
         self._url, self._model, self._vocabulary, self._payloads = url, str(model), vocabulary, payloads
+        self._lmcache = lmcache
         self._random = np.random.default_rng(7)
         self._salts: dict[int, str] = {}
 
     def sample(self, way: str, p: int, c: int) -> Sample:
         """Ask in one way by `c` clients at once."""
-        if way in ("disk", "s3"):
+        if way in ("mp-cpu", "mp-disk"):
+            _post(f"{self._lmcache}/cache/clear")
+        if way in ("disk", "s3", "mp-disk"):
             self._evict(way, p)
         if way == "prefix" and p not in self._salts:
             self._salts[p] = uuid.uuid4().hex
@@ -202,10 +213,13 @@ class Asker:
 
     def _evict(self, way: str, p: int) -> None:
         name = f"s3-{p}" if way == "s3" else f"doc-{p}"
-        request = urllib.request.Request(f"{self._url}/v1/cartridges/{name}/evict", method="POST", data=b"")
-        urllib.request.urlopen(request, timeout=60).close()
-        if way == "disk":
+        _post(f"{self._url}/v1/cartridges/{name}/evict")
+        if way != "s3":
             drop([self._payloads[p]])
+
+
+def _post(url: str) -> None:
+    urllib.request.urlopen(urllib.request.Request(url, method="POST", data=b""), timeout=60).close()
 
 
 class Plan(NamedTuple):
@@ -223,22 +237,26 @@ class Plan(NamedTuple):
             if c > 1 and p > DENSE_ALONE and not self.full:
                 return 0
             return 1 if p * c > 4096 else 2
+        if c > 1 and way in ("mp-cpu", "mp-disk"):
+            return 0  # LMCache's server stages a copy for each request, and tells a miss where they do not all fit
         return max(2, self.repeat // (2 if c > 1 else 1))
 
 
-def measure(asker: Asker, plan: Plan, memory: Memory) -> list[Sample]:
-    """Ask in all ways, by turns within each p and c."""
+def measure(askers: dict[bool, Asker], plan: Plan, memory: Memory) -> list[Sample]:
+    """Ask in all ways, by turns within each p and c; `askers` by whether a way is of multiprocess mode."""
     found = []
     for p in plan.positions:
         for way in plan.ways:
             if way != "dense" and not (way == "s3" and p != plan.positions[0] and not plan.full):
-                asker.sample(way, p, 1)  # the first of each way warms up, and fills what the others find
+                askers[way in MULTIPROCESS].sample(
+                    way, p, 1
+                )  # the first of each way warms up, and fills what the others find
         for c in plan.concurrency:
             for turn in range(max(plan.samples(way, p, c) for way in plan.ways)):
                 for way in plan.ways:
                     if turn < plan.samples(way, p, c):
                         memory.phase = f"{way}, p {p}, c {c}"
-                        sample = asker.sample(way, p, c)
+                        sample = askers[way in MULTIPROCESS].sample(way, p, c)
                         found.append(sample)
                         report.say(
                             f"p {p}, c {c}, {way}: first token after "
@@ -299,6 +317,8 @@ def figures(made: Sequence[dict[str, Any]]) -> list[str]:
     ratio("TTFT warm / prefix-cache hit, c = 1", ttft("warm"), ttft("prefix"), "at most 1.10")
     ratio("TTFT warm / LMCache LocalCPU hit, c = 1", ttft("warm"), ttft("localcpu"), "at most 1.00")
     ratio("TTFT warm at c = 16 / c = 1", ttft("warm", 16), ttft("warm"), "at most 3.1")
+    for way in ("warm", "disk"):
+        ratio(f"TTFT {way}, multiprocess / in-process, c = 1", ttft(f"mp-{way}"), ttft(way), "no goal")
     dense, warm = at.get((p, 1, "dense")), at.get((p, 1, "warm"))
     if dense and warm:
         ratio("decode tokens/s warm / dense", warm["_decode"], dense["_decode"], "0.98 to 1.02")
@@ -308,8 +328,30 @@ def figures(made: Sequence[dict[str, Any]]) -> list[str]:
 @contextlib.contextmanager
 def server(model: Path, settings: Settings, scratch: Path, plan: Plan, token_bytes: int) -> Iterator[Any]:
     """Start a stock server with our plugin, LocalCPU beside it, and stop it."""
+    launch = _launch(model, settings, plan, token_bytes, "in-process")
+    pool_gb = 0.1 + 1.1 * sum(plan.positions) * token_bytes / 2**30
+    yaml = launch.yaml.replace("max_local_cpu_size: 0.1 ", f"max_local_cpu_size: {pool_gb:.2f} ")
+    yaml = yaml.replace('"lmcache_cartridge.serve.backend"', '"localcpu"')
+    assert '"localcpu"' in yaml and f"{pool_gb:.2f}" in yaml, "the launch has another YAML than this was written for"
+    here = str(Path(__file__).parent)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+    with _running(launch._replace(yaml=yaml, environment=launch.environment | environment), scratch / "log") as process:
+        yield process
+
+
+@contextlib.contextmanager
+def multiprocess_server(
+    model: Path, settings: Settings, scratch: Path, plan: Plan, token_bytes: int
+) -> Iterator[tuple[Any, str]]:
+    """Start a stock server and LMCache's, lend both the process and where the latter answers HTTP, and stop them."""
+    launch = _launch(model, settings, plan, token_bytes, "multiprocess")
+    port = launch.lmcache[launch.lmcache.index("--http-port") + 1]
+    with _running(launch, scratch / "log-multiprocess") as process:
+        yield process, f"http://127.0.0.1:{port}"
+
+
+def _launch(model: Path, settings: Settings, plan: Plan, token_bytes: int, mode: str) -> Any:
     from lmcache_cartridge.serve.launch import plan as launch_plan
-    from lmcache_cartridge.serve.process import ServerProcess
 
     longest = max(plan.positions) + QUESTION + ANSWER
     together = max(plan.concurrency) + 2
@@ -318,27 +360,24 @@ def server(model: Path, settings: Settings, scratch: Path, plan: Plan, token_byt
         "--max-model-len", str(longest + 64), "--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes),
         "--dtype", "bfloat16",
     ]  # fmt: skip
-    launch = launch_plan(str(model), settings, vllm_args=arguments)
-    pool_gb = 0.1 + 1.1 * sum(plan.positions) * token_bytes / 2**30
-    yaml = launch.yaml.replace("max_local_cpu_size: 0.1 ", f"max_local_cpu_size: {pool_gb:.2f} ")
-    yaml = yaml.replace('"lmcache_cartridge.serve.backend"', '"localcpu"')
-    assert '"localcpu"' in yaml and f"{pool_gb:.2f}" in yaml, "the launch has another YAML than this was written for"
-    here = str(Path(__file__).parent)
-    environment = launch.environment | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
-        "HF_HUB_OFFLINE": "1",
-    }
-    changed = launch._replace(yaml=yaml, environment=environment)
-    with ServerProcess(changed, scratch / "server.log", environment={}, timeout_s=600) as process:
+    return launch_plan(str(model), settings, vllm_args=arguments, mode=mode)
+
+
+@contextlib.contextmanager
+def _running(launch: Any, log: Path) -> Iterator[Any]:
+    from lmcache_cartridge.serve.process import ServerProcess
+
+    offline = launch._replace(environment=launch.environment | {"HF_HUB_OFFLINE": "1"})
+    with ServerProcess(offline, log, environment={}, timeout_s=600) as process:
         yield process
 
 
 def make_plan(options: Any) -> Plan:
     """Return what is asked for."""
     if options.smoke:
-        return Plan([256], [1, 2], ["dense", "prefix", "localcpu", "warm", "disk"], 2, False)
+        return Plan([256], [1, 2], [*COMMON, *MULTIPROCESS], 2, False)
     positions = options.positions or [256, 1024, 4096, 16_384] + ([32_768] if options.full else [])
-    ways = options.ways or ["dense", "prefix", "localcpu", "warm", "disk"] + (["s3"] if options.s3 else [])
+    ways = options.ways or [*COMMON, *(["s3"] if options.s3 else []), *MULTIPROCESS]
     return Plan(positions, options.concurrency, ways, options.repeat or (15 if options.full else 5), options.full)
 
 
@@ -407,11 +446,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.say("starting vLLM")
         process = stack.enter_context(server(model, settings, scratch, plan, shape.token_bytes))
         memory = stack.enter_context(Memory(process._process.pid))
-        asker = Asker(process.url, model, shape.vocabulary, payloads)
+        askers = {False: Asker(process.url, model, shape.vocabulary, payloads)}
+        if not set(MULTIPROCESS).isdisjoint(plan.ways):
+            report.say("starting vLLM in multiprocess mode")
+            beside = multiprocess_server(model, settings, scratch, plan, shape.token_bytes)
+            second, lmcache = stack.enter_context(beside)
+            askers[True] = Asker(second.url, model, shape.vocabulary, payloads, lmcache)
         try:
-            samples = measure(asker, plan, memory)
+            samples = measure(askers, plan, memory)
         except Exception:
-            report.say(process.log.read_text(errors="replace")[-4000:])
+            for log in scratch.glob("log*"):
+                report.say(log.read_text(errors="replace")[-4000:])
             raise
     made = rows(samples)
     curves: dict[str, list[report.Point]] = {}
@@ -426,7 +471,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.Panel("one request", "p", "TTFT, ms", curves),
         report.Panel(f"p = {max(plan.positions)}", "requests at once", "TTFT, ms", at_once),
     ]
-    memory_lines = [f"memory of the server: at most {max(m[2] for m in memory.samples) / 2**20:.0f} MiB resident"]
+    memory_lines = [
+        f"memory of the in-process server: at most {max(m[2] for m in memory.samples) / 2**20:.0f} MiB resident"
+    ]
     shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in made]
     details = {"samples": [sample._asdict() for sample in samples], "memory": memory.samples}
     lines = figures(made) + (memory_lines if memory.samples else [])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -47,3 +48,20 @@ def fields(values: Mapping[str, Any]) -> str:
 def show(values: Any, text: str, form: str) -> None:
     """Print `values` as JSON or `text`, as `form` says."""
     print(json.dumps(values, indent=2, default=str) if form == "json" else text, flush=True)
+
+
+@contextmanager
+def progress(label: str, unit: str, form: str, **bar: Any) -> Iterator[Callable[[int, int], None]]:
+    """Lend a function that shows `done` of `total` as a bar on stderr; programs (`form` json) are shown nothing.
+
+    `bar` are more of tqdm's own options.
+    """
+    from tqdm import tqdm
+
+    with tqdm(desc=label, unit=unit, disable=form == "json", **bar) as shown:
+
+        def update(done: int, total: int) -> None:
+            shown.total = total
+            shown.update(done - shown.n)
+
+        yield update

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 
+from homes import home  # noqa: F401
 from s3 import bucket, s3_credentials, s3_server  # noqa: F401
 
 # No test, nor a server that it starts, uses the download cache of the person who runs it.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
 
 from lmcache_cartridge.artifact import PAYLOAD, load_token_ids
@@ -18,6 +19,8 @@ from lmcache_cartridge.store import CartridgeStore
 
 CHUNK = 16
 CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK
+STILL = {"reload_s": 0}
+"""Settings of a store that looks for changes only when it is told to."""
 
 
 class Clock:
@@ -84,6 +87,14 @@ class Home:
             assert store.stats().lent == 0, "a test forgot to close a loan"
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    """An empty home, whose stores are closed and checked at the end."""
+    home = Home(tmp_path / "home")
+    yield home
+    home.close()
+
+
 def prompt_for(home: Home, made: Made, name: str = "doc") -> Prompt:
     """Return a prompt that begins with a cartridge of the home."""
     ids = load_token_ids(made.manifest, home.root(name)).tolist()
@@ -115,7 +126,7 @@ def assert_served(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
     assert store.release(prompt.hashes[0], prompt.tag) is False
 
 
-def until(done: Callable[[], Any], *, timeout_s: float = 20) -> None:
+def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
     """Wait until something is so; fail if it never is."""
     deadline = time.monotonic() + timeout_s
     while not done():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lmcache_cartridge.serve.multiprocess import free_port
 
 KEY, SECRET = "test:tester", "testing"
 STORAGE = ("account", "container", "object")
@@ -57,7 +58,7 @@ class S3Server:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._processes: dict[str, subprocess.Popen] = {}
-        self._ports = {kind: _free_port() for kind in (*STORAGE, "proxy")}
+        self._ports = {kind: free_port() for kind in (*STORAGE, "proxy")}
         self.endpoint = f"http://127.0.0.1:{self._ports['proxy']}"
         self.environment = {
             "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true",
@@ -135,12 +136,6 @@ class S3Server:
             f"[DEFAULT]\n{common}bind_port = {self.port}\n[pipeline:main]\npipeline = {' '.join(FILTERS)} proxy-server\n"
             f"[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n{filters}"
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

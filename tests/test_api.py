@@ -47,7 +47,13 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def mode() -> str:
+    """How LMCache runs; `test_l2_api` has the other one."""
+    return "in-process"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, mode: str) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping(
         {"home": home, "cpu_bytes": 256 << 20, "admin": True, "roots": [str(home / "allowed")],
@@ -59,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name, kind in KINDS.items():
         register(model, settings, wards[name].ids, name=name, kind=kind)
     launch = plan(
-        MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail",
+        MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", mode=mode,
         vllm_args=[*SERVER_ARGS, "--api-key", KEY, "--enable-scale-out", "--enable-auto-tool-choice",
                    "--tool-call-parser", "pythonic"],
     )  # fmt: skip
@@ -621,5 +627,5 @@ def test_two_thousand_odd_requests_get_an_error_of_their_own_or_the_right_answer
     assert min(statuses.get(200, 0), statuses.get(400, 0), statuses.get(404, 0)) > 50, "only one kind proves little"
     start = time.monotonic()
     assert served.asker.right(fact, "a")
-    assert time.monotonic() - start < 2
-    assert seconds < 120
+    assert time.monotonic() - start < 20, "the server is not rid of them"
+    assert seconds < 600, "some of them were waited for"

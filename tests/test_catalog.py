@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,13 +22,6 @@ from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.store import CartridgeStore, Place
 
 GRACE_S = 50.0
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 @pytest.fixture

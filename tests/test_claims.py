@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, prompt_for, until
+from homes import STILL, Clock, Home, assert_served, prompt_for, until
 from making import Made, flip_bit, make_fingerprint, make_rope, run_threads
 
 from lmcache_cartridge import store as store_module
@@ -19,15 +17,6 @@ from lmcache_cartridge.errors import CartridgeError, OverBudget
 from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.store import CartridgeStore
-
-STILL = {"reload_s": 0}
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 def _lookup_and_release(store: CartridgeStore, home: Home, made: Made, name: str) -> int:

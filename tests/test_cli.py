@@ -18,6 +18,7 @@ from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.cli import main
 from lmcache_cartridge.fingerprint import Fingerprint
 from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import HOME_VARIABLE
 
 
@@ -315,3 +316,23 @@ def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> Non
     _assert_one_line(cli("unlabel", "current"), "current")
     cli.json("remove", "doc")
     assert cli.json("list") == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("push", "doc", "s3://bucket/elsewhere"),
+        ("export", "doc", "--format", "peft", "--output", "out"),
+        ("evaluate", "doc", "--questions", "questions.jsonl", "--server", "http://127.0.0.1:1"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(
+    cli: _Cli, tmp_path: Path, argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    Registry(cli.home / "registry.sqlite").register(_make(tmp_path), "s3://bucket/doc")
+    ran = cli(*argv)
+    _assert_one_line(ran, "doc@1 lies on S3; `lmcache-cartridge pull s3://bucket/doc` brings it here first")
+    assert not (tmp_path / "out").exists()

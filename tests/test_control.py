@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 import weakref
@@ -15,20 +17,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from homes import Home, assert_served, prompt_for, until
+from homes import STILL, Home, assert_served, prompt_for, until
 from making import Made, make_artifact, run_threads
 
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
-from lmcache_cartridge.serve import control
+from lmcache_cartridge.serve import frames
 from lmcache_cartridge.serve.control import ControlServer, Workers
 from lmcache_cartridge.store import CartridgeStore
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 @pytest.fixture
@@ -38,7 +33,7 @@ def made(home: Home) -> Made:
 
 @pytest.fixture
 def store(home: Home, made: Made) -> CartridgeStore:
-    return home.open(settings={"reload_s": 0})
+    return home.open(settings=STILL)
 
 
 @pytest.fixture
@@ -236,7 +231,7 @@ def test_disconnecting_ends_every_claim(workers: Workers, store: CartridgeStore,
 def test_a_worker_that_answers_more_than_a_frame_holds_is_an_error(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(frames, "_MAX_FRAME_BYTES", 100)
     with pytest.raises(UnsupportedEngine, match="does not answer status: a frame of"):
         workers.call("status")
     monkeypatch.undo()
@@ -248,7 +243,7 @@ def test_a_worker_that_answers_more_than_a_frame_holds_is_an_error(
 
 @pytest.fixture
 def ranks(home: Home, made: Made) -> list[CartridgeStore]:
-    return [home.open(settings={"reload_s": 0}, rank=rank, world=2) for rank in range(2)]
+    return [home.open(settings=STILL, rank=rank, world=2) for rank in range(2)]
 
 
 def test_every_rank_answers_in_order(serve: Callable, connect: Callable, ranks: list, made: Made) -> None:
@@ -317,12 +312,13 @@ def test_a_rank_that_was_never_there_is_an_error(connect: Callable, server: Cont
 def test_a_worker_that_does_not_answer_in_time_is_an_error(
     workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frames, "_TIMEOUT_S", 0.1)
     release, evict = threading.Event(), store.evict
     store.evict = lambda digest: (release.wait(20), evict(digest))[1]
     with pytest.raises(UnsupportedEngine, match="timed out"):
         workers.call("evict", made.manifest.digest)
     release.set()
+    monkeypatch.undo()
     assert workers.call("status")[0]["rank"] == 0, "the late answer was taken for this one's"
 
 
@@ -419,6 +415,34 @@ def test_no_other_user_can_open_the_socket(server: ControlServer) -> None:
     directory = Path(server.path).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in directory.iterdir()] == ["control"]
+
+
+@pytest.fixture
+def tmp() -> Iterator[Path]:
+    """A directory for sockets: a test's own has a path that is too long for them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_what_killed_servers_left_is_removed_at_the_next_start_and_nothing_else(
+    server: ControlServer, serve: Callable, store: CartridgeStore, tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp))
+    names = "killed", "empty", "alive", "starting", "strange"
+    killed, empty, alive, starting, strange = left = [tmp / f"lmcache-cartridge-control-{name}" for name in names]
+    for directory in left:
+        directory.mkdir()
+    for directory in (killed, strange):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(directory / "control"))
+    (strange / "notes").touch()
+    (alive / "control").symlink_to(server.path)
+    for directory in (killed, empty, alive, strange):
+        os.utime(directory, (1, 1))
+    new = Path(serve(store).path).parent
+    assert set(tmp.iterdir()) == {alive, starting, strange, new}
+    assert (strange / "notes").exists()
+    assert (alive / "control").exists()
 
 
 def test_a_bug_in_the_store_is_an_error_for_its_caller_and_in_the_log(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from homes import CHUNK_BYTES, Clock, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for, until
+from homes import CHUNK_BYTES, STILL, Clock, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for, until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,15 +21,6 @@ from making import Made, make_fingerprint, run_threads
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.residency import Loan, Residency
 from lmcache_cartridge.store import CartridgeStore, Claim
-
-STILL = {"reload_s": 0}
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> CartridgeStore:

@@ -242,7 +242,7 @@ def test_two_that_write_a_piece_at_once_count_it_once(tmp_path: Path, monkeypatc
     tiers, both = [DiskTier(tmp_path / "cache", 5 * SIZE) for _ in range(2)], threading.Barrier(2)
 
     def fill(files: PieceFiles, partial: Partial, data: memoryview) -> int:
-        both.wait(10)
+        both.wait(60)
         return really_fill(files, partial, data)
 
     really_fill = PieceFiles.fill
@@ -251,7 +251,7 @@ def test_two_that_write_a_piece_at_once_count_it_once(tmp_path: Path, monkeypatc
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     stats = [tier.stats() for tier in tiers]
     assert [one.promoted for one in stats] == [1, 1]
     assert [one.pieces for one in stats] == [1, 1]

@@ -19,7 +19,7 @@ from wards import MODEL, Answer, Asker, Ward, prefill, register, sure
 from lmcache_cartridge import artifact
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall.ward import NAMES, ask, encode, write_document
-from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.serve.process import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -48,21 +48,33 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def faulty_launch() -> Callable[[Settings], Launch]:
+    """Return how a server whose plugin is `faulty` is started; `test_l2_faults` has another one."""
+
+    def launch(settings: Settings) -> Launch:
+        launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
+        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.serve.backend", "faulty"))
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Settings], Launch]) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("home")
     # Memory for two cartridges and a half.
     settings = from_mapping(
-        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 2.0}
+        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 6.0}
     )
     model = CausalModel(MODEL)
     sound = {name: _ward(model, name) for name in ("trained", "whole", "prefill")}
     for name, ward in sound.items():
         _register(model, settings, name, ward)
-    launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
-    launch = launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.serve.backend", "faulty"))
     faults = home / "faults.json"
     environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parent)}
-    with ServerProcess(launch, home / "log", environment=environment) as server, Asker(server.url) as asker:
+    with (
+        ServerProcess(faulty_launch(settings), home / "log", environment=environment) as server,
+        Asker(server.url) as asker,
+    ):
         yield Served(asker, model, settings, faults, sound)
 
 
@@ -208,7 +220,7 @@ def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
 ) -> None:
     _everybody_else_is_served(served)
     assert served.asker.http.post("/v1/cartridges/trained/evict").json()["chunks"] > 0
-    broken(slow_s=3.0)
+    broken(slow_s=9.0)
     status, headers = _refused(served, "trained", served.sound["trained"])
     assert (status, headers["retry-after"]) == (503, "5")
     assert served.asker.http.post("/v1/cartridges/whole/evict").status_code == 200
@@ -217,7 +229,7 @@ def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
     assert reply.used.endswith(";served=document")
     broken()
     with ThreadPoolExecutor(1) as pool:  # and it comes when it comes
-        reply = pool.submit(_patient, served, "trained").result(30)
+        reply = pool.submit(_patient, served, "trained").result(60)
     assert reply.cached_tokens == POSITIONS
 
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from blocks import quietly
+from homes import until
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads
 
 with quietly():
@@ -37,7 +38,17 @@ from lmcache_cartridge.artifact import PAYLOAD, chunk_range, load_token_ids
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.serve.confirm import ANYBODY, NOBODY, Report, confirm, key_name, key_salt, tag_salt
+from lmcache_cartridge.serve.confirm import (
+    ANYBODY,
+    NOBODY,
+    Report,
+    check_ids,
+    check_salt,
+    confirm,
+    key_name,
+    key_salt,
+    tag_salt,
+)
 from lmcache_cartridge.serve.control import Workers
 from lmcache_cartridge.serve.request import TAG
 
@@ -116,7 +127,17 @@ class Server:
         return Report(**fitting | changes)
 
     def confirm(self, **changes: Any) -> str:
-        return confirm(str(self.socket), self.report(**changes))
+        report = self.report(**changes)
+        return confirm(str(self.socket), report, self.check(report.chunk_tokens))
+
+    def check(self, chunk_tokens: int = CHUNK, algorithm: str = "blake3") -> str:
+        """Look a check up as LMCache's server would that names chunks by an algorithm; return its salt."""
+        salt = check_salt()
+        with quietly():
+            (chunk_hash,) = TokenHasher(chunk_tokens, algorithm).compute_chunk_hashes(check_ids(chunk_tokens))
+        key = ObjectKey(chunk_hash, MODEL, ObjectKey.ComputeKVRank(1, 0, 1, 0), 0, salt)
+        assert self.look_up([[key]], MemoryLayoutDesc([torch.Size((3, CHUNK, 256))], [torch.bfloat16])) == 0
+        return salt
 
     def keys(self, ids: list[int], salt: str, rank: int = 0, world: int = 1, model: str = MODEL) -> list[ObjectKey]:
         kv_rank = ObjectKey.ComputeKVRank(world, rank, world, rank)
@@ -131,21 +152,24 @@ class Server:
 
     def prefetch(
         self, ids: list[int], salt: str = ANYBODY, *, shape: tuple[int, ...] | None = None, world: int = 1,
-        dtype: torch.dtype = torch.bfloat16, model: str = MODEL, group: int = 0, timeout_s: float = 20,
+        dtype: torch.dtype = torch.bfloat16, model: str = MODEL, group: int = 0,
     ) -> tuple[list[list[ObjectKey]], int]:  # fmt: skip
         shape = shape or (3, CHUNK, 2 // world * 128)
         desc = MemoryLayoutDesc([torch.Size(shape)], [dtype])
         rows = [self.keys(ids, salt, rank, world, model) for rank in range(world)]
         if group:
             rows = [[ObjectKey(k.chunk_hash, k.model_name, k.kv_rank, group, salt) for k in row] for row in rows]
+        return rows, self.look_up(rows, desc, group)
+
+    def look_up(self, rows: list[list[ObjectKey]], desc: MemoryLayoutDesc, group: int = 0) -> int:
+        """Return how many leading keys LMCache finds in every row."""
         spec = PrefetchTaskSpec([GroupedObjectKeys(row, group, desc) for row in rows])
         handle = self.manager.submit_prefetch_task(spec)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 60
         while (result := self.manager.query_prefetch_status(handle)) is None:
             assert time.monotonic() < deadline, "the request hangs"
             time.sleep(0.002)
-        leading = {row.count_leading_ones() for row in result.hit_cells}
-        return rows, min(leading, default=0)
+        return min((row.count_leading_ones() for row in result.hit_cells), default=0)
 
     def bytes(self, keys: list[ObjectKey]) -> list[torch.Tensor]:
         """Return what LMCache has in its memory under some keys that it holds locked, as flat uint8."""
@@ -183,12 +207,13 @@ def packed(made: Made, chunk: int, layout: str = LAYOUT, heads: slice = slice(No
 def claimed(server: Server, tag: str) -> str:
     """Claim a cartridge or chain as the API server does, and return the salt of its keys."""
     workers = Workers([server.confirm()])
-    for _ in range(500):
+
+    def ready() -> bool:
         (state,) = workers.call("claim", "c", tag, {})
         assert state["refused"] is None
-        if state["ready"]:
-            break
-        time.sleep(0.01)
+        return state["ready"]
+
+    until(ready)
     workers.close()
     return tag_salt(tag)
 
@@ -438,6 +463,47 @@ def test_a_cartridge_of_another_model_is_not_served(home: Home) -> None:
         workers.close()
 
 
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "builtin"])
+def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused_with_both_names(
+    home: Home, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(home) as server:
+        check = server.check(algorithm=algorithm)
+        monkeypatch.setattr("sys.argv", ["lmcache", "server", "--hash-algorithm", algorithm])
+        with pytest.raises(UnsupportedEngine, match=f"names chunks by {algorithm}, cartridges are found by blake3"):
+            confirm(str(server.socket), server.report(), check)
+        assert server.ask(prompt(home, "doc")) == 0, "nobody has confirmed anything"
+        with pytest.raises(UnsupportedEngine, match="another LMCache server"):
+            confirm(str(server.socket), server.report(), check)
+
+
+def test_an_engine_of_another_server_is_refused(home: Home) -> None:
+    with serving(home) as server, pytest.raises(UnsupportedEngine, match="another LMCache server"):
+        confirm(str(server.socket), server.report(), check_salt())
+
+
+def test_a_check_waits_for_no_other_lookup(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(home) as server:
+        server.confirm()
+        store, go_on = server.adapter._seats[server.report().seat].store, threading.Event()
+        monkeypatch.setattr(store, "lookup", lambda *_: go_on.wait(60) and 0)
+        keys, desc = (
+            server.keys(prompt(home, "doc"), ANYBODY),
+            MemoryLayoutDesc([torch.Size((3, CHUNK, 256))], [torch.bfloat16]),
+        )
+        for _ in range(l2._LOOKUP_THREADS):
+            server.adapter.submit_lookup_and_lock_task(keys, {0: desc})
+        salt = check_salt()
+        server.adapter.submit_lookup_and_lock_task(server.keys(check_ids(CHUNK), salt), {0: desc})
+        assert confirm(str(server.socket), server.report(), salt)
+        go_on.set()
+
+
+def test_a_check_is_looked_up_by_nobody_who_can_make_a_request(home: Home) -> None:
+    for params in (None, {}, {TAG: check_salt()}, {"lmcache.tag.x": check_salt()}, {"cache_salt": check_salt()}):
+        assert not key_salt(params).startswith("cartridge-check-")
+
+
 def test_garbage_at_the_socket_hurts_nobody(home: Home) -> None:
     with serving(home) as server:
         for data in (b"", b"\x05", b"\x04\0\0\0oops", b"\xff\xff\xff\xff", b"\x01\0\0\0\x80"):
@@ -488,19 +554,16 @@ def test_a_chunk_lost_between_lookup_and_load_ends_the_prefix(home: Home, monkey
 
 
 def test_a_lookup_that_never_ends_is_answered_with_a_miss(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2, "_LOOKUP_GRACE_S", 0.2)
+    monkeypatch.setattr(l2, "_LOOKUP_GRACE_S", 1.0)
     with serving(home, lookup_timeout_s=0.1) as server:
         server.confirm()
         store, go_on = server.adapter._seats[server.report().seat].store, threading.Event()
         lookup = store.lookup
         monkeypatch.setattr(store, "lookup", lambda *args: go_on.wait(60) and lookup(*args))
-        assert server.ask(prompt(home, "doc"), timeout_s=5) == 0
+        assert server.ask(prompt(home, "doc")) == 0
         go_on.set()
         monkeypatch.undo()
-        for _ in range(200):
-            if server.adapter.report_status()["engines"][0]["tiers"]["cpu"]["resident"] == 4:
-                break
-            time.sleep(0.01)
+        until(lambda: server.adapter.report_status()["engines"][0]["tiers"]["cpu"]["resident"] == 4)
         assert server.ask(prompt(home, "doc")) == 4
         assert server.adapter.report_status()["engines"][0]["tiers"]["cpu"]["leased"] == 0, (
             "what came late stays leased"
@@ -510,7 +573,7 @@ def test_a_lookup_that_never_ends_is_answered_with_a_miss(home: Home, monkeypatc
 def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(l2, "_LOAD_DEADLINE_S", 0.3)
+    monkeypatch.setattr(l2, "_LOAD_DEADLINE_S", 1.0)
     with serving(home) as server:
         server.confirm()
         store, go_on, writes = server.adapter._seats[server.report().seat].store, threading.Event(), []
@@ -518,7 +581,7 @@ def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(
         late = int.from_bytes(server.hasher.compute_chunk_hashes(home.ids("doc"))[1], "big")
         monkeypatch.setattr(store, "lend", lambda h, tag=None: (h != late or go_on.wait(60)) and lend(h, tag))
         monkeypatch.setattr(l2, "_fill", lambda *args: (writes.append(1), fill(*args)))
-        assert server.ask(prompt(home, "doc"), timeout_s=5) == 1, "what was written in time counts"
+        assert server.ask(prompt(home, "doc")) == 1, "what was written in time counts"
         assert len(writes) == 1
         go_on.set()
         time.sleep(0.3)
@@ -557,11 +620,7 @@ def test_a_new_version_is_found_and_a_removed_cartridge_is_not(home: Home) -> No
         assert server.ask(prompt(home, "doc")) == 4
         home.make("late", positions=2 * CHUNK, seed=11)
         home.registry.remove("doc@1")
-        for _ in range(100):
-            time.sleep(0.05)
-            if server.ask(home.ids("late")) == 2 and server.ask(prompt(home, "doc")) == 0:
-                return
-        raise AssertionError("the registry was not followed")
+        until(lambda: server.ask(home.ids("late")) == 2 and server.ask(prompt(home, "doc")) == 0)
 
 
 # The contract by itself.
@@ -589,11 +648,9 @@ def test_a_result_is_handed_out_once_and_its_bitmap_fits_its_keys(home: Home) ->
 
 
 def _result(query: Any, task: int) -> Any:
-    for _ in range(500):
-        if (result := query(task)) is not None:
-            return result
-        time.sleep(0.01)
-    raise AssertionError("no result")
+    results = []
+    until(lambda: results.append(query(task)) or results[-1] is not None)
+    return results[-1]
 
 
 @pytest.mark.parametrize("ack", [True, False])
@@ -624,7 +681,7 @@ def test_closing_waits_for_what_is_being_written(home: Home, monkeypatch: pytest
         spec_keys = server.keys(prompt(home, "doc"), ANYBODY)
         desc = MemoryLayoutDesc([torch.Size((3, CHUNK, 256))], [torch.bfloat16])
         server.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(spec_keys, 0, desc)]))
-        assert started.wait(10)
+        assert started.wait(60)
         adapter = server.adapter
     assert done.is_set(), "LMCache's memory was freed while it was written"
     assert not [t for t in threading.enumerate() if t.name.startswith("cartridge-l2")]
@@ -660,7 +717,7 @@ def test_an_engine_without_an_adapter_hears_so(tmp_path: Path, home: Home) -> No
     with serving(home) as server:
         report = server.report()
     with pytest.raises(UnsupportedEngine, match="no cartridge adapter listens"):
-        confirm(str(server.socket), report)
+        confirm(str(server.socket), report, check_salt())
 
 
 def test_the_status_is_plain_values(home: Home) -> None:

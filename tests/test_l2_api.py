@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import pytest
 import test_api
-from test_api import *  # noqa: F403
+from again import cases_of
 
-from lmcache_cartridge.serve.launch import plan
+globals().update(cases_of(test_api, without=("mode",)))
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[test_api.Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_api, "plan", partial(plan, mode="multiprocess"))
-        yield from test_api.served.__wrapped__(tmp_path_factory)
+def mode() -> str:
+    return "multiprocess"

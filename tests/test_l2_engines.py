@@ -22,7 +22,7 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
     tmp_path: Path,
 ) -> None:
     """The model has two KV heads, so of four ranks each two hold the same head. Blocks are vLLM's own: 128 tokens."""
-    patient = settings.model_copy(update={"lookup_timeout_s": 5.0})
+    patient = settings.model_copy(update={"lookup_timeout_s": 20.0})
     arguments = [*SERVER_ARGS, "--tensor-parallel-size", "4"]
     launch = plan(str(MODEL_DIR), patient, vllm_args=arguments, mode="multiprocess")
     with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
@@ -34,24 +34,28 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "replaced", "reason"),
+    ("chunk_tokens", "replaced", "lmcache", "reason"),
     [
-        (64, (), "must be a multiple of 128"),
-        (256, ("/lmcache-cartridge-", "/nobody-"), "no cartridge adapter listens"),
-        (256, ("kv_consumer", "kv_both"), "kv_role is kv_both"),
+        (64, (), [], "must be a multiple of 128"),
+        (256, ("/lmcache-cartridge-", "/nobody-"), [], "no cartridge adapter listens"),
+        (256, ("kv_consumer", "kv_both"), [], "kv_role is kv_both"),
+        (256, (), ["--hash-algorithm", "sha256_cbor"], "names chunks by sha256_cbor, cartridges are found by blake3"),
+        (256, (), ["--hash-algorithm", "builtin"], "names chunks by builtin, cartridges are found by blake3"),
     ],
-    ids=["chunks of half a block", "no adapter", "an engine that stores"],
+    ids=["chunks of half a block", "no adapter", "an engine that stores", "another hash", "a seeded hash"],
 )
 def test_a_server_that_could_not_serve_cartridges_does_not_start_and_says_why(
     settings: Settings,  # noqa: F811
     tmp_path: Path,
     chunk_tokens: int,
     replaced: tuple[str, ...],
+    lmcache: list[str],
     reason: str,
 ) -> None:
     launch = plan(str(MODEL_DIR), settings, chunk_tokens=chunk_tokens, vllm_args=SERVER_ARGS, mode="multiprocess")
     command = [a.replace(*replaced) if replaced else a for a in launch.command]
     assert (command != launch.command) == bool(replaced)
-    with pytest.raises(UnsupportedEngine), ServerProcess(launch._replace(command=command), tmp_path / "log"):
+    launch = launch._replace(command=command, lmcache=[*launch.lmcache, *lmcache])
+    with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log"):
         pass
     assert reason in (tmp_path / "log").read_text(errors="replace")

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import test_faults
-from test_faults import *  # noqa: F403
+from again import cases_of
 
 from lmcache_cartridge.serve.launch import Launch, plan
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[test_faults.Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_faults, "plan", _plan)
-        yield from test_faults.served.__wrapped__(tmp_path_factory)
-
-
-def _plan(*args: Any, vllm_args: list[str], **kwargs: Any) -> Launch:
-    # Whole chunks must be whole blocks, which are of 128 tokens on CPU where nothing is said.
-    launch = plan(*args, vllm_args=[*vllm_args, "--block-size", "32"], mode="multiprocess", **kwargs)
-    # And LMCache must ask for every chunk each time, not keep what it once had.
-    changes = {"lmcache_cartridge.serve.l2": "faulty_l2", "retain": "default"}
-    return launch._replace(lmcache=[_changed(argument, changes) for argument in launch.lmcache])
-
-
-def _changed(text: str, changes: dict[str, str]) -> str:
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    return text
+from lmcache_cartridge.settings import Settings
 
 
 @pytest.mark.parametrize("chunk", [0, 3, 15])
-def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(  # noqa: F811 - LMCache tells in time here
+def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
     served: test_faults.Served, broken: Callable[..., None], chunk: int
 ) -> None:
     """LMCache folds what it got to a prefix before vLLM hears of it, so a document is computed from there on."""
@@ -51,3 +30,30 @@ def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(  # n
             document = name == "whole"
             assert reply.used == f"{name}@1;positions={test_faults.POSITIONS}" + ";served=document" * document
             assert reply.cached_tokens == (0 if document else chunk * test_faults.CHUNK)
+
+
+# They come after the one above: once requests for it were refused, LMCache 0.5.6 may still hold a document's chunks, and
+# does not ask for them again.
+_OTHERWISE_HERE = "test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer"
+globals().update(cases_of(test_faults, without=("faulty_launch", _OTHERWISE_HERE)))
+
+
+@pytest.fixture(scope="module")
+def faulty_launch() -> Callable[[Settings], Launch]:
+    def launch(settings: Settings) -> Launch:
+        # Whole chunks must be whole blocks, which are of 128 tokens on CPU where nothing is said.
+        launch = plan(
+            test_faults.MODEL, settings, chunk_tokens=test_faults.CHUNK, on_load_failure="fail", mode="multiprocess",
+            vllm_args=[*test_faults.ARGS, "--block-size", "32"],
+        )  # fmt: skip
+        # And LMCache must ask for every chunk each time, not keep what it once had.
+        changes = {"lmcache_cartridge.serve.l2": "faulty_l2", "retain": "default"}
+        return launch._replace(lmcache=[_changed(argument, changes) for argument in launch.lmcache])
+
+    return launch
+
+
+def _changed(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    return text

@@ -6,11 +6,10 @@ import gc
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from homes import Clock, Home, chunk_bytes, lent, prompt_for, until
+from homes import STILL, Clock, Home, chunk_bytes, lent, prompt_for, until
 from making import Made, make_fingerprint
 
 from lmcache_cartridge.store import CartridgeStore
@@ -19,15 +18,8 @@ SMALL = {"layers": 1, "head_size": 8}
 CARTRIDGES, ROOM, REQUESTS = 20, 5, 3000
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
-
-
 def _open(home: Home, chunks: int, **settings: object) -> CartridgeStore:
-    return home.open(fingerprint=make_fingerprint(**SMALL), chunks=chunks, settings={"reload_s": 0} | settings)
+    return home.open(fingerprint=make_fingerprint(**SMALL), chunks=chunks, settings=STILL | settings)
 
 
 def _zipf(seed: int) -> list[int]:

@@ -96,12 +96,12 @@ def test_a_copy_is_private(remote: _Remote) -> None:
 
 def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> None:
     remote.put()
-    mirror = remote.mirror(max_age_s=0.3)
+    mirror = remote.mirror(max_age_s=2.0)
     copy = mirror.fetch(remote.location)
     assert remote.requests() == 3, "manifest, size of the payload, ids"
     assert mirror.fetch(remote.location) == copy
     assert remote.requests() == 0
-    time.sleep(0.35)
+    time.sleep(2.05)
     assert mirror.fetch(remote.location) == copy
     assert remote.requests() == 1, "not modified"
     assert mirror.fetch(remote.location, force=True) == copy

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from faulty_proxy import FaultyProxy, flipped, reset, status, trickle
+from homes import until
 from making import files_under, flip_bit, make_artifact, make_fingerprint, run_threads
 from s3 import S3Server
 
@@ -23,7 +24,7 @@ from lmcache_cartridge.cli import main
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.sources import S3Source
+from lmcache_cartridge.sources import S3Source, Sources
 from lmcache_cartridge.writer import ArtifactWriter
 
 
@@ -348,6 +349,21 @@ def test_a_cartridge_whose_files_were_lost_is_pulled_again(here: _Machine, there
     path.rmdir()
     assert there.json("pull", here.location)["pulled"] is True
     assert _bytes(path) == _bytes(root)
+
+
+def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
+    here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _registered(here)
+    here.json("push", "doc", here.location)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+    assert there("register", here.location).status == 0
+    kept, s3 = [], Sources.s3
+    monkeypatch.setattr(Sources, "s3", lambda self: kept.append(s3(self)) or kept[-1])  # else going out of use closes
+    proxy.open_most = proxy.open_now
+    assert there.json("verify", "doc") == [{"name": "doc@1", "sound": True, "problem": None}]
+    assert kept and proxy.open_most > 0, "it was not read through the proxy"
+    until(lambda: proxy.open_now == 0)
 
 
 @pytest.mark.parametrize("verb", ["push", "pull"])

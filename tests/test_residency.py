@@ -68,14 +68,14 @@ def _intact(loan: Loan, key: ChunkKey) -> bool:
 
 def _quiet(residency: Residency) -> None:
     """Wait until no load is in flight."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while residency.stats().loading:
         assert time.monotonic() < deadline, "a load never ended"
         time.sleep(0.0005)
 
 
 def _until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "it never came to be"
         time.sleep(0.0005)
@@ -337,7 +337,7 @@ def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_residency: 
     loads.held[keys[1]] = threading.Event()
     before = time.monotonic()
     assert residency.acquire(keys, 0.1) == 1
-    assert 0.09 < time.monotonic() - before < 5
+    assert 0.09 < time.monotonic() - before < 20
     assert residency.stats().loading == 1
     assert residency.lend(keys[1]) is None, "a chunk on its way is not lent"
     loads.held[keys[1]].set()
@@ -400,9 +400,9 @@ def test_waiters_hear_of_a_failure_at_once_and_not_at_their_deadline(open_reside
     loads.broken.add(keys[1])
     loads.pause_s = 0.02
     before, runs = time.monotonic(), []
-    run_threads(8, lambda _: runs.append(residency.acquire(keys, 20)))
+    run_threads(8, lambda _: runs.append(residency.acquire(keys, 60)), timeout_s=120)
     assert runs == [1] * 8
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 30
 
 
 def test_a_bug_in_the_loader_is_a_failure_like_any_other(clock: _Clock) -> None:
@@ -426,8 +426,8 @@ def test_a_bug_in_who_hears_of_failures_loses_no_slot_and_hangs_nobody(open_resi
     residency, (key,) = open_residency(1, clock=time.monotonic, on_failure=on_failure), _keys("a", 1)
     loads.broken.add(key)
     before = time.monotonic()
-    assert residency.acquire([key], 10) == 0
-    assert time.monotonic() - before < 5
+    assert residency.acquire([key], 60) == 0
+    assert time.monotonic() - before < 30
     _quiet(residency)
     loads.broken.clear()
     assert residency.acquire([key], 5) == 1
@@ -495,10 +495,9 @@ def test_a_late_release_by_somebody_else_is_no_error(open_residency: Callable, l
 
     def work(number: int) -> None:
         if number == 0:
-            runs.append(residency.acquire(keys, 0.3))
+            runs.append(residency.acquire(keys, 2))
         else:
-            time.sleep(0.1)
-            assert residency.release(keys[0]) is True
+            _until(lambda: residency.release(keys[0]))
 
     run_threads(2, work)
     assert runs == [0]
@@ -549,9 +548,14 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
     residency = Residency(Slab(SLOT, budget), load, threads=6, lease_s=0.02)
     end, closed, lent, held = time.monotonic() + 2, Counter(), Counter(), Counter()
 
+    def tried() -> int:
+        """Return how often the rarest of what threads do was done."""
+        stats = residency.stats()
+        return min(stats.hits, stats.promoted, stats.failed, stats.evicted, sum(lent.values()), sum(held.values()))
+
     def work(number: int) -> None:
         chance, loans, hold = random.Random(number), [], None
-        while time.monotonic() < end:
+        while time.monotonic() < end or (tried() <= 20 and time.monotonic() < end + 60):
             keys = _keys(chance.choice("abcd"), chance.randint(1, 5))
             action = chance.random()
             if action < 0.5:
@@ -598,13 +602,12 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
         if hold is not None:
             hold.close()
 
-    run_threads(16, work)
+    run_threads(16, work, timeout_s=120)
     _quiet(residency)
     residency.check()
     stats = residency.stats()
     assert (stats.lent, stats.held) == (0, 0)
-    tried = (stats.hits, stats.promoted, stats.failed, stats.evicted, sum(lent.values()), sum(held.values()))
-    assert min(tried) > 20, "nothing much was tried"
+    assert tried() > 20, "nothing much was tried"
     time.sleep(0.03)
     assert sum(residency.evict(digest) for digest in "abcd") == stats.resident
     assert residency.stats().resident == 0

@@ -15,6 +15,7 @@ import openai
 import pytest
 from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, flipped, reset, sound, status
+from homes import until
 from s3 import S3Server
 from wards import MODEL, Answer, Asker, Ward, patients, prefill, save, sure
 
@@ -27,6 +28,7 @@ from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, POSITIONS = 64, 1024
 WHOLE = POSITIONS // CHUNK
+NETWORK_THREADS = 16
 ARGS = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
 KINDS = {"hot": "prefill", "doc": "prefill", "trained": "trained"}
 
@@ -91,7 +93,7 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
         _push(s3_server, root, f"{bucket}/elsewhere/other")
         settings = from_mapping(
             {"home": home, "cpu_bytes": 8 << 20, "admin": True, "buckets": [f"{bucket}/allowed"], "disk_bytes": 0,
-             "ready_timeout_s": 6.0, "s3_timeout_s": 20.0}
+             "ready_timeout_s": 12.0}
         )  # fmt: skip
         launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
         with ServerProcess(launch, home / "log", environment=SMALL) as server, Asker(server.url) as asker:
@@ -248,12 +250,19 @@ def test_a_payload_that_is_wrong_for_good_quarantines_its_cartridge_only(
 
 
 def test_a_manifest_that_does_not_come_holds_up_no_other_request(served: Served) -> None:
-    stuck = threading.Event()
-    served.proxy.always = lambda handler, answer: stuck.wait(30) and sound(handler, answer)
+    stuck, waiting = threading.Event(), set()
+
+    def hold(handler: Handler, answer: Sent) -> None:
+        waiting.add(handler.path)
+        if stuck.wait(60):
+            sound(handler, answer)
+
+    served.proxy.always = hold
     try:
         with ThreadPoolExecutor(24) as pool:  # more than there are threads for the network
             slow = [pool.submit(_status, served, f"s3://{served.bucket}/allowed/new{i}") for i in range(24)]
-            time.sleep(0.5)
+            until(lambda: len(waiting) == NETWORK_THREADS)
+            assert served.state("hot")["state"] == "resident"
             assert all(served.right("hot") for _ in range(5))
             assert not any(each.done() for each in slow)
             stuck.set()

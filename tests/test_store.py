@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -35,13 +35,6 @@ from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.store import CartridgeStore
 from lmcache_cartridge.writer import TOKENS
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 def _assert_not_served(store: CartridgeStore, prompt: Prompt, made: Made | None = None) -> None:

@@ -265,7 +265,7 @@ def test_ctrl_c_ends_it_cleanly(url: str, tty: bool) -> None:
         rest = ""
         while tty and "\x1b[?1049l" not in rest:
             rest += os.read(reader, 4096).decode(errors="replace")
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == ""
     assert ("\x1b[?1049h" in seen) == tty, "the terminal's other screen, which leaves what was there"
     assert ("\x1b" in seen) == tty, "no control characters in a pipe"

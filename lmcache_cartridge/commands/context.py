@@ -40,6 +40,18 @@ def copy_of(arguments: argparse.Namespace, location: str) -> Path:
         sources.close()
 
 
+def local_root(location: Any) -> Path:
+    """Return the directory of a registered cartridge. Raises `ArtifactError` for one that lies on S3."""
+    from ..errors import ArtifactError
+    from ..sources import Sources
+
+    if Sources.is_remote(location.location):
+        raise ArtifactError(
+            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
+        )
+    return Path(location.location)
+
+
 def root_of(arguments: argparse.Namespace, location: str) -> Path:
     """Return the directory that holds the manifest of what lies at a location."""
     from ..sources import Sources

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..output import fields, show, size
 from .authoring import add_payload, check_dtype, check_files, check_numbers, progress_bar
-from .context import Verb, registry_of, settings_of
+from .context import Verb, local_root, registry_of, settings_of
 
 
 def add(verb: Verb) -> None:
@@ -182,15 +182,9 @@ def _next(arguments: argparse.Namespace, registry: Any) -> tuple[int, Path]:
 def _local(registry: Any, name: str) -> Any:
     """Return the registry's row of an artefact that lies in a directory. Raises `ArtifactError` if it lies on S3, or was replaced."""
     from .. import artifact
-    from ..errors import ArtifactError
-    from ..sources import Sources
 
     location = registry.find(name)
-    if Sources.is_remote(location.location):
-        raise ArtifactError(
-            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
-        )
-    artifact.load_manifest(Path(location.location), location.digest)
+    artifact.load_manifest(local_root(location), location.digest)
     return location
 
 

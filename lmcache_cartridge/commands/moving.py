@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-from ..output import show
-from .context import Verb, registry_of, settings_of
+from ..output import progress, show
+from .context import Verb, local_root, registry_of, settings_of
+
+_OF_BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
 
 
 def add(verb: Verb) -> None:
@@ -39,15 +40,12 @@ def add(verb: Verb) -> None:
 
 def _push(arguments: argparse.Namespace) -> None:
     from .. import s3, transfer
-    from ..errors import ArtifactError
-    from ..sources import Sources
 
     s3.parse(arguments.location)
     row = registry_of(arguments).find(arguments.name)
-    if Sources.is_remote(row.location):
-        raise ArtifactError(f"{row.name} lies at {row.location} already; pull it first to push it elsewhere")
-    with _transfer(arguments) as (source, progress):
-        done = transfer.push(Path(row.location), arguments.location, source, force=arguments.force, progress=progress)
+    root = local_root(row)
+    with _transfer(arguments) as (source, shown):
+        done = transfer.push(root, arguments.location, source, force=arguments.force, progress=shown)
     result = {
         "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
         "pushed": done.changed,
@@ -68,8 +66,8 @@ def _pull(arguments: argparse.Namespace) -> None:
     if arguments.id is not None:
         check_id(arguments.id)
     registry, directory = registry_of(arguments), settings_of(arguments).cartridges_dir
-    with _transfer(arguments) as (source, progress):
-        done = transfer.pull(arguments.location, source, registry, directory, progress=progress, name=arguments.id)
+    with _transfer(arguments) as (source, shown):
+        done = transfer.pull(arguments.location, source, registry, directory, progress=shown, name=arguments.id)
     result = {
         "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
     }  # fmt: skip
@@ -80,23 +78,16 @@ def _pull(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
     """Lend an S3 source and a progress bar, off with --format json."""
-    from tqdm import tqdm
-
     from ..sources import Sources
 
-    sources = Sources(settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region))
-    bars: dict[str, tqdm] = {}
+    settings = settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region)
+    with closing(Sources(settings)) as sources, ExitStack() as stack:
+        bars: dict[str, Callable[[int, int], None]] = {}
 
-    def progress(what: str, done: int, total: int) -> None:
-        if what not in bars:
-            of_bytes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-            kind = {"unit": " chunks"} if what == "verify" else of_bytes
-            bars[what] = tqdm(desc=what, total=total, disable=arguments.format == "json", **kind)
-        bars[what].update(done - bars[what].n)
+        def show_progress(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                kind = {"unit": " chunks"} if what == "verify" else _OF_BYTES
+                bars[what] = stack.enter_context(progress(what, form=arguments.format, **kind))
+            bars[what](done, total)
 
-    try:
-        yield sources.s3(), progress
-    finally:
-        for bar in bars.values():
-            bar.close()
-        sources.close()
+        yield sources.s3(), show_progress

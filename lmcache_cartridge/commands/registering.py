@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import CartridgeError
-from ..output import fields, show, size, table
+from ..output import fields, progress, show, size, table
 from .context import Verb, copy_of, registry_of, root_of, settings_of
 
 
@@ -155,35 +157,37 @@ def _describe(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from functools import partial
-
-    from tqdm import tqdm
-
-    from .. import artifact
     from ..quarantine import Quarantine
     from ..sources import Sources
 
     settings = settings_of(arguments)
-    registry, quarantine, sources = registry_of(arguments), Quarantine(settings.quarantine_dir), Sources(settings)
+    registry, quarantine = registry_of(arguments), Quarantine(settings.quarantine_dir)
     results = []
-    for name in arguments.name:
-        location = registry.find(name)
-        problem = None
-        try:
-            root, read, where = root_of(arguments, location.location), None, None
-            if Sources.is_remote(location.location):
-                where = f"{location.location}/{artifact.PAYLOAD}"
-                read = partial(sources.read_into, location.location, artifact.PAYLOAD)
-            artifact.load_manifest(root, location.digest, payload=read is None)
-            with tqdm(unit=" chunks", desc=location.name, disable=arguments.format == "json") as bar:
-                for done, total in artifact.verify(root, read, where):
-                    bar.total = total
-                    bar.update(done - bar.n)
-        except CartridgeError as error:
-            problem = str(error)
-        if problem is None:
-            quarantine.lift(location.digest)
-        results.append({"name": location.name, "sound": problem is None, "problem": problem})
+    with closing(Sources(settings)) as sources:
+        for name in arguments.name:
+            location = registry.find(name)
+            problem = None
+            try:
+                _check(arguments, location, sources)
+            except CartridgeError as error:
+                problem = str(error)
+            else:
+                quarantine.lift(location.digest)
+            results.append({"name": location.name, "sound": problem is None, "problem": problem})
     lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
     show(results, "\n".join(lines), arguments.format)
     return 0 if all(r["sound"] for r in results) else 1
+
+
+def _check(arguments: argparse.Namespace, location: Any, sources: Any) -> None:
+    """Read an artefact whole where it lies, with a progress bar. Raises `CartridgeError` unless it is sound."""
+    from .. import artifact
+
+    root, read, where = root_of(arguments, location.location), None, None
+    if sources.is_remote(location.location):
+        where = f"{location.location}/{artifact.PAYLOAD}"
+        read = partial(sources.read_into, location.location, artifact.PAYLOAD)
+    artifact.load_manifest(root, location.digest, payload=read is None)
+    with progress(location.name, " chunks", arguments.format) as shown:
+        for done, total in artifact.verify(root, read, where):
+            shown(done, total)

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import CartridgeError, ModelMismatch
 from ..output import fields, show, size, table
 from .authoring import add_payload, check_dtype, check_files, check_numbers
-from .context import Verb, settings_of
+from .context import Verb, local_root, settings_of
 
 INITIALS = ("random", "vocab", "first-k", "sci")
 
@@ -194,11 +194,8 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     from .. import artifact
     from ..make.ask import ModelAsker, ServerAsker
     from ..make.chat import Server
-    from ..sources import Sources
 
-    if Sources.is_remote(location.location):
-        raise CartridgeError(f"{location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here")
-    root = Path(location.location)
+    root = local_root(location)
     manifest = artifact.load_manifest(root, location.digest)
     if arguments.document:
         document = arguments.document.read_text(encoding="utf-8")

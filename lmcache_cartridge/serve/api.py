@@ -126,6 +126,7 @@ class CartridgePlugin:
         self._hot, self._calm = Workers(paths), Workers(paths)
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._network = ThreadPoolExecutor(_NETWORK_THREADS, thread_name_prefix="cartridge-network")
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="cartridge-call")  # `Workers` takes one at a time
         for rank in await self.call("status"):
             logger.info("rank %d serves %d cartridges", rank["rank"], len(rank["served"]))
         for name in _HANDLERS:
@@ -150,8 +151,8 @@ class CartridgePlugin:
             ) from error
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call every worker's store, past the requests that wait for theirs, and return each rank's result."""
-        return await asyncio.get_running_loop().run_in_executor(self._network, self._calm.call, method, *args)
+        """Call every worker's store, past all requests that wait for something, and return each rank's result."""
+        return await asyncio.get_running_loop().run_in_executor(self._calls, self._calm.call, method, *args)
 
     async def resolve(self, references: Sequence[Reference]) -> Selection:
         """Return the selection; only those whose manifest must be fetched wait for the network.

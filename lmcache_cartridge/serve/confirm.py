@@ -7,11 +7,15 @@ is the path of the control socket of its rank's store. Who has not reported gets
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import socketserver
 import stat
+import sys
 import threading
+import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,9 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from ..errors import CartridgeError, UnsupportedEngine
+from ..errors import UnsupportedEngine
 from ..fingerprint import Fingerprint
-from .control import _connect, _receive, _send
+from . import frames
 from .multiprocess import CONTROL
 from .request import TAG
 
@@ -31,6 +35,12 @@ ANYBODY = "cartridge-anybody"
 """What LMCache's keys have as salt for a request without cartridges: prefill cartridges answer for their own tokens."""
 NOBODY = "cartridge-nobody"
 """The same for a request that a client wants kept apart: nothing answers."""
+HASH = "blake3"
+"""By which LMCache's server must name chunks: its default, and of its algorithms the one that has no seed."""
+_CHECK = "cartridge-check-"
+"""What a salt begins with under which a worker has LMCache's server look up a chunk that nobody has."""
+_MAX_CHECKS = 1 << 10
+"""Checks whose report has not come."""
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,13 +92,25 @@ def tag_salt(tag: str) -> str:
     return f"cartridge-{blake3(tag.encode()).hexdigest()}"
 
 
-def confirm(path: str, report: Report) -> str:
+def check_salt() -> str:
+    """Return a salt that no request has had."""
+    return _CHECK + uuid.uuid4().hex
+
+
+def check_ids(chunk_tokens: int) -> list[int]:
+    """Return the ids of the chunk that is looked up under a check's salt."""
+    return list(range(chunk_tokens))
+
+
+def confirm(path: str, report: Report, check: str) -> str:
     """Report to the adapter at `path` and return the path of this rank's control socket.
 
-    Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for serving this engine nothing.
+    `check` is a salt of `check_salt` under which LMCache's server has looked `check_ids` up: the adapter has seen by
+    which hash the server names chunks. Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for
+    serving this engine nothing.
     """
     try:
-        owner, connection = Path(path).stat().st_uid, _connect(path)
+        owner, connection = Path(path).stat().st_uid, frames.connect(path)
     except OSError as error:
         raise UnsupportedEngine(
             f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
@@ -97,8 +119,8 @@ def confirm(path: str, report: Report) -> str:
     with connection:
         if owner != os.getuid():
             raise UnsupportedEngine(f"{path} belongs to another user")
-        _send(connection, msgspec.to_builtins(report))
-        frame = _receive(connection)
+        frames.send(connection, [msgspec.to_builtins(report), check])
+        frame = frames.receive(connection)
     if frame is None:
         raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
     problem, result = msgspec.msgpack.decode(frame)
@@ -107,11 +129,51 @@ def confirm(path: str, report: Report) -> str:
     return result
 
 
+class Checks:
+    """By which hash LMCache's server was seen to name the chunk of each check."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def see(self, salt: str, chunk_hash: int) -> bool:
+        """Remember the hash in a key if its salt is a check's; False, and no change, for any other key."""
+        if not salt.startswith(_CHECK):
+            return False
+        with self._lock:
+            self._seen[salt] = chunk_hash
+            while len(self._seen) > _MAX_CHECKS:
+                self._seen.popitem(last=False)
+        return True
+
+    def compare(self, salt: str, ours: int) -> None:
+        """Raise `UnsupportedEngine` unless the server named the chunk of a check as we do: every lookup would miss."""
+        with self._lock:
+            seen = self._seen.pop(salt, None)
+        if seen is None:
+            raise UnsupportedEngine(
+                "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
+                f"lmcache.mp.port and {CONTROL} must be those of one"
+            )
+        if seen != ours:
+            raise UnsupportedEngine(
+                f"LMCache's server names chunks by {_servers_hash()}, cartridges are found by {HASH}: every lookup "
+                "would miss. Start LMCache's server without --hash-algorithm"
+            )
+
+
+def _servers_hash() -> str:
+    """Return what the command line of LMCache's server, which is this process, says of `--hash-algorithm`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--hash-algorithm", default="another algorithm")
+    return parser.parse_known_args(sys.argv[1:])[0].hash_algorithm
+
+
 class Desk:
     """Takes reports at a Unix socket that no other user may open, in threads of its own."""
 
-    def __init__(self, path: Path, accept: Callable[[Report], str]) -> None:
-        """`accept` returns the path of a control socket or raises `CartridgeError`.
+    def __init__(self, path: Path, accept: Callable[[Report, str], str]) -> None:
+        """`accept` takes a report and its check, and returns the path of a control socket or raises `CartridgeError`.
 
         Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
         """
@@ -134,20 +196,19 @@ class Desk:
         self._path.unlink(missing_ok=True)
 
 
-def _answer(connection: Any, accept: Callable[[Report], str]) -> None:
+def _answer(connection: Any, accept: Callable[[Report, str], str]) -> None:
     try:
-        if (frame := _receive(connection)) is None:
-            return
-        try:
-            reply = [None, accept(msgspec.msgpack.decode(frame, type=Report))]
-        except (CartridgeError, msgspec.ValidationError, msgspec.DecodeError) as error:
-            reply = [str(error), None]
-        except Exception as error:
-            logger.exception("a report could not be taken")
-            reply = [f"{type(error).__name__}: {error}", None]
-        _send(connection, reply)
+        if (frame := frames.receive(connection)) is not None:
+            frames.reply(connection, lambda: accept(*_report(frame)), logger, "taking a report")
     except OSError as error:
         logger.debug("a report broke off: %s", error)
+
+
+def _report(frame: bytes) -> tuple[Report, str]:
+    try:
+        return msgspec.msgpack.decode(frame, type=tuple[Report, str])
+    except msgspec.DecodeError as error:
+        raise UnsupportedEngine(f"no report of this version: {error}") from error
 
 
 def _take_place(path: Path) -> None:
@@ -161,7 +222,7 @@ def _take_place(path: Path) -> None:
     if not path.exists():
         return
     try:
-        _connect(str(path)).close()
+        frames.connect(str(path)).close()
     except OSError:
         path.unlink(missing_ok=True)
         return

@@ -32,11 +32,7 @@ class CartridgeConnector(LMCacheConnectorV1):
         from .engine import check_vllm
 
         check_vllm(vllm_config, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
-            logger.warning(
-                "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
-                "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
-            )
+        warn_without_api(role)
         with cpu_connector():
             super().__init__(vllm_config, role, kv_cache_config)
 
@@ -107,6 +103,15 @@ class CartridgeConnector(LMCacheConnectorV1):
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=must_inject, can_load=False
         )
         return must_inject - num_computed_tokens, False
+
+
+def warn_without_api(role: KVConnectorRole) -> None:
+    """Say in the log, once a server, where requests cannot name cartridges."""
+    if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
+        logger.warning(
+            "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
+            "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
+        )
 
 
 def positions_to_inject(request: Request) -> int:

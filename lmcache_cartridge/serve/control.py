@@ -1,21 +1,25 @@
 """Control: what the API server, or an offline program, asks of the workers' stores, over one Unix socket a worker.
 
-vLLM's `collective_rpc` waits for the engine's step to end and holds up the next one; this does neither. Frames are a
-length of four bytes and a MessagePack list: `[method, *arguments]` one way, `[error or None, result]` the other.
+vLLM's `collective_rpc` waits for the engine's step to end and holds up the next one; this does neither. A frame is a
+list: `[method, *arguments]` one way, `[error or None, result]` the other.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import shutil
 import socket
 import socketserver
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +27,29 @@ import msgspec
 
 from ..errors import CartridgeError, UnsupportedEngine
 from ..store import CartridgeStore, Claim, Place
+from . import frames
 
 logger = logging.getLogger(__name__)
 
-_MAX_FRAME_BYTES = 64 << 20
-_TIMEOUT_S = 30.0
+_PREFIX, _SOCKET = "lmcache-cartridge-control-", "control"
+_STARTING_S = 60.0
+"""A directory younger than this may be that of a server which does not listen yet."""
 
 
 class ControlServer:
     """Answers calls for the store of this process, in threads of its own, until the process ends."""
 
     def __init__(self, store: Callable[[], CartridgeStore]) -> None:
-        """Listen at `path`, which no other user may open. `store` is asked for the store at every call."""
+        """Listen at `path`, which no other user may open. `store` is asked for the store at every call.
+
+        Removes what servers left whose process was killed.
+        """
         # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
-        parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"
-        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-", dir=parent))
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+        _remove_left(Path(parent))
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        self.path = str(directory / "control")
+        self.path = str(directory / _SOCKET)
 
         class Connection(socketserver.BaseRequestHandler):
             def handle(self) -> None:
@@ -79,19 +89,16 @@ def _answer(connection: socket.socket, store: Callable[[], CartridgeStore]) -> N
         "refresh": lambda: store().refresh(),
         "status": lambda: store().status(),
     }
+
+    def call(method: Any, *arguments: Any) -> Any:
+        if method not in methods:
+            raise CartridgeError(f"there is no method {method!r}")
+        return methods[method](*arguments)
+
     try:
-        while (frame := _receive(connection)) is not None:
+        while (frame := frames.receive(connection)) is not None:
             method, *arguments = msgspec.msgpack.decode(frame, type=list)
-            try:
-                if method not in methods:
-                    raise CartridgeError(f"there is no method {method!r}")
-                reply = [None, methods[method](*arguments)]
-            except CartridgeError as error:
-                reply = [str(error), None]
-            except Exception as error:
-                logger.exception("the call %s failed", method)
-                reply = [f"{type(error).__name__}: {error}", None]
-            _send(connection, reply)
+            frames.reply(connection, partial(call, method, *arguments), logger, f"the call {method}")
     except OSError as error:
         logger.debug("a control connection broke: %s", error)
     except ValueError as error:  # no frame of ours; what follows it cannot be told apart either
@@ -121,20 +128,20 @@ class Workers:
         with self._lock:
             try:
                 for path in self._paths[len(self._connections) :]:
-                    self._connections.append(_connect(path))
+                    self._connections.append(frames.connect(path))
                 for connection in self._connections:
-                    _send(connection, [method, *arguments])
-                frames = [_receive(connection) for connection in self._connections]
+                    frames.send(connection, [method, *arguments])
+                received = [frames.receive(connection) for connection in self._connections]
             except OSError as error:
                 self._drop()
                 raise UnsupportedEngine(f"a worker does not answer {method}: {error}") from error
             except BaseException:  # an interrupt: the answer under way would be taken for the next call's
                 self._drop()
                 raise
-            if None in frames:
+            if None in received:
                 self._drop()
                 raise UnsupportedEngine(f"a worker ended while it was asked for {method}")
-        replies = [msgspec.msgpack.decode(frame) for frame in frames]
+        replies = [msgspec.msgpack.decode(frame) for frame in received]
         if error := next((error for error, _ in replies if error is not None), None):
             raise CartridgeError(error)
         return [result for _, result in replies]
@@ -156,42 +163,24 @@ class Workers:
         self._connections = []
 
 
+def _remove_left(parent: Path) -> None:
+    """Remove our own directories whose socket nobody listens at any more."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = directory.lstat()
+            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if ours and found.st_mtime < time.time() - _STARTING_S and not _listened_at(directory / _SOCKET):
+                (directory / _SOCKET).unlink(missing_ok=True)
+                directory.rmdir()
+
+
+def _listened_at(path: Path) -> bool:
+    try:
+        frames.connect(str(path)).close()
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    return True
+
+
 def _places(places: Mapping[str, Sequence[str]]) -> dict[str, Place]:
     return {digest: Place(Path(root), location) for digest, (root, location) in places.items()}
-
-
-def _connect(path: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(_TIMEOUT_S)
-    try:
-        connection.connect(path)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _send(connection: socket.socket, message: Any) -> None:
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
-
-
-def _receive(connection: socket.socket) -> bytes | None:
-    """Return one frame, None when the other side is gone."""
-    head = _receive_exactly(connection, 4)
-    if head is None:
-        return None
-    size = int.from_bytes(head, "little")
-    if size > _MAX_FRAME_BYTES:
-        raise OSError(f"a frame of {size} bytes")
-    return _receive_exactly(connection, size)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)

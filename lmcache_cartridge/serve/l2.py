@@ -34,7 +34,7 @@ from ..layout import DTYPES, rank_heads
 from ..settings import from_mapping
 from ..store import CartridgeStore, Claim, Engine, Place, Readiness
 from ..tiles import is_tiled
-from .confirm import ANYBODY, Desk, Report, tag_salt
+from .confirm import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
 from .control import ControlServer
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
         self._seats: dict[tuple[str, int], _Seat] = {}
         self._tags: OrderedDict[str, str] = OrderedDict()
+        self._checks = Checks()
         self._lock = threading.Lock()
         self._stores = _Acknowledgements()
         self._lookups = _Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
@@ -84,11 +85,13 @@ class CartridgeL2Adapter(L2AdapterInterface):
 
     # What vLLM's workers tell.
 
-    def _accept(self, report: Report) -> str:
+    def _accept(self, report: Report, check: str) -> str:
         """Open a store for a rank that says what it is, and return the path of its control socket.
 
         Raises `CartridgeError` if it must be served nothing.
         """
+        (ours,) = _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens))
+        self._checks.compare(check, ours)
         with self._lock:
             seat = self._seats.get(report.seat)
             if seat is None:
@@ -145,6 +148,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
+        if keys and self._checks.see(keys[0].cache_salt, _hash(keys[0])):  # here: other lookups may have all threads
+            return self._lookups.submit(len(keys), lambda _: None)
         return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -420,7 +425,7 @@ def _hash(key: ObjectKey) -> int:
 
 def _hasher(chunk_tokens: int) -> Hasher:
     """Return the hash chain of LMCache's server, as numbers; its default algorithm, which has no seed."""
-    hasher = TokenHasher(chunk_tokens, "blake3")
+    hasher = TokenHasher(chunk_tokens, HASH)
     return lambda token_ids: [int.from_bytes(h, "big") for h in hasher.compute_chunk_hashes(token_ids)]
 
 

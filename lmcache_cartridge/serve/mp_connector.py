@@ -13,7 +13,7 @@ import vllm
 from lmcache.integration.vllm import lmcache_mp_connector
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
-from vllm import envs
+from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from ..errors import UnsupportedEngine
 from ..fingerprint import Fingerprint
 from . import worker
-from .confirm import Report, confirm, key_name, key_salt
-from .connector import positions_to_inject
+from .confirm import Report, check_ids, check_salt, confirm, key_name, key_salt
+from .connector import positions_to_inject, warn_without_api
 from .engine import check_vllm, fingerprint_of
 from .multiprocess import CONTROL
 from .probe import written_layout
@@ -40,6 +40,10 @@ logger = init_logger("vllm.lmcache_cartridge.mp_connector")
 
 _MAX_RETRIES, _FIRST_PAUSE_S = 5, 0.02
 """Lookups of a trained cartridge after one that missed, and the first pause; each later one is twice as long."""
+
+
+_CHECK_TIMEOUT_S = 60.0
+"""How long LMCache's server may take for the lookup that shows how it names chunks."""
 
 
 class _Retry(NamedTuple):
@@ -65,11 +69,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
-        if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
-            logger.warning(
-                "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
-                "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
-            )
+        warn_without_api(role)
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}
         self._retries: dict[str, _Retry] = {}
@@ -103,7 +103,28 @@ class CartridgeMPConnector(LMCacheMPConnector):
             allow_trained=self._engine.allow_trained,
         )
         logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
-        return confirm(self._vllm_config.kv_transfer_config.get_from_extra_config(CONTROL, None), report)
+        path = self._vllm_config.kv_transfer_config.get_from_extra_config(CONTROL, None)
+        return confirm(path, report, self._look_up_check())
+
+    def _look_up_check(self) -> str:
+        """Have LMCache's server look up a chunk that nobody has, so that our adapter sees its key; return its salt."""
+        client, tokens, salt = (
+            self.worker_adapter.req_client,
+            self.worker_adapter.lmcache_tokens_per_chunk,
+            check_salt(),
+        )
+        deadline = time.monotonic() + _CHECK_TIMEOUT_S
+        key = IPCCacheServerKey(
+            self._engine.key_name, self.worker_adapter.world_size, None, tuple(check_ids(tokens)), 0, tokens, salt,
+            cache_salt=salt, num_kv_readers=1,
+        )  # fmt: skip
+        client.lookup(key, 1).result(timeout=_CHECK_TIMEOUT_S)
+        while client.query_prefetch_status(salt).result(timeout=_CHECK_TIMEOUT_S) is None:
+            if time.monotonic() > deadline:
+                raise UnsupportedEngine(f"LMCache's server did not answer a lookup within {_CHECK_TIMEOUT_S:g} s")
+            time.sleep(0.01)
+        client.end_session(salt)
+        return salt
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that LMCache could not fill, and those of trained cartridges that it did not have."""

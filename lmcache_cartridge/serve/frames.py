@@ -1,0 +1,66 @@
+"""Frames: one MessagePack message each, behind its length of four bytes, over a Unix socket; and how calls are answered."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..errors import CartridgeError
+
+_MAX_FRAME_BYTES = 64 << 20
+_TIMEOUT_S = 30.0
+
+
+def connect(path: str) -> socket.socket:
+    """Return a connection to the socket at `path`, on which nothing blocks for ever. Raises `OSError`."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_TIMEOUT_S)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    """Send one message. Blocks; raises `OSError`."""
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """Return one frame, None when the other side is gone. Blocks; raises `OSError`, for a frame of no sane size too."""
+    head = _receive_exactly(connection, 4)
+    if head is None:
+        return None
+    size = int.from_bytes(head, "little")
+    if size > _MAX_FRAME_BYTES:
+        raise OSError(f"a frame of {size} bytes")
+    return _receive_exactly(connection, size)
+
+
+def reply(connection: socket.socket, call: Callable[[], Any], logger: logging.Logger, what: str) -> None:
+    """Send `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged as `what` too."""
+    try:
+        message = [None, call()]
+    except CartridgeError as error:
+        message = [str(error), None]
+    except Exception as error:
+        logger.exception("%s failed", what)
+        message = [f"{type(error).__name__}: {error}", None]
+    send(connection, message)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
