@@ -48,7 +48,7 @@ def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
 
 
 def _digests(store: CartridgeStore) -> set[str]:
-    return set(store._catalog._cartridges)
+    return set(store._catalog._rows)
 
 
 # What is registered while serving.
@@ -82,10 +82,10 @@ def test_the_keeper_looks_for_changes_by_itself(home: Home) -> None:
 def test_a_look_at_nothing_new_changes_nothing(home: Home, opened: Callable) -> None:
     home.make()
     store = opened()
-    before, index = store.stats(), dict(store._catalog.index._prefill)
+    before, index = store.stats(), dict(store._catalog.index._open)
     for _ in range(3):
         store.refresh()
-    assert (store.stats(), store._catalog.index._prefill) == (before, index)
+    assert (store.stats(), store._catalog.index._open) == (before, index)
 
 
 def test_bad_cartridges_that_are_registered_leave_the_others_served(home: Home, opened: Callable) -> None:
@@ -346,7 +346,8 @@ def test_removing_one_of_two_documents_that_begin_alike_leaves_the_other_whole(
     assert store.lookup(prompt_for(home, made[left], left).hashes) == 0
     clock.now += GRACE_S
     store.refresh()
-    assert (store._catalog.index._prefill, store._catalog.index._others) == ({}, {})
+    index = store._catalog.index
+    assert (index._open, index._recent, index._at_hand) == ({}, {}, {})
     for name in "ba":
         home.registry.register(home.root(name))
         store.refresh()
