@@ -7,11 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from . import artifact
+from .backlog import Backlog, Wanted
 from .errors import CartridgeError, CartridgeNotFound, ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
 from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher, KeyIndex
@@ -25,13 +24,6 @@ from .sources import Sources
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 5.0
-"""How long after a failure an artefact is read again."""
-_REST = 9
-"""How many times longer than one round of such reads took is waited before the next."""
-_PATIENCE_S = 2.0
-"""How long a look at the registry reads artefacts; what is left is read in the background."""
-_PROGRESS_S = 10.0
 _SNAPSHOT_FROM = 1000
 """Cartridges from which on a snapshot is kept: fewer are read anew at every start, in less than a second."""
 _SNAPSHOT_SHARE = 20
@@ -41,14 +33,6 @@ _MAX_MANIFESTS = 256
 """Manifests that are kept; of a large model each is some 100 KiB."""
 _FOR_OTHERS = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
 """What does not change however often an artefact is read."""
-
-
-class _Wanted(NamedTuple):
-    """A row of the registry that has to be read."""
-
-    name: str
-    digest: str
-    location: str
 
 
 class Catalog:
@@ -93,17 +77,14 @@ class Catalog:
         self._noted: set[str] = set()
         self._retired: dict[str, float] = {}
         self._removed: list[str] = []
-        self._sequence = 0
+        self._sequence, self._looked = 0, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._manifests: OrderedDict[str, Cartridge] = OrderedDict()
         self._reading = tuple(threading.Lock() for _ in range(16))
         """One for each sixteenth of all digests: what is read is read once."""
-        self._pending: dict[str, tuple[_Wanted, float]] = {}
-        self._rest_until = float("-inf")
-        self._round: Future | None = None
-        self._closing = False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cartridge-manifest")
-        facts = (list(map(hex, self.index.probe)), chunk_tokens, fingerprint, allow_trained)
+        self._backlog = Backlog(self._read_wanted, self._save, clock)
+        probe = list(map(hex, self.index.probe))
+        facts = (probe, chunk_tokens, fingerprint, allow_trained, str(registry.path.absolute()))
         self._snapshot = Snapshot(snapshots, facts)
         self._unsaved, self._saved_at = 0, float("-inf")
 
@@ -126,12 +107,12 @@ class Catalog:
             gone = changes.gone
             if changes.whole:
                 names = {row.name for row in present}
-                gone = [name for name in (self._digests | self._pending) if name not in names]
+                gone = [name for name in (*self._digests, *self._backlog) if name not in names]
                 present = self._adopt(present, known)
-            wanted = [_Wanted(row.name, row.digest, row.location) for row in present]
-            self._pending.update((one.name, (one, 0.0)) for one in wanted)
+            wanted = [Wanted(row.name, row.digest, row.location) for row in present]
+            self._backlog.add(wanted)
         del known, changes, present
-        self._read_some(wanted)
+        self._backlog.read_some(wanted)
         with self._lock:
             for name in gone:
                 self._remove(name)
@@ -141,7 +122,7 @@ class Catalog:
             now = self._clock()
             for digest in [d for d, until in self._retired.items() if until <= now]:
                 self._forget(digest)
-        self._read_on()
+        self._backlog.read_on(needed=self._is_snapshot_due())
         return removed
 
     def add(self, name: str | None, digest: str, root: Path, location: str) -> None:
@@ -187,7 +168,7 @@ class Catalog:
         """`derive`, but raise why a cartridge or chain will not be served."""
         for digest in tag.split("."):
             if digest in self._unfit:
-                raise self._unfit[digest]
+                raise self._unfit[digest].with_traceback(None)  # which would grow each time
             if digest in self.quarantined:
                 raise CartridgeError(self.quarantined[digest])
         needed = self.derive(tag)
@@ -271,8 +252,7 @@ class Catalog:
 
     def close(self) -> None:
         """Stop reading."""
-        self._closing = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._backlog.close()
 
     # What is known without reading.
 
@@ -280,7 +260,7 @@ class Catalog:
         """Return what can be said of artefacts without reading them, by digest and location."""
         with self._lock:
             known = {(d, row.location): row for d, row in self._rows.items() if d not in self._retired}
-        if known or len(present) < _SNAPSHOT_FROM:
+        if self._looked or len(present) < _SNAPSHOT_FROM:
             return known
         known = {(row.digest, row.location): row for row in self._snapshot.load()}
         logger.info("the snapshot %s has %d of %d cartridges", self._snapshot.path, len(known), len(present))
@@ -289,12 +269,13 @@ class Catalog:
     def _adopt(self, present: list[Location], known: dict[tuple[str, str], Row]) -> list[Location]:
         """Take in what is known and return the others, in order. The lock is held."""
         others, documents = [], {}
+        self._looked = self._looked or bool(present)
         for place in present:
             row = known.get((place.digest, place.location))
-            if row is None or not self._is_likely(row):
+            if row is None or place.digest in self._retired or not self._is_likely(row):
                 others.append(place)
                 continue
-            self._pending.pop(place.name, None)
+            self._backlog.drop(place.name)
             self._name(place.name, row.digest)
             if row.refusal is not None:
                 kind, message = row.refusal
@@ -358,17 +339,17 @@ class Catalog:
                 self.quarantined[digest] = f"quarantined: {reason}"
                 self._noted.add(digest)
 
-    def _refuse(self, name: str | None, digest: str, error: CartridgeError) -> None:
+    def _refuse(self, name: str | None, digest: str, error: CartridgeError, *, quiet: bool = False) -> None:
         """Note why a cartridge is not served, unless it lies elsewhere, sound."""
+        error.__cause__ = error.__context__ = None  # they hold what was read
         with self._lock:
-            before = self._unfit.get(digest)
             if name is not None:
                 self._name(name, digest)
             elif digest not in self._names:
                 self._retired.setdefault(digest, self._clock() + self._grace_s)
             if digest not in self._rows or digest in self._retired:
-                self._unfit[digest] = error
-        if str(before) != str(error):
+                self._unfit[digest] = error.with_traceback(None)
+        if not quiet:
             logger.warning("cartridge %s is not served: %s", name or digest, error)
 
     def _cartridge(self, digest: str) -> Cartridge | None:
@@ -410,82 +391,42 @@ class Catalog:
             names = self._names.get(row.digest, ())
             self._refuse(next(iter(names), None), row.digest, error)
             for name in names:
-                self._retry(_Wanted(name, row.digest, row.location), error)
+                self._backlog.put_back(Wanted(name, row.digest, row.location), str(error))
 
-    def _retry(self, wanted: _Wanted, error: CartridgeError) -> None:
-        """Have it read again some time, where that may help. The lock is held."""
-        if not isinstance(error, tuple(_FOR_OTHERS.values())):
-            self._pending[wanted.name] = (wanted, self._clock() + _RETRY_S)
-            return
-        refusal = (type(error).__name__, str(error))
-        self._for_others[wanted.digest] = Row(wanted.digest, wanted.location, None, "prefill", 0, b"", refusal)
-        self._unsaved += 1
-
-    def _read_some(self, wanted: list[_Wanted]) -> None:
-        """Read what lies here, until patience is at its end."""
-        until = time.monotonic() + _PATIENCE_S
-        for count, one in enumerate(wanted):
-            if time.monotonic() > until:
-                logger.info("%d of %d cartridges are read; the others follow in the background", count, len(wanted))
-                return
-            root = self._mirror.known(one.location) if Sources.is_remote(one.location) else Path(one.location)
-            if root is not None:
-                self._read_wanted(one, root)
-
-    def _read_on(self) -> None:
-        """Have what is due read in the background, if nothing is being read there."""
-        with self._lock:
-            if self._round is not None and not self._round.done():
-                return
-            rested = time.monotonic() >= self._rest_until
-            due = [one for one, at in self._pending.values() if not at or (at <= self._clock() and rested)]
-            if due or self._is_snapshot_due():
-                self._round = self._pool.submit(self._read_all, due)
-
-    def _read_all(self, wanted: list[_Wanted]) -> None:
-        started = told = time.monotonic()
-        for count, one in enumerate(wanted):
-            if self._closing:
-                return
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                logger.info("%d of %d cartridges are read", count, len(wanted))
-                self._save()
-            try:
-                remote = Sources.is_remote(one.location)
-                root = self._mirror.fetch(one.location) if remote else Path(one.location)
-            except CartridgeError as error:
-                self._give_up(one, error)
-            else:
-                self._read_wanted(one, root, give_up=True)
-        if told > started:
-            logger.info("%d cartridges are read", len(wanted))
-        self._rest_until = time.monotonic() + _REST * (time.monotonic() - started)
-        self._save()
-
-    def _read_wanted(self, wanted: _Wanted, root: Path, *, give_up: bool = False) -> None:
-        """Read one; without `give_up` a mirrored one that is not what is wanted is left to be fetched."""
+    def _read_wanted(self, wanted: Wanted, network: bool) -> None:
+        """Read one of the backlog. Without the network what may have to be fetched is left for later."""
+        remote = Sources.is_remote(wanted.location)
         try:
+            if not remote:
+                root = Path(wanted.location)
+            elif network:
+                root = self._mirror.fetch(wanted.location)
+            else:
+                root = self._mirror.known(wanted.location)
+            if root is None:
+                return
             row, cartridge = self._read(wanted.digest, root, wanted.location)
         except CartridgeError as error:
-            if give_up or not Sources.is_remote(wanted.location):
+            if network or not remote:
                 self._give_up(wanted, error)
             return
         with self._lock:
-            if self._is_wanted(wanted):
-                del self._pending[wanted.name]
+            still_wanted, _ = self._backlog.take(wanted)
+            if still_wanted:
                 self._put(wanted.name, row, cartridge)
 
-    def _give_up(self, wanted: _Wanted, error: CartridgeError) -> None:
+    def _give_up(self, wanted: Wanted, error: CartridgeError) -> None:
         with self._lock:
-            if self._is_wanted(wanted):
-                del self._pending[wanted.name]
-                self._refuse(wanted.name, wanted.digest, error)
-                self._retry(wanted, error)
-
-    def _is_wanted(self, wanted: _Wanted) -> bool:
-        """Whether one is still to be read: its row may have been removed or replaced meanwhile."""
-        return wanted.name in self._pending and self._pending[wanted.name][0] == wanted
+            still_wanted, complaint = self._backlog.take(wanted)
+            if not still_wanted:
+                return
+            self._refuse(wanted.name, wanted.digest, error, quiet=str(error) == complaint)
+            if type(error).__name__ not in _FOR_OTHERS:
+                self._backlog.put_back(wanted, str(error))
+            elif wanted.digest in self._unfit:
+                refusal = (type(error).__name__, str(error))
+                self._for_others[wanted.digest] = Row(wanted.digest, wanted.location, None, "prefill", 0, b"", refusal)
+                self._unsaved += 1
 
     # The snapshot.
 
@@ -517,7 +458,7 @@ class Catalog:
 
     def _remove(self, name: str) -> None:
         """Take a name away, and retire its digest if that was the last one. The lock is held."""
-        self._pending.pop(name, None)
+        self._backlog.drop(name)
         digest = self._digests.pop(name, None)
         if digest is None:
             return

@@ -613,7 +613,7 @@ def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
     assert_served(store, shared, prompt_for(home, shared, "shared"))
     home.registry.register(home.root("away"))
     store.refresh()
-    assert (store.refused(), store._catalog._pending) == ({}, {})
+    assert (store.refused(), len(store._catalog._backlog)) == ({}, 0)
     assert_served(store, away, prompt_for(home, away, "away"))
 
 
