@@ -39,11 +39,11 @@ class Backlog:
     """Artefacts by the name they are registered under. Safe from any thread."""
 
     def __init__(
-        self, read: Callable[[Wanted, bool], None], after: Callable[[], None], clock: Callable[[], float]
+        self, read: Callable[[Wanted, bool], None], after: Callable[[bool], None], clock: Callable[[], float]
     ) -> None:
         """`read` reads one, over the network only if it is told True, and calls `take` when it is done with it.
 
-        `after` is called in the background from time to time while much is read there, and at its end.
+        `after` is called in the background: from time to time while much is read there, and with True at its end.
         """
         self._read, self._after, self._clock = read, after, clock
         self._entries: dict[str, _Entry] = {}
@@ -120,11 +120,11 @@ class Backlog:
                 if time.monotonic() - told > _PROGRESS_S:
                     told = time.monotonic()
                     logger.info("%d of %d cartridges are read", count, len(due))
-                    self._after()
+                    self._after(False)
                 self._read(one, True)
             if told > started:
                 logger.info("%d cartridges are read", len(due))
             self._rest_until = time.monotonic() + _REST * (time.monotonic() - started)
-            self._after()
+            self._after(True)
         except Exception:
             logger.exception("cartridges were not read")

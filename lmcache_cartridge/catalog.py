@@ -11,7 +11,14 @@ from pathlib import Path
 
 from . import artifact
 from .backlog import Backlog, Wanted
-from .errors import CartridgeError, CartridgeNotFound, ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
+from .errors import (
+    ArtifactError,
+    CartridgeError,
+    CartridgeNotFound,
+    ChunkSizeMismatch,
+    ModelMismatch,
+    UnsupportedEngine,
+)
 from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher, KeyIndex
 from .loader import Cartridge, Segment
@@ -26,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 _SNAPSHOT_FROM = 1000
 """Cartridges from which on a snapshot is kept: fewer are read anew at every start, in less than a second."""
-_SNAPSHOT_SHARE = 20
-"""A snapshot is written once this part of it is new: one in 20."""
+_SNAPSHOT_SHARE = 100
+"""A snapshot is written once this part of it is new: one in 100."""
 _SNAPSHOT_EVERY_S = 60.0
+"""How often it is written while much is read."""
 _MAX_MANIFESTS = 256
 """Manifests that are kept; of a large model each is some 100 KiB."""
 _FOR_OTHERS = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
@@ -272,7 +280,7 @@ class Catalog:
         self._looked = self._looked or bool(present)
         for place in present:
             row = known.get((place.digest, place.location))
-            if row is None or place.digest in self._retired or not self._is_likely(row):
+            if row is None or place.digest in self._retired or not self._is_likely(row, place):
                 others.append(place)
                 continue
             self._backlog.drop(place.name)
@@ -291,9 +299,11 @@ class Catalog:
             self.index.add_all(documents)
         return others
 
-    def _is_likely(self, row: Row) -> bool:
+    def _is_likely(self, row: Row, place: Location) -> bool:
         if row.refusal is not None:
             return row.refusal[0] in _FOR_OTHERS
+        if (row.kind, row.positions) != (place.kind, place.positions):
+            return False
         return len(row.hashes) == (0 if row.kind == "tokens" else self.index.hash_bytes(row.positions))
 
     def _rows_of(self, tag: str) -> list[Row]:
@@ -362,19 +372,20 @@ class Catalog:
                 return found
             try:
                 fresh, cartridge = self._read(digest, row.directory, row.location)
+                if fresh != row:
+                    # Served at once it could still answer a lookup that went by the wrong row.
+                    self._snapshot.discard()
+                    raise ArtifactError(
+                        f"{cartridge.manifest.name} is not what {self._snapshot.path} said; read again soon"
+                    )
             except CartridgeError as error:
                 self._disown(row, error)
                 return None
             with self._lock:
                 if self._rows.get(digest) != row:
                     return None
-                if fresh == row:
-                    self._remember(cartridge)
-                    return cartridge
-                logger.error("the snapshot was wrong about %s; it is dropped", cartridge.manifest.name)
-                self._snapshot.discard()
-                self._put(next(iter(self._names.get(digest, ())), None), fresh, cartridge)
-        return None
+                self._remember(cartridge)
+                return cartridge
 
     def _remember(self, cartridge: Cartridge) -> None:
         self._manifests[cartridge.manifest.digest] = cartridge
@@ -432,16 +443,12 @@ class Catalog:
 
     def _is_snapshot_due(self) -> bool:
         count = len(self._rows) + len(self._for_others)
-        return (
-            count >= _SNAPSHOT_FROM
-            and self._unsaved * _SNAPSHOT_SHARE >= count
-            and time.monotonic() - self._saved_at >= _SNAPSHOT_EVERY_S
-        )
+        return count >= _SNAPSHOT_FROM and self._unsaved * _SNAPSHOT_SHARE >= max(count, 1)
 
-    def _save(self) -> None:
+    def _save(self, done: bool) -> None:
         """Keep what is known for the next start, if that is due."""
         with self._lock:
-            if not self._is_snapshot_due():
+            if not self._is_snapshot_due() or not (done or time.monotonic() - self._saved_at >= _SNAPSHOT_EVERY_S):
                 return
             known = (*self._rows.values(), *self._for_others.values())
             rows = [row for row in known if row.digest in self._names]
