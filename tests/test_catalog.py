@@ -500,6 +500,23 @@ def test_an_older_backup_put_back_is_followed(home: Home, opened: Callable) -> N
     assert store.names() == ["old@1", "newer@1"]
 
 
+def test_a_backup_put_back_and_changed_as_often_between_two_looks_is_followed(home: Home, opened: Callable) -> None:
+    old = home.make("old", seed=1)
+    backup = shutil.copytree(home.path, home.path.with_name("backup")) / "registry.sqlite"
+    new = home.make("new", seed=2)
+    store = opened()
+    for file in home.path.glob("registry.sqlite*"):
+        file.unlink()
+    shutil.copy(backup, home.registry.path)
+    home.registry = Registry(home.registry.path)
+    newer = home.make("newer", seed=3)
+    store.refresh()
+    assert store.names() == ["old@1", "newer@1"]
+    assert store.lookup(prompt_for(home, new, "new").hashes) == 0
+    for name, made in (("old", old), ("newer", newer)):
+        assert_served(store, made, prompt_for(home, made, name))
+
+
 # The quarantine.
 
 
