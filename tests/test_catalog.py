@@ -138,6 +138,30 @@ def test_lookups_of_what_is_there_are_right_while_others_come_and_go(home: Home,
     assert store.names() == ["doc@1"]
 
 
+def test_numbers_are_the_lengths_of_what_the_status_lists(home: Home, opened: Callable) -> None:
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abcd")}
+    home.make("twin", seed=0)
+    home.make("foreign", layers=4, seed=9)
+    shutil.rmtree(home.root("b"))
+    Quarantine(Settings(home=home.path).quarantine_dir).put(made["a"].manifest.digest, "corrupt")
+    store = opened()
+    store.pin(made["c"].manifest.digest)
+    claim = store.claim(made["d"].manifest.digest, {})
+    until(lambda: store.stats().loading == 0)
+    for removed in (("b", "twin"), ("d",), ()):
+        status, numbers = store.status(), store.numbers()
+        assert {key: len(status[key]) for key in ("served", "refused", "pinned", "loading")} == {
+            key: numbers[key] for key in ("served", "refused", "pinned", "loading")
+        }
+        assert numbers["tiers"].keys() == status["tiers"].keys()
+        assert (numbers["rank"], numbers["quarantined"]) == (status["rank"], status["quarantined"])
+        for name in removed:
+            home.registry.remove(name)
+        store.refresh()
+    assert (numbers["served"], numbers["refused"]) == (1, 2)
+    claim.close()
+
+
 # What is removed.
 
 
