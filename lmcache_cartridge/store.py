@@ -93,7 +93,7 @@ class Claim:
     def __init__(
         self, tag: str, hold: Hold | None, refusal: Callable[[], Readiness | None], clock: Callable[[], float]
     ) -> None:
-        """`refusal` tells why it will never be, None if it may; without a `hold` it must."""
+        """`refusal` tells why it will never be, None if it may; without a `hold` it always must."""
         self.tag, self.closed = tag, False
         self._hold, self._refusal, self._clock = hold, refusal, clock
         self._started_at, self._before = clock(), None
@@ -127,6 +127,10 @@ class Claim:
         return elapsed_s / loaded * (state.chunks - state.resident) if loaded > 0 else None
 
 
+def _refused(error: CartridgeError) -> Readiness:
+    return Readiness(0, 0, 0, str(error), isinstance(error, ModelMismatch))
+
+
 class CartridgeStore:
     """The registered cartridges that fit one engine and rank, and the tiers they are served from.
 
@@ -154,6 +158,7 @@ class CartridgeStore:
             chunk_tokens=engine.chunk_tokens,
             allow_trained=engine.allow_trained,
             grace_s=settings.lease_s,
+            snapshots=settings.cache_dir / "index",
             clock=clock,
         )
         self._disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
@@ -259,14 +264,21 @@ class CartridgeStore:
         for digest, place in places.items():
             if not self._catalog.knows(digest):
                 self._catalog.add(None, digest, *place)
-        refusal = partial(self._refusal, tag)
-        if refusal():
-            return Claim(tag, None, refusal, self._clock)
+        self._catalog.keep(tag)
+        try:
+            needed = self._catalog.require(tag)
+        except CartridgeError as error:
+            refused = _refused(error)
+            return Claim(tag, None, lambda: refused, self._clock)
         keys = self._catalog.index.chunks(tag)
+        size_bytes = len(keys) * self.shape.size_bytes
+        if size_bytes > self._cpu.budget_bytes:
+            reason = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
+            return Claim(tag, None, lambda: Readiness(0, 0, len(keys), reason), self._clock)
         tier = self._cpu
         if self._device is not None and self._device.resident(keys) == len(keys):
             tier = self._device
-        claim = Claim(tag, tier.hold(keys, whole=self._catalog.derive(tag) > 0), refusal, self._clock)
+        claim = Claim(tag, tier.hold(keys, whole=needed > 0), partial(self._refusal, tag), self._clock)
         with self._lock:
             self._open.add(claim)
         return claim
@@ -353,6 +365,21 @@ class CartridgeStore:
             "tiers": self.tiers(),
         }
 
+    def numbers(self) -> dict[str, Any]:
+        """Return `status` with counts in place of names, at a cost that does not grow with them."""
+        served, refused = self._catalog.counts()
+        with self._lock:
+            pinned = len(self._pins)
+        return {
+            "rank": self.engine.rank,
+            "served": served,
+            "refused": refused,
+            "quarantined": len(self._catalog.quarantined),
+            "pinned": pinned,
+            "loading": sum(not claim.poll().ready for claim in self._claimed()),
+            "tiers": self.tiers(),
+        }
+
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return the counters of every tier there is, fastest first; no side effects."""
         tiers = {name: tier.stats()._asdict() for name, tier in self._named()}
@@ -394,13 +421,8 @@ class CartridgeStore:
         return [("cpu" if tier is self._cpu else "device", tier) for tier in self._tiers]
 
     def _refusal(self, tag: str) -> Readiness | None:
-        if error := self._catalog.refusal(tag):
-            return Readiness(0, 0, 0, str(error), isinstance(error, ModelMismatch))
-        chunks = len(self._catalog.index.chunks(tag))
-        size_bytes, budget_bytes = chunks * self.shape.size_bytes, self._cpu.budget_bytes
-        if size_bytes > budget_bytes:
-            return Readiness(0, 0, chunks, f"{chunks} chunks take {size_bytes} bytes, more than cpu_bytes")
-        return None
+        error = self._catalog.refusal(tag)
+        return None if error is None else _refused(error)
 
     def _open_device(self, settings: Settings) -> Residency | None:
         """Return the device tier, or None where there is none: on a CPU engine unless its size was set."""
@@ -445,7 +467,7 @@ class CartridgeStore:
         return self._loader.run_of(self._catalog.segments(key.digest))
 
     def _is_remote(self, key: ChunkKey) -> bool:
-        return any(Sources.is_remote(s.cartridge.location) for s in self._catalog.segments(key.digest))
+        return self._catalog.is_remote(key.digest)
 
     def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
         """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""

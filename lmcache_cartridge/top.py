@@ -13,26 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from .errors import CartridgeError, SettingsError
-from .metrics import PREFIX
+from .metrics import PREFIX, RANK_NUMBERS, TIER_NUMBERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _TIMEOUT_S = 10.0
 _TIERS = ("device", "cpu", "disk", "source")
-_COUNTED = (
-    "hits", "misses", "promoted", "evicted", "failed", "reads", "read_bytes", "written_bytes", "read_seconds", "corrupt_copies",
-)  # fmt: skip
-_HELD = (
-    "resident_chunks",
-    "resident_bytes",
-    "budget_bytes",
-    "loading_chunks",
-    "held_chunks",
-    "leased_chunks",
-    "lent_chunks",
-)
-_RANK = ("served_cartridges", "refused_cartridges", "quarantined_cartridges", "pinned_cartridges", "waiting_claims")
+_COUNTED = tuple(number.name for number in TIER_NUMBERS if number.kind == "counter")
+_HELD = tuple(number.name for number in TIER_NUMBERS if number.kind == "gauge")
+_RANK = tuple(number.name for number in RANK_NUMBERS)
 _COLUMNS = 80
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]

@@ -41,7 +41,7 @@ def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
 
 
 def _digests(store: CartridgeStore) -> set[str]:
-    return set(store._catalog._cartridges)
+    return set(store._catalog._rows)
 
 
 # What is registered while serving.
@@ -75,10 +75,10 @@ def test_the_keeper_looks_for_changes_by_itself(home: Home) -> None:
 def test_a_look_at_nothing_new_changes_nothing(home: Home, opened: Callable) -> None:
     home.make()
     store = opened()
-    before, index = store.stats(), dict(store._catalog.index._prefill)
+    before, index = store.stats(), dict(store._catalog.index._open)
     for _ in range(3):
         store.refresh()
-    assert (store.stats(), store._catalog.index._prefill) == (before, index)
+    assert (store.stats(), store._catalog.index._open) == (before, index)
 
 
 def test_bad_cartridges_that_are_registered_leave_the_others_served(home: Home, opened: Callable) -> None:
@@ -129,6 +129,30 @@ def test_lookups_of_what_is_there_are_right_while_others_come_and_go(home: Home,
     run_threads(4, work)
     store.refresh()
     assert store.names() == ["doc@1"]
+
+
+def test_numbers_are_the_lengths_of_what_the_status_lists(home: Home, opened: Callable) -> None:
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abcd")}
+    home.make("twin", seed=0)
+    home.make("foreign", layers=4, seed=9)
+    shutil.rmtree(home.root("b"))
+    Quarantine(Settings(home=home.path).quarantine_dir).put(made["a"].manifest.digest, "corrupt")
+    store = opened()
+    store.pin(made["c"].manifest.digest)
+    claim = store.claim(made["d"].manifest.digest, {})
+    until(lambda: store.stats().loading == 0)
+    for removed in (("b", "twin"), ("d",), ()):
+        status, numbers = store.status(), store.numbers()
+        assert {key: len(status[key]) for key in ("served", "refused", "pinned", "loading")} == {
+            key: numbers[key] for key in ("served", "refused", "pinned", "loading")
+        }
+        assert numbers["tiers"].keys() == status["tiers"].keys()
+        assert (numbers["rank"], numbers["quarantined"]) == (status["rank"], status["quarantined"])
+        for name in removed:
+            home.registry.remove(name)
+        store.refresh()
+    assert (numbers["served"], numbers["refused"]) == (1, 2)
+    claim.close()
 
 
 # What is removed.
@@ -339,7 +363,8 @@ def test_removing_one_of_two_documents_that_begin_alike_leaves_the_other_whole(
     assert store.lookup(prompt_for(home, made[left], left).hashes) == 0
     clock.now += GRACE_S
     store.refresh()
-    assert (store._catalog.index._prefill, store._catalog.index._others) == ({}, {})
+    index = store._catalog.index
+    assert (index._open, index._recent, index._at_hand) == ({}, {}, {})
     for name in "ba":
         home.registry.register(home.root(name))
         store.refresh()
@@ -492,6 +517,23 @@ def test_an_older_backup_put_back_is_followed(home: Home, opened: Callable) -> N
     assert store.names() == ["old@1", "newer@1"]
 
 
+def test_a_backup_put_back_and_changed_as_often_between_two_looks_is_followed(home: Home, opened: Callable) -> None:
+    old = home.make("old", seed=1)
+    backup = shutil.copytree(home.path, home.path.with_name("backup")) / "registry.sqlite"
+    new = home.make("new", seed=2)
+    store = opened()
+    for file in home.path.glob("registry.sqlite*"):
+        file.unlink()
+    shutil.copy(backup, home.registry.path)
+    home.registry = Registry(home.registry.path)
+    newer = home.make("newer", seed=3)
+    store.refresh()
+    assert store.names() == ["old@1", "newer@1"]
+    assert store.lookup(prompt_for(home, new, "new").hashes) == 0
+    for name, made in (("old", old), ("newer", newer)):
+        assert_served(store, made, prompt_for(home, made, name))
+
+
 # The quarantine.
 
 
@@ -605,7 +647,7 @@ def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
     assert_served(store, shared, prompt_for(home, shared, "shared"))
     home.registry.register(home.root("away"))
     store.refresh()
-    assert (store.refused(), store._catalog._pending) == ({}, {})
+    assert (store.refused(), len(store._catalog._backlog)) == ({}, 0)
     assert_served(store, away, prompt_for(home, away, "away"))
 
 

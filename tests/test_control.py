@@ -133,6 +133,8 @@ def test_everything_the_store_can_do_is_there(workers: Workers, store: Cartridge
     home.make("later", seed=2)
     assert workers.call("refresh") == [None]
     assert workers.call("status")[0]["served"] == ["doc@1", "later@1"]
+    numbers = workers.call("numbers")[0]
+    assert (numbers["rank"], numbers["served"], numbers["refused"], numbers["pinned"]) == (0, 2, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_a_registry_of_a_newer_release_is_refused_and_left_alone(registry: Regis
     db.execute("PRAGMA user_version = 99")
     db.close()
     before = kept_files(registry.path.parent)
-    with pytest.raises(RegistryError, match=r"has schema 99, this release knows 2; upgrade"):
+    with pytest.raises(RegistryError, match=r"has schema 99, this release knows 3; upgrade"):
         Registry(registry.path, read_only=read_only).all()
     assert kept_files(registry.path.parent) == before
 
@@ -438,6 +438,25 @@ def test_a_registry_with_fewer_changes_than_are_known_is_another_one(registry: R
     registry.register(_make(tmp_path, "a"))
     changes = registry.changes(registry.changes().sequence + 5)
     assert (_names(changes.present), changes.whole) == (["a@1"], True)
+
+
+def test_a_backup_that_was_put_back_and_changed_as_often_is_another_one(registry: Registry, tmp_path: Path) -> None:
+    roots = {name: _make(tmp_path, name) for name in "abc"}
+    registry.register(roots["a"])
+    backup = tmp_path / "backup.sqlite"
+    with sqlite3.connect(registry.path) as source, sqlite3.connect(backup) as target:
+        source.backup(target)
+    source.close(), target.close()
+    registry.register(roots["b"])
+    known = registry.changes().sequence
+    assert registry.changes(known).present == []
+    for file in registry.path.parent.glob(f"{registry.path.name}*"):
+        file.unlink()
+    shutil.copy(backup, registry.path)
+    registry = Registry(registry.path)
+    registry.register(roots["c"])
+    changes = registry.changes(known)
+    assert (_names(changes.present), changes.whole) == (["a@1", "c@1"], True)
 
 
 def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ class CartridgePlugin:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._network = ThreadPoolExecutor(_NETWORK_THREADS, thread_name_prefix="cartridge-network")
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="cartridge-call")  # `Workers` takes one at a time
-        for rank in await self.call("status"):
-            logger.info("rank %d serves %d cartridges", rank["rank"], len(rank["served"]))
+        for rank in await self.call("numbers"):
+            logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         for name in _HANDLERS:
             serving = getattr(state, name, None)
             if serving is None:
@@ -139,7 +139,7 @@ class CartridgePlugin:
             serving.engine_client = GuardedEngine(engine_client, self)
         with requests().paused():
             await probe(state)
-        self._following = asyncio.create_task(scrape.follow(self._numbers, partial(self.call, "status")))
+        self._following = asyncio.create_task(scrape.follow(self._numbers, partial(self.call, "numbers")))
 
     async def _control_paths(self) -> list[str]:
         try:

@@ -88,6 +88,7 @@ def _answer(connection: socket.socket, store: Callable[[], CartridgeStore]) -> N
         "evict": lambda digest: store().evict(digest),
         "refresh": lambda: store().refresh(),
         "status": lambda: store().status(),
+        "numbers": lambda: store().numbers(),
     }
 
     def call(method: Any, *arguments: Any) -> Any:

@@ -1,0 +1,156 @@
+"""The index answers as a dict of everything would, however its cartridges came into it."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from lmcache_cartridge import keys
+from lmcache_cartridge.keys import ChunkKey, KeyIndex
+
+CHUNK = 2
+documents = st.lists(st.integers(0, 2), max_size=8)
+"""Token ids; so few that many begin alike."""
+
+
+def _hasher(width: int):
+    def chain(ids: list[int]) -> list[int]:
+        whole = [tuple(ids[:end]) for end in range(CHUNK, len(ids) + 1, CHUNK)]
+        low = [int.from_bytes(bytes([1 + max(i, 0) for i in prefix]).rjust(8, b"\0"), "big") for prefix in whole]
+        if width == 8:
+            return low
+        # The last 64 bits of every hash of a length alike: what tells them apart is above.
+        return [(h << 128) | len(prefix) for h, prefix in zip(low, whole, strict=True)]
+
+    return chain
+
+
+class _Index(RuleBasedStateMachine):
+    width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hasher = _hasher(self.width)
+        self.index = KeyIndex(lambda ids: self.hasher([min(i, 250) for i in ids]), CHUNK)
+        self.index._width = self.width
+        self.index._sorted = keys._Sorted((), self.width)
+        self.open: dict[str, list[int]] = {}
+        self.closed: dict[str, list[int]] = {}
+        self.hidden: set[str] = set()
+
+    def _packed(self, ids: list[int]) -> bytes:
+        return b"".join(h.to_bytes(self.width, "big") for h in self.hasher(ids))
+
+    # The digest stands for the document, as in an artefact.
+
+    @rule(ids=documents)
+    def add(self, ids: list[int]) -> None:
+        digest = f"d{ids}"
+        self.index.add(digest, self._packed(ids), open_to_all=True)
+        self.closed.pop(digest, None)
+        self.open[digest] = ids
+        self.hidden.discard(digest)
+
+    @rule(ids=documents)
+    def add_closed(self, ids: list[int]) -> None:
+        digest = f"d{ids}"
+        self.index.add(digest, self._packed(ids), open_to_all=False)
+        if digest not in self.open:
+            self.closed[digest] = ids
+
+    @rule(many=st.lists(documents, max_size=4))
+    def add_all(self, many: list[list[int]]) -> None:
+        new = {f"d{ids}": ids for ids in many if f"d{ids}" not in self.open | self.closed}
+        self.index.add_all({digest: self._packed(ids) for digest, ids in new.items()})
+        self.open |= new
+
+    @rule(ids=documents)
+    def put_right(self, ids: list[int]) -> None:
+        """Other hashes under a digest that is known: they take the place of those before."""
+        for digest in list(self.open)[:1]:
+            self.index.add(digest, self._packed(ids), open_to_all=True)
+            self.open[digest] = ids
+            self.hidden.discard(digest)
+
+    @rule(data=st.data())
+    def hide(self, data: st.DataObject) -> None:
+        if self.open:
+            digest = data.draw(st.sampled_from(sorted(self.open)))
+            self.index.hide(digest)
+            self.hidden.add(digest)
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        if known := sorted(self.open | self.closed):
+            digest = data.draw(st.sampled_from(known))
+            self.index.forget(digest)
+            for table in (self.open, self.closed):
+                table.pop(digest, None)
+            self.hidden.discard(digest)
+
+    @rule()
+    def tidy(self) -> None:
+        with self.index._lock:
+            self.index._sort()
+
+    @rule(ids=documents, data=st.data(), start=st.integers(0, 2))
+    def ask(self, ids: list[int], data: st.DataObject, start: int) -> None:
+        without = data.draw(st.sets(st.sampled_from(sorted(self.open)), max_size=3)) if self.open else set()
+        hashes = self.hasher(ids)[start:]
+        expected = []
+        for chunk_hash in hashes:
+            keys_of = self._holders(chunk_hash)
+            usable = {key for key in keys_of if key.digest not in without | self.hidden}
+            if not usable:
+                break
+            expected.append(usable)
+        run = self.index.leading(hashes, None, without)
+        assert len(run) == len(expected)
+        assert all(key in usable for key, usable in zip(run, expected, strict=True))
+        for chunk_hash in hashes:
+            found = list(self.index.candidates(chunk_hash, None))
+            assert set(found) == self._holders(chunk_hash)
+            assert len(found) == len(set(found))
+
+    @invariant()
+    def every_tag_has_its_own_chunks(self) -> None:
+        for digest, ids in (self.open | self.closed).items():
+            own = self.hasher(ids)
+            assert self.index.chunks(digest) == [ChunkKey(digest, i) for i in range(len(own))]
+            assert self.index.leading(own, digest) == self.index.chunks(digest)
+            assert self.index.has(digest)
+
+    @invariant()
+    def nothing_is_kept_of_what_is_gone(self) -> None:
+        known = self.open | self.closed
+        at_hand = {key.digest for key in self.index._at_hand.values()}
+        recent = {key.digest for held in self.index._recent.values() for key in held}
+        assert at_hand | recent | set(self.index._tagged) | self.index._hidden | self.index._unsorted <= set(known)
+
+    def _holders(self, chunk_hash: int) -> set[ChunkKey]:
+        return {
+            ChunkKey(digest, chunk)
+            for digest, ids in self.open.items()
+            for chunk, own in enumerate(self.hasher(ids))
+            if own == chunk_hash
+        }
+
+
+@pytest.mark.parametrize("width", [8, 32])
+@pytest.mark.parametrize("bound", [1, 5, 1 << 18])
+def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_CHAIN_CHUNKS", bound)
+    machine = type("_Index", (_Index,), {"width": width})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+
+
+@given(st.integers())
+@settings(deadline=None)
+def test_a_hash_that_is_none_of_this_engine_is_a_miss(chunk_hash: int) -> None:
+    index = KeyIndex(_hasher(8), CHUNK)
+    index.add("a", bytes(7) + b"\1", open_to_all=True)
+    index._sort()
+    assert len(index.leading([chunk_hash], None)) == (chunk_hash == 1)
+    assert list(index.candidates(chunk_hash, None)) == ([ChunkKey("a", 0)] if chunk_hash == 1 else [])
