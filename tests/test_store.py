@@ -150,6 +150,10 @@ def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_serve
     assert_served(home.open(fingerprint=engine), made, prompt_for(home, made))
 
 
+ONE_AT_A_TIME = {"load_threads": 1}
+"""Loads chunks in order, so that those before a bad one are there when it quarantines the cartridge."""
+
+
 def _corrupt(home: Home, made: Made, name: str, chunk: int) -> None:
     flip_bit(home.payload(name), chunk_range(made.manifest, chunk, range(1)).start)
 
@@ -157,7 +161,7 @@ def _corrupt(home: Home, made: Made, name: str, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [0, 2, 3])
 def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home, chunk: int) -> None:
     bad, good = home.make("bad", seed=1), home.make("good", seed=2)
-    store, prompt = home.open(), prompt_for(home, bad, "bad")
+    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, bad, "bad")
     _corrupt(home, bad, "bad", chunk)
     assert store.lookup(prompt.hashes) == chunk
     _assert_not_served(store, prompt, bad)
@@ -173,7 +177,7 @@ def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home
 
 def test_a_truncated_cartridge_is_quarantined_while_it_is_served(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
+    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, made)
     os.truncate(home.payload(), chunk_range(made.manifest, 2, range(1)).start)
     assert store.lookup(prompt.hashes) == 2
     _assert_not_served(store, prompt, made)
@@ -207,7 +211,7 @@ def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: Home) -> 
 
 def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
+    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, made)
     _corrupt(home, made, "doc", 2)
     assert store.lookup(prompt.hashes) == 2
     assert list(store.refused()) == ["doc@1"]
@@ -218,7 +222,7 @@ def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else
 
 def test_lent_bytes_stay_right_when_their_cartridge_is_quarantined(home: Home) -> None:
     made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
+    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, made)
     store.lookup(prompt.hashes[:1])
     with store.lend(prompt.hashes[0]) as loan:
         _corrupt(home, made, "doc", 0)
@@ -463,7 +467,7 @@ def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(hom
 
 def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: Home) -> None:
     older, newer = _alike(home)
-    store, prompt = home.open(), prompt_for(home, older, "older")
+    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, older, "older")
     assert store.lookup(prompt.hashes) == 4
     _corrupt(home, newer, "zz-newer", 3)
     assert store.lookup(prompt_for(home, newer, "zz-newer").hashes) == 3
