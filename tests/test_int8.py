@@ -130,6 +130,7 @@ def test_what_is_stored_is_what_the_format_says_to_the_last_bit(tmp_path: Path, 
         assert names == ["chunk.00000", "chunk.00001", "chunk.00002"]
         chunks = [file.get_tensor(name) for name in names]
     assert {tuple(chunk.shape) for chunk in chunks[:2]} == {(2, made.manifest.head_bytes(0))}
+    assert {chunk.dtype for chunk in chunks} == {torch.uint8}
     shape = made.manifest.fingerprint
     by_hand = [_by_hand(c.numpy().tobytes(), shape, 2, n) for c, n in zip(chunks, (16, 16, 8), strict=True)]
     assert torch.equal(_served(made, tmp_path / "doc"), torch.cat(by_hand[:2], dim=2))
