@@ -174,6 +174,13 @@ def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(
         assert torch.equal(_loaded(made, root, chunk, tokens=tokens, rank=rank, world=world, layout=layout), expected)
 
 
+def test_a_last_chunk_that_is_shorter_is_loaded_too(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, encoding="int8")
+    found = torch.cat([_loaded(made, tmp_path / "doc", chunk, tokens=8) for chunk in range(5)], dim=2)
+    shape = made.manifest.fingerprint
+    assert torch.equal(found, torch.cat([_through(kv, shape) for kv in made.kv.split(16, dim=2)], dim=2))
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_a_rank_reads_its_own_heads_and_no_others(made: Made, tmp_path: Path, world: int) -> None:
     at = made.manifest.payload.data_offset_bytes
