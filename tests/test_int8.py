@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from homes import CHUNK_BYTES, Home, assert_served, prompt_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv, make_rope
+from s3 import S3Server
 from safetensors import safe_open
 
-from lmcache_cartridge import artifact
+from lmcache_cartridge import artifact, transfer
 from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify
 from lmcache_cartridge.bytesource import Seen
 from lmcache_cartridge.codec import decode, encode
@@ -129,6 +133,7 @@ def test_what_is_stored_is_what_the_format_says_to_the_last_bit(tmp_path: Path, 
         assert names == ["chunk.00000", "chunk.00001", "chunk.00002"]
         chunks = [file.get_tensor(name) for name in names]
     assert {tuple(chunk.shape) for chunk in chunks[:2]} == {(2, made.manifest.head_bytes(0))}
+    assert {chunk.dtype for chunk in chunks} == {torch.uint8}
     shape = made.manifest.fingerprint
     by_hand = [_by_hand(c.numpy().tobytes(), shape, 2, n) for c, n in zip(chunks, (16, 16, 8), strict=True)]
     assert torch.equal(_served(made, tmp_path / "doc"), torch.cat(by_hand[:2], dim=2))
@@ -170,6 +175,13 @@ def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(
         heads = rank_heads(4, rank, world)
         expected = whole[:, :, chunk * tokens : (chunk + 1) * tokens, heads.start : heads.stop]
         assert torch.equal(_loaded(made, root, chunk, tokens=tokens, rank=rank, world=world, layout=layout), expected)
+
+
+def test_a_last_chunk_that_is_shorter_is_loaded_too(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, encoding="int8")
+    found = torch.cat([_loaded(made, tmp_path / "doc", chunk, tokens=8) for chunk in range(5)], dim=2)
+    shape = made.manifest.fingerprint
+    assert torch.equal(found, torch.cat([_through(kv, shape) for kv in made.kv.split(16, dim=2)], dim=2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -225,6 +237,67 @@ def test_the_disk_tier_keeps_the_stored_bytes(made: Made, tmp_path: Path) -> Non
     assert bytes(kept) == (root / PAYLOAD).read_bytes()[where.start : where.end]
     assert torch.equal(_loaded(made, root, 1, sources=sources, disk=disk), first)
     assert sources.ranges == [where], "the second time it came from the disk"
+
+
+def test_s3_and_the_disk_tier_hold_int8_and_what_is_read_of_them_is_counted_so(
+    made: Made, tmp_path: Path, s3_credentials: S3Server, bucket: str
+) -> None:
+    settings = Settings(s3_endpoint_url=s3_credentials.endpoint, s3_region="us-east-1")
+    sources, root, location = Sources(settings), tmp_path / "doc", f"s3://{bucket}/doc"
+    disk = DiskTier(tmp_path / "disk", 3 * 4 * made.manifest.head_bytes(0))
+    try:
+        pushed = transfer.push(root, location, sources.s3(), force=False, progress=lambda *_: None)
+        assert pushed.manifest == made.manifest
+        there = s3_credentials.client.get_object(Bucket=bucket, Key=f"doc/{PAYLOAD}")["Body"].read()
+        assert there == (root / PAYLOAD).read_bytes()
+        shape = ChunkShape(4, 3, CHUNK, 64, "bfloat16")
+        loader = ChunkLoader(sources, shape, range(4), "heads", disk)
+        out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+        for chunk in range(5):
+            loader.load([Segment(Cartridge(made.manifest, root, location), 0)], chunk, out)
+            assert torch.equal(VIEWS["heads"](out, shape), _loaded(made, root, chunk))
+        assert loader.stats().read_bytes == made.manifest.data_bytes < 5 * shape.size_bytes * 0.65
+        assert (disk.stats().pieces, disk.stats().resident_bytes) == (3, 3 * 4 * made.manifest.head_bytes(0))
+        disk.check()
+    finally:
+        sources.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
+    yield home
+    home.close()
+
+
+def test_the_cpu_tier_holds_the_models_dtype_and_counts_it(home: Home) -> None:
+    made = home.make(positions=POSITIONS, encoding="int8")
+    made = made._replace(kv=_served(made, home.root()))
+    store = home.open(chunks=5)
+    assert_served(store, made, prompt_for(home, made))
+    assert store.stats().resident_bytes == store.stats().budget_bytes == 5 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a step that is no number"])
+def test_a_damaged_one_is_quarantined_with_the_reason_and_a_plain_one_of_the_same_document_answers(
+    home: Home, damage: str
+) -> None:
+    plain = home.make("plain", positions=POSITIONS)
+    made = home.make("small", positions=POSITIONS, encoding="int8", version=1)
+    prompt = prompt_for(home, made, "small")
+    if damage == "a flipped bit":
+        flip_bit(home.payload("small"), chunk_range(made.manifest, 2, range(1)).end - 1)
+        reason = "chunk 2, KV head 0"
+    else:
+        home.registry.remove("small@1")
+        _forged(home.root("small"), made, "value_step", float("nan"), head=0)
+        home.registry.register(home.root("small"))
+        reason = "chunk 2 of .* holds NaN or infinity"
+    store = home.open()
+    leading = store.lookup(prompt.hashes)
+    assert leading < prompt.whole
+    assert re.search(reason, store.refused()["small@1"])
+    assert_served(home.open(), plain, prompt)
 
 
 @pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step", "codes"])

@@ -598,6 +598,7 @@ def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
         (("--model", "nowhere"), "nowhere is neither a directory"),
         (("--chunk-size", "0"), "--chunk-size 0"),
         (("--rate", "0"), "--rate 0"),
+        (("--dtype", "int8"), "--dtype int8 is not one of auto, bfloat16"),
         (("--steps", "0"), "--steps 0"),
         (("--self-study", "0"), "--self-study 0"),
         (("--writer-url", "http://localhost"), "say how many"),
