@@ -60,7 +60,9 @@ class S3Source:
     """Objects of any S3 server. See `ByteSource`.
 
     Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests run
-    at once, on as many threads; a read that was given up at its deadline leaves its threads at their next byte.
+    at once, on as many threads, however many callers wait, and the client keeps as many connections, so that a request
+    neither waits for one nor has to open it. A read that was given up at its deadline leaves its threads at their next
+    byte.
     """
 
     def __init__(

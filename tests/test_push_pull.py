@@ -18,7 +18,7 @@ from homes import until
 from making import files_under, flip_bit, make_artifact, make_fingerprint, run_threads
 from s3 import S3Server
 
-from lmcache_cartridge import s3, transfer
+from lmcache_cartridge import s3_call, transfer
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
 from lmcache_cartridge.cli import main
 from lmcache_cartridge.errors import SourceError
@@ -254,7 +254,7 @@ def test_a_pull_of_wrong_bytes_leaves_nothing(here: _Machine, there: _Machine) -
 def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
     here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "_LONGEST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(s3_call, "_LONGEST_BACKOFF_S", 0.01)
     _registered(here)
     here.json("push", "doc", here.location)
     for faults in ([None, reset], [None, None, None, flipped]):

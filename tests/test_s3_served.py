@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -215,13 +216,17 @@ def test_a_chunk_damaged_on_its_way_is_fetched_again(served: Served) -> None:
     assert served.state("trained")["state"] == "resident"
 
 
-def test_force_redownload_fetches_every_chunk_again(served: Served) -> None:
+def test_force_redownload_fetches_every_chunk_again(served: Served, s3_server: S3Server) -> None:
     assert served.right("trained")
     served.proxy.requests.clear()
     assert served.right("trained")
     assert not [r for r in served.proxy.requests if r]
     assert served.right("trained", [{"id": "trained", "force_redownload": True}])
-    assert len([r for r in served.proxy.requests if r]) == WHOLE
+    ranges = [list(map(int, re.findall("[0-9]+", r))) for r in served.proxy.requests if r]
+    payload = s3_server.client.head_object(Bucket=served.bucket, Key="allowed/trained/payload.safetensors")
+    start, end = min(first for first, _ in ranges), payload["ContentLength"]
+    assert start == 4096, "behind the header"
+    assert sum(last + 1 - first for first, last in ranges) == end - start, "each byte once, in however many requests"
 
 
 def test_a_cartridge_replaced_at_its_location_is_served_as_what_it_is_now(
