@@ -36,6 +36,7 @@ from ..store import CartridgeStore, Claim, Engine, Place, Readiness
 from ..tiles import is_tiled
 from .confirm import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
 from .control import ControlServer
+from .copies import Copies
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
@@ -60,13 +61,15 @@ class CartridgeL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
-        """Called by LMCache's server. `params` are `control`, the path of our socket, and settings.
+        """Called by LMCache's server. `params` are `control`, the path of our socket, settings, and what may be left out:
+        `store_ack`, and `lmcache_http`, where LMCache's server answers HTTP, so that evicting drops its copies too.
 
         Raises `CartridgeError`, which ends the server's start, with what is wrong.
         """
         super().__init__(max_capacity_bytes=0)
         own = dict(params)
         control, self._acknowledge = own.pop("control", None), own.pop("store_ack", True)
+        self._http = own.pop("lmcache_http", None)
         if not control or not isinstance(self._acknowledge, bool):
             raise SettingsError(
                 "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
@@ -122,13 +125,14 @@ class CartridgeL2Adapter(L2AdapterInterface):
             allow_trained=report.allow_trained,
         )
         store = CartridgeStore(self._settings, engine)
-        named = _Named(store, self._note, self._l1_bytes and self._l1_bytes // report.world)
+        copies = Copies(self._http)
+        named = _Named(store, self._note, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
         logger.info(
             "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
             self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
         )  # fmt: skip
-        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store))
+        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store), copies)
 
     def _note(self, tag: str) -> None:
         """Let the keys of a tag be known by their salt."""
@@ -199,6 +203,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             with loan:
                 if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn
                     return
+                seat.copies.note(key)
 
     def _find(self, key: ObjectKey) -> tuple[_Seat | None, str | None]:
         """Return who serves a key and the tag it stands for; nobody where the engine or the tag is not known."""
@@ -253,6 +258,7 @@ class _Seat(NamedTuple):
     control: ControlServer
     objects: tuple[tuple[int, ...], ...]
     """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
+    copies: Copies
 
     def takes(self, desc: MemoryLayoutDesc | None) -> bool:
         """Whether LMCache's objects have room for exactly our chunks."""
@@ -264,9 +270,14 @@ class _Seat(NamedTuple):
 class _Named:
     """A store that tells which tags are claimed: from then on their keys are known."""
 
-    def __init__(self, store: CartridgeStore, note: Callable[[str], None], l1_bytes: int | None) -> None:
-        """`l1_bytes` is what LMCache has for its own copies of one prefix, None where that is not known."""
-        self._store, self._note, self._l1_bytes = store, note, l1_bytes
+    def __init__(
+        self, store: CartridgeStore, note: Callable[[str], None], tags: Mapping[str, str], l1_bytes: int | None,
+        copies: Copies,
+    ) -> None:  # fmt: skip
+        """`tags` are those that were noted, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
+        None where that is not known.
+        """
+        self._store, self._note, self._tags, self._l1_bytes, self._copies = store, note, tags, l1_bytes, copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -285,6 +296,19 @@ class _Named:
         )
         logger.warning("%s is not served: %s", tag, why)
         return _Refused(Readiness(0, 0, chunks, why))
+
+    def evict(self, digest: str) -> int:
+        """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
+        count = self._store.evict(digest)
+        self._copies.drop(lambda key: self._is_of(key, digest))
+        return count
+
+    def _is_of(self, key: ObjectKey, digest: str) -> bool:
+        """Whether a key may be of a cartridge, and its chunk is not resident."""
+        tag = None if key.cache_salt == ANYBODY else self._tags.get(key.cache_salt, "")
+        if tag is not None and digest != tag and digest not in tag.split("."):
+            return False
+        return self._store.resident([_hash(key)], tag) == 0
 
 
 class _Refused:
