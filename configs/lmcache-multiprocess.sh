@@ -18,14 +18,16 @@ YAML=configs/lmcache.yaml                              # vLLM's API server reads
 #                                  the largest cartridge, times the requests for it that are cold at the same time
 #   --l2-prefetch-policy retain    keep it there for the next request
 #   --worker-reap-timeout-seconds  0: else a vLLM that gets no request for an hour is forgotten for good
-#   --hash-algorithm               leave it away: the default, blake3, has no seed
+#   --hash-algorithm               leave it away: the default, blake3, has no seed; with another vLLM does not start
+#   --http-port                    as in `lmcache_http`, by which evicting a cartridge drops LMCache's copies too
 #   adapter_params                 `control`, and the same settings as in the YAML; `store_ack: false` beside
 #                                  --l2-store-policy skip_l1, which drops what an adapter says it has stored
-LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --chunk-size 256 \
+LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-port 8755 --chunk-size 256 \
   --supported-transfer-mode engine_driven --no-l1-use-lazy --shm-name lmcache-cartridge-5755 \
   --l1-size-gb 1 --eviction-policy LRU --l2-prefetch-policy retain --worker-reap-timeout-seconds 0 \
   --l2-adapter '{"type": "plugin", "module_path": "lmcache_cartridge.serve.l2", "class_name": "CartridgeL2Adapter",
-                 "adapter_params": {"control": "'"$CONTROL"'", "home": "'"$HOME_DIR"'", "cpu_bytes": "1GiB"}}' &
+                 "adapter_params": {"control": "'"$CONTROL"'", "lmcache_http": "http://127.0.0.1:8755",
+                                    "home": "'"$HOME_DIR"'", "cpu_bytes": "1GiB"}}' &
 
 # 2. vLLM, as soon as the other has started. `kv_load_failure_policy` must be fail where trained cartridges are served.
 #    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
+import uvicorn
 from blocks import quietly
+from fastapi import FastAPI
 from homes import until
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads
 
@@ -29,6 +33,9 @@ with quietly():
     from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.distributed.storage_manager import StorageManager
+    from lmcache.v1.multiprocess.cache_control.object_service import ObjectService
+    from lmcache.v1.multiprocess.http_apis import cache_api
+    from lmcache.v1.multiprocess.http_apis.dependencies import MPHTTPContext
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
     from lmcache_cartridge.serve import l2
@@ -50,6 +57,7 @@ from lmcache_cartridge.serve.confirm import (
     tag_salt,
 )
 from lmcache_cartridge.serve.control import Workers
+from lmcache_cartridge.serve.multiprocess import free_port
 from lmcache_cartridge.serve.request import TAG
 
 CHUNK = 64
@@ -621,6 +629,96 @@ def test_a_new_version_is_found_and_a_removed_cartridge_is_not(home: Home) -> No
         home.make("late", positions=2 * CHUNK, seed=11)
         home.registry.remove("doc@1")
         until(lambda: server.ask(home.ids("late")) == 2 and server.ask(prompt(home, "doc")) == 0)
+
+
+# LMCache's own copies.
+
+
+@contextmanager
+def lmcaches_http(server: Server, port: int) -> Iterator[None]:
+    """Run LMCache's own HTTP API over its storage, as its server does."""
+    engine = SimpleNamespace(storage_manager=server.manager)
+    app = FastAPI()
+    app.include_router(cache_api.router)
+    app.state.context = MPHTTPContext(engine, ObjectService(engine), None)
+    http = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    thread = threading.Thread(target=http.run)
+    thread.start()
+    try:
+        until(lambda: http.started)
+        yield
+    finally:
+        http.should_exit = True
+        thread.join(60)
+
+
+@pytest.fixture
+def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that has one more for each chunk that LMCache is handed."""
+    fills, fill = [], l2._fill
+    monkeypatch.setattr(l2, "_fill", lambda *args: (fills.append(1), fill(*args)))
+    return fills
+
+
+@pytest.mark.parametrize("name", ["doc", "trained"])
+def test_evicting_drops_lmcaches_copies_of_the_cartridge_and_no_others(home: Home, name: str, fills: list[int]) -> None:
+    port = free_port()
+    with serving(home, lmcache_http=f"http://127.0.0.1:{port}") as server, lmcaches_http(server, port):
+        server.confirm()
+        salt = claimed(server, home.made[name].manifest.digest) if name == "trained" else ANYBODY
+        assert (server.ask(prompt(home, name), salt), server.ask(prompt(home, "other"))) == (WHOLE[name], 3)
+        del fills[:]
+        assert (server.ask(prompt(home, name), salt), server.ask(prompt(home, "other"))) == (WHOLE[name], 3)
+        assert fills == [], "the control: LMCache keeps what it loads"
+        workers = Workers([server.confirm()])
+        assert workers.call("evict", home.made[name].manifest.digest) == [WHOLE[name]]
+        assert server.ask(prompt(home, "other")) == 3
+        assert fills == []
+        (keys,), hits = server.prefetch(prompt(home, name), salt)
+        assert (hits, len(fills)) == (WHOLE[name], WHOLE[name]), "loaded anew"
+        workers.call("evict", home.made[name].manifest.digest)  # while the request reads them
+        for chunk, found in enumerate(server.bytes(keys[:hits])):
+            assert torch.equal(found, packed(home.made[name], chunk))
+        workers.close()
+
+
+@pytest.mark.parametrize("http", [None, "http://127.0.0.1:1"])
+def test_copies_that_cannot_be_dropped_stay_and_the_log_says_so(
+    home: Home, http: str | None, fills: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lmcache_cartridge"), "propagate", True)
+    with serving(home, lmcache_http=http) as server, caplog.at_level(logging.INFO):
+        workers = Workers([server.confirm()])
+        assert server.ask(prompt(home, "doc")) == 4
+        assert workers.call("evict", home.made["doc"].manifest.digest) == [4]
+        assert "LMCache's server keeps its copies of 4 chunks" in caplog.text
+        assert server.ask(prompt(home, "doc")) == 4
+        assert len(fills) == 4
+        workers.close()
+
+
+def test_what_lmcache_kept_of_an_old_version_is_never_found_under_the_new_one(home: Home) -> None:
+    with serving(home, reload_s=0) as server:
+        server.confirm()
+        old = home.made["trained"]
+        salt = claimed(server, old.manifest.digest)
+        (kept,), hits = server.prefetch(home.ids("trained"), salt)
+        assert hits == 3
+        made = make_artifact(
+            home.path / "new", cartridge_id="trained", version=2, fingerprint=FINGERPRINT, kind="trained", seed=8,
+            positions=3 * CHUNK,
+        )  # fmt: skip
+        home.registry.register(home.path / "new")
+        home.registry.remove("trained@1")
+        server.adapter._seats[server.report().seat].store.refresh()
+        ids = load_token_ids(made.manifest, home.path / "new").tolist()
+        (keys,), hits = server.prefetch(ids, claimed(server, made.manifest.digest))
+        assert hits == 3
+        assert not set(keys) & set(kept)
+        for chunk, found in enumerate(server.bytes(keys)):
+            assert torch.equal(found, packed(made, chunk))
+        assert server.ask(ids, salt) == 0, "the new one's ids under the old one's salt"
+        assert server.ask(home.ids("trained"), tag_salt(made.manifest.digest)) == 0
 
 
 # The contract by itself.

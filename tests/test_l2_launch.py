@@ -35,8 +35,14 @@ def test_lmcaches_server_gets_the_settings_that_vllm_reads_from_the_yaml(tmp_pat
     settings = from_mapping({"home": tmp_path, "cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]})
     adapter = _adapter(plan("m", settings, mode="multiprocess").lmcache)
     assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.serve.l2")
-    own = {k: v for k, v in adapter["adapter_params"].items() if k != "control"}
+    own = {k: v for k, v in adapter["adapter_params"].items() if k not in ("control", "lmcache_http")}
     assert from_mapping(own) == settings
+
+
+def test_the_adapter_is_told_where_lmcaches_server_answers_http(tmp_path: Path) -> None:
+    command = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess").lmcache
+    where = f"http://{_option(command, '--http-host')}:{_option(command, '--http-port')}"
+    assert _adapter(command)["adapter_params"]["lmcache_http"] == where
 
 
 def test_both_servers_are_told_of_the_same_port_and_socket(tmp_path: Path) -> None:

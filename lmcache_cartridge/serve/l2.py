@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +23,6 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
-from lmcache.v1.platform import create_event_notifier
 
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..keys import Hasher
@@ -36,6 +32,8 @@ from ..store import CartridgeStore, Claim, Engine, Place, Readiness
 from ..tiles import is_tiled
 from .confirm import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
 from .control import ControlServer
+from .copies import Copies
+from .tasks import Acknowledgements, Task, Tasks
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
@@ -44,7 +42,6 @@ _LOOKUP_GRACE_S = 2.0
 """How much longer than `lookup_timeout_s` a lookup may take before it is answered with what it has: nothing."""
 _LOAD_DEADLINE_S = 30.0
 """How long a load may take before it is answered with what is written."""
-_SWEEP_S = 0.05
 _LOOKUP_THREADS = 8
 """As many as LMCache has lookups in flight (`--l2-prefetch-max-in-flight`)."""
 _LOAD_THREADS = 2
@@ -60,13 +57,15 @@ class CartridgeL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
-        """Called by LMCache's server. `params` are `control`, the path of our socket, and settings.
+        """Called by LMCache's server. `params` are `control`, the path of our socket, settings, and what may be left out:
+        `store_ack`, and `lmcache_http`, where LMCache's server answers HTTP, so that evicting drops its copies too.
 
         Raises `CartridgeError`, which ends the server's start, with what is wrong.
         """
         super().__init__(max_capacity_bytes=0)
         own = dict(params)
         control, self._acknowledge = own.pop("control", None), own.pop("store_ack", True)
+        self._http = own.pop("lmcache_http", None)
         if not control or not isinstance(self._acknowledge, bool):
             raise SettingsError(
                 "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
@@ -77,9 +76,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._tags: OrderedDict[str, str] = OrderedDict()
         self._checks = Checks()
         self._lock = threading.Lock()
-        self._stores = _Acknowledgements()
-        self._lookups = _Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
-        self._loads = _Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
+        self._stores = Acknowledgements()
+        self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
+        self._loads = Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
         self._desk = Desk(Path(control), self._accept)
         logger.info("cartridges of %s wait for vLLM's workers at %s", self._settings.home, control)
 
@@ -122,13 +121,14 @@ class CartridgeL2Adapter(L2AdapterInterface):
             allow_trained=report.allow_trained,
         )
         store = CartridgeStore(self._settings, engine)
-        named = _Named(store, self._note, self._l1_bytes and self._l1_bytes // report.world)
+        copies = Copies(self._http)
+        named = _Named(store, self._note, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
         logger.info(
             "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
             self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
         )  # fmt: skip
-        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store))
+        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store), copies)
 
     def _note(self, tag: str) -> None:
         """Let the keys of a tag be known by their salt."""
@@ -156,7 +156,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         """Return which keys can be loaded, once; None before and after that."""
         return self._lookups.take(task_id)
 
-    def _lookup(self, task: _Task, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
+    def _lookup(self, task: Task, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
         for row in _rows(keys):
             first = keys[row[0]]
             seat, tag = self._find(first)
@@ -190,7 +190,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         """Return which buffers are filled, once; None before and after that."""
         return self._loads.take(task_id)
 
-    def _load(self, task: _Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
+    def _load(self, task: Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         for i, (key, target) in enumerate(zip(keys, objects, strict=True)):
             seat, tag = self._find(key)
             loan = None if seat is None else seat.store.lend(_hash(key), tag)
@@ -199,6 +199,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             with loan:
                 if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn
                     return
+                seat.copies.note(key)
 
     def _find(self, key: ObjectKey) -> tuple[_Seat | None, str | None]:
         """Return who serves a key and the tag it stands for; nobody where the engine or the tag is not known."""
@@ -253,6 +254,7 @@ class _Seat(NamedTuple):
     control: ControlServer
     objects: tuple[tuple[int, ...], ...]
     """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
+    copies: Copies
 
     def takes(self, desc: MemoryLayoutDesc | None) -> bool:
         """Whether LMCache's objects have room for exactly our chunks."""
@@ -264,9 +266,14 @@ class _Seat(NamedTuple):
 class _Named:
     """A store that tells which tags are claimed: from then on their keys are known."""
 
-    def __init__(self, store: CartridgeStore, note: Callable[[str], None], l1_bytes: int | None) -> None:
-        """`l1_bytes` is what LMCache has for its own copies of one prefix, None where that is not known."""
-        self._store, self._note, self._l1_bytes = store, note, l1_bytes
+    def __init__(
+        self, store: CartridgeStore, note: Callable[[str], None], tags: Mapping[str, str], l1_bytes: int | None,
+        copies: Copies,
+    ) -> None:  # fmt: skip
+        """`tags` are those that were noted, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
+        None where that is not known.
+        """
+        self._store, self._note, self._tags, self._l1_bytes, self._copies = store, note, tags, l1_bytes, copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -286,6 +293,19 @@ class _Named:
         logger.warning("%s is not served: %s", tag, why)
         return _Refused(Readiness(0, 0, chunks, why))
 
+    def evict(self, digest: str) -> int:
+        """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
+        evicted = self._store.evict(digest)
+        self._copies.drop(lambda key: self._is_of(key, digest))
+        return evicted
+
+    def _is_of(self, key: ObjectKey, digest: str) -> bool:
+        """Whether a key may be of a cartridge, and its chunk is not resident."""
+        tag = None if key.cache_salt == ANYBODY else self._tags.get(key.cache_salt, "")
+        if tag is not None and digest != tag and digest not in tag.split("."):
+            return False
+        return self._store.resident([_hash(key)], tag) == 0
+
 
 class _Refused:
     """A claim on what will never be served."""
@@ -298,117 +318,6 @@ class _Refused:
 
     def close(self) -> None:
         """Do nothing: nothing is held."""
-
-
-class _Task:
-    """One lookup or load. What is added when it is over does not count."""
-
-    def __init__(self, size: int, deadline: float) -> None:
-        self.bitmap, self.deadline, self.over = Bitmap(size), deadline, False
-        self._lock = threading.Lock()
-
-    def add(self, positions: Sequence[int], write: Callable[[], None] | None = None) -> bool:
-        """Count some keys as had, after `write`; False, and nothing is written, if the task is over."""
-        with self._lock:
-            if self.over:
-                return False
-            if write is not None:
-                write()
-            for position in positions:
-                self.bitmap.set(position)
-            return True
-
-    def end(self) -> bool:
-        """End it; False if it was over. Waits for a `write` under way."""
-        with self._lock:
-            ended, self.over = not self.over, True
-            return ended
-
-
-class _Tasks:
-    """Work in threads whose results LMCache comes for, each answered with what there is by its deadline."""
-
-    def __init__(self, name: str, threads: int, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self._notifier = create_event_notifier()
-        self.fd = self._notifier.fileno()
-        self._ids, self._tasks = count(1), {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"cartridge-l2-{name}")
-        self._stopping = threading.Event()
-        self._sweeper = threading.Thread(target=self._sweep, name=f"cartridge-l2-{name}-sweep", daemon=True)
-        self._sweeper.start()
-
-    def submit(self, size: int, work: Callable[[_Task], None]) -> int:
-        """Have `work` done and return the task's id. Does not block, and does not raise."""
-        task_id, task = next(self._ids), _Task(size, time.monotonic() + self._deadline_s)
-        self._tasks[task_id] = task
-        try:
-            self._pool.submit(self._run, task, work)
-        except RuntimeError:  # closed
-            self._end(task)
-        return task_id
-
-    def take(self, task_id: int) -> Bitmap | None:
-        """Return a task's result if it is over, and forget the task."""
-        task = self._tasks.get(task_id)
-        if task is None or not task.over:
-            return None
-        del self._tasks[task_id]
-        return task.bitmap
-
-    def close(self) -> None:
-        """End every task, and wait for the threads."""
-        self._stopping.set()
-        self._sweeper.join()
-        for task in list(self._tasks.values()):
-            self._end(task)
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._notifier.close()
-
-    def _run(self, task: _Task, work: Callable[[_Task], None]) -> None:
-        try:
-            if not task.over:
-                work(task)
-        except CartridgeError as error:
-            logger.warning("cartridges could not be had; LMCache is told of a miss: %s", error)
-        except Exception:
-            logger.exception("cartridges could not be had; LMCache is told of a miss")
-        self._end(task)
-
-    def _end(self, task: _Task) -> None:
-        if task.end():  # the result is there before LMCache is told
-            self._notifier.notify()
-
-    def _sweep(self) -> None:
-        while not self._stopping.wait(_SWEEP_S):
-            now = time.monotonic()
-            for task in [task for task in list(self._tasks.values()) if not task.over and task.deadline < now]:
-                logger.warning("a cartridge lookup or load took too long; LMCache is told of a miss")
-                self._end(task)
-
-
-class _Acknowledgements:
-    """Answers to store tasks, each there at once."""
-
-    def __init__(self) -> None:
-        self._notifier = create_event_notifier()
-        self.fd = self._notifier.fileno()
-        self._ids, self._done, self._lock = count(1), {}, threading.Lock()
-
-    def put(self, result: L2StoreResult) -> int:
-        task_id = next(self._ids)
-        with self._lock:
-            self._done[task_id] = result
-        self._notifier.notify()
-        return task_id
-
-    def pop(self) -> dict[int, L2StoreResult]:
-        with self._lock:
-            done, self._done = self._done, {}
-        return done
-
-    def close(self) -> None:
-        self._notifier.close()
 
 
 def _rows(keys: Sequence[ObjectKey]) -> list[list[int]]:

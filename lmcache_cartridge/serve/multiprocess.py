@@ -35,15 +35,17 @@ _PR_SET_PDEATHSIG = 1
 
 def lmcache_command(settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool) -> list[str]:
     """Return the command of LMCache's server with our adapter; its ports are free ones but for `port`."""
+    http_port = free_port()
     adapter = {
         "type": "plugin",
         "module_path": "lmcache_cartridge.serve.l2",
         "class_name": "CartridgeL2Adapter",
-        "adapter_params": {"control": control_path(port)} | as_parameters(settings),
+        "adapter_params": {"control": control_path(port), "lmcache_http": f"http://127.0.0.1:{http_port}"}
+        | as_parameters(settings),
     }
     command = [
         sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port),
-        "--http-host", "127.0.0.1", "--http-port", str(free_port()), "--prometheus-port", str(free_port()),
+        "--http-host", "127.0.0.1", "--http-port", str(http_port), "--prometheus-port", str(free_port()),
         "--chunk-size", str(chunk_tokens), "--l1-size-gb", f"{l1_bytes / (1 << 30):g}",
         "--eviction-policy", "LRU", "--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(adapter),
         # A vLLM that was idle for an hour before its first request would be forgotten, for good (LMCache 0.5.6).

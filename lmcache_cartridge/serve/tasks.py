@@ -1,0 +1,131 @@
+"""Tasks: what LMCache asks of an L2 adapter and comes for later, each answered by a deadline of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.platform import create_event_notifier
+
+from ..errors import CartridgeError
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_S = 0.05
+
+
+class Task:
+    """One lookup or load. What is added when it is over does not count."""
+
+    def __init__(self, size: int, deadline: float) -> None:
+        self.bitmap, self.deadline, self.over = Bitmap(size), deadline, False
+        self._lock = threading.Lock()
+
+    def add(self, positions: Sequence[int], write: Callable[[], None] | None = None) -> bool:
+        """Count some keys as had, after `write`; False, and nothing is written, if the task is over."""
+        with self._lock:
+            if self.over:
+                return False
+            if write is not None:
+                write()
+            for position in positions:
+                self.bitmap.set(position)
+            return True
+
+    def end(self) -> bool:
+        """End it; False if it was over. Waits for a `write` under way."""
+        with self._lock:
+            ended, self.over = not self.over, True
+            return ended
+
+
+class Tasks:
+    """Work in threads whose results LMCache comes for, each answered with what there is by its deadline."""
+
+    def __init__(self, name: str, threads: int, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._notifier = create_event_notifier()
+        self.fd = self._notifier.fileno()
+        self._ids, self._tasks = count(1), {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"cartridge-l2-{name}")
+        self._stopping = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep, name=f"cartridge-l2-{name}-sweep", daemon=True)
+        self._sweeper.start()
+
+    def submit(self, size: int, work: Callable[[Task], None]) -> int:
+        """Have `work` done and return the task's id. Does not block, and does not raise."""
+        task_id, task = next(self._ids), Task(size, time.monotonic() + self._deadline_s)
+        self._tasks[task_id] = task
+        try:
+            self._pool.submit(self._run, task, work)
+        except RuntimeError:  # closed
+            self._end(task)
+        return task_id
+
+    def take(self, task_id: int) -> Bitmap | None:
+        """Return a task's result if it is over, and forget the task."""
+        task = self._tasks.get(task_id)
+        if task is None or not task.over:
+            return None
+        del self._tasks[task_id]
+        return task.bitmap
+
+    def close(self) -> None:
+        """End every task, and wait for the threads."""
+        self._stopping.set()
+        self._sweeper.join()
+        for task in list(self._tasks.values()):
+            self._end(task)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._notifier.close()
+
+    def _run(self, task: Task, work: Callable[[Task], None]) -> None:
+        try:
+            if not task.over:
+                work(task)
+        except CartridgeError as error:
+            logger.warning("cartridges could not be had; LMCache is told of a miss: %s", error)
+        except Exception:
+            logger.exception("cartridges could not be had; LMCache is told of a miss")
+        self._end(task)
+
+    def _end(self, task: Task) -> None:
+        if task.end():  # the result is there before LMCache is told
+            self._notifier.notify()
+
+    def _sweep(self) -> None:
+        while not self._stopping.wait(_SWEEP_S):
+            now = time.monotonic()
+            for task in [task for task in list(self._tasks.values()) if not task.over and task.deadline < now]:
+                logger.warning("a cartridge lookup or load took too long; LMCache is told of a miss")
+                self._end(task)
+
+
+class Acknowledgements:
+    """Answers to store tasks, each there at once."""
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self.fd = self._notifier.fileno()
+        self._ids, self._done, self._lock = count(1), {}, threading.Lock()
+
+    def put(self, result: L2StoreResult) -> int:
+        task_id = next(self._ids)
+        with self._lock:
+            self._done[task_id] = result
+        self._notifier.notify()
+        return task_id
+
+    def pop(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            done, self._done = self._done, {}
+        return done
+
+    def close(self) -> None:
+        self._notifier.close()
