@@ -147,6 +147,7 @@ def test_numbers_are_the_lengths_of_what_the_status_lists(home: Home, opened: Ca
     store = opened()
     store.pin(made["c"].manifest.digest)
     claim = store.claim(made["d"].manifest.digest, {})
+    until(lambda: claim.poll().ready)
     until(lambda: store.stats().loading == 0)
     for removed in (("b", "twin"), ("d",), ()):
         status, numbers = store.status(), store.numbers()
