@@ -105,6 +105,12 @@ class Backlog:
             if due or needed:
                 self._round = self._pool.submit(self._read_all, due)
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Have something else done in the background, behind what is being read."""
+        with self._lock:
+            if not self._closing:
+                self._pool.submit(work)
+
     def close(self) -> None:
         """Stop reading. Blocks for what is being read."""
         with self._lock:

@@ -119,6 +119,9 @@ class Catalog:
                 present = self._adopt(present, known)
             wanted = [Wanted(row.name, row.digest, row.location) for row in present]
             self._backlog.add(wanted)
+        if changes.whole:
+            remote = {row.location for row in changes.present if Sources.is_remote(row.location)}
+            self._backlog.later(lambda: self._mirror.prune(remote))
         del known, changes, present
         self._backlog.read_some(wanted)
         with self._lock:

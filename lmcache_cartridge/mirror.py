@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import threading
 import time
 import uuid
+from collections import OrderedDict
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +26,12 @@ logger = logging.getLogger(__name__)
 _WARN_EVERY_S = 60.0
 _STALE_S = 3600.0
 """Age at which an unfinished directory was left behind by a process that is gone."""
+
+
+_UNUSED_S = 30 * 86400.0
+"""How long a copy is kept that nobody asks for."""
+_MAX_ENTRIES = 10_000
+"""Locations that are remembered without a look at the disk; requests may name any."""
 
 
 class _Entry:
@@ -47,7 +56,7 @@ class Mirror:
         """A location is asked for a newer manifest at most every `max_age_s`. Touches no file before the first call."""
         self._directory, self._sources, self._max_age_s = directory, sources, max_age_s
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._warned_s = float("-inf")
         self._prepared = False
 
@@ -97,9 +106,28 @@ class Mirror:
             entry.checked_s = time.monotonic()
             return found
 
+    def prune(self, keep: Container[str]) -> None:
+        """Remove the copies of locations that nobody asked for in a month, except those to `keep`. Never raises."""
+        named, now = set(), time.time()
+        for note in self._directory.glob("locations/*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                known = json.loads(note.read_bytes())
+                if known["location"] in keep or now - note.stat().st_mtime < _UNUSED_S:
+                    named.add(known["copy"])
+                else:
+                    note.unlink()
+        for copy in self._directory.glob("[!.]*/"):
+            with suppress(OSError):
+                if copy.name not in {"locations"} | named and now - copy.stat().st_mtime > _UNUSED_S:
+                    shutil.rmtree(copy)
+
     def _entry(self, location: str) -> _Entry:
         with self._lock:
-            return self._entries.setdefault(location, _Entry())
+            entry = self._entries.setdefault(location, _Entry())
+            self._entries.move_to_end(location)
+            if len(self._entries) > _MAX_ENTRIES:
+                self._entries.popitem(last=False)
+            return entry
 
     def _is_fresh(self, entry: _Entry) -> bool:
         return time.monotonic() - entry.checked_s < self._max_age_s
@@ -127,6 +155,8 @@ class Mirror:
         if small is None:
             if force:
                 self._check_payload(location, artifact.load_manifest(known, payload=False))
+            with suppress(OSError):
+                os.utime(self._remembered(location))  # it is used, see `prune`
             return known
         name = blake3(small.data).hexdigest()
         manifest = decode(small.data, f"{location}/{artifact.MANIFEST}")

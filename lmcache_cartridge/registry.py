@@ -260,6 +260,11 @@ class Registry:
             ).fetchall()
         return [_location(row) for row in rows]
 
+    def largest_bytes(self) -> int:
+        """Return the size of the largest payload, 0 without any."""
+        with self._connect() as db:
+            return db.execute("SELECT coalesce(max(bytes), 0) FROM cartridges").fetchone()[0]
+
     def labels(self) -> dict[str, str]:
         """Return every label with the `id@version` it points at."""
         with self._connect() as db:

@@ -175,7 +175,7 @@ class CartridgeStore:
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
-        self._lock = threading.RLock()  # taken again by `claim` within `preload` and `pin`
+        self._lock = threading.RLock()  # taken again by `claim` within `pin`
         self._stopping = threading.Event()
         self._warmed: set[str] = set()
         self._warm()
@@ -285,10 +285,14 @@ class CartridgeStore:
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
         """Start bringing a cartridge or chain into memory in the background; return how far it is."""
+        claim = self._claims.get(tag)
+        if claim is None:
+            mine = self.claim(tag, places)  # may hash a chain, for which nobody else has to wait
+            with self._lock:
+                claim = self._claims.setdefault(tag, mine)
+            if claim is not mine:
+                mine.close()
         with self._lock:
-            claim = self._claims.get(tag)
-            if claim is None:
-                claim = self._claims[tag] = self.claim(tag, places)
             state = claim.poll()
             self._settle(tag, claim)
         return state
@@ -431,7 +435,7 @@ class CartridgeStore:
             if self.engine.device == "cpu":
                 return None
             free, _ = torch.cuda.mem_get_info(self.engine.device)
-            largest = max((row.bytes // self.engine.world for row in self._registry.all()), default=0)
+            largest = self._registry.largest_bytes() // self.engine.world
             budget = min(8 * largest, 1 << 30, free // 2)
         if budget < self.shape.size_bytes:
             return None
@@ -489,7 +493,7 @@ class CartridgeStore:
         """End a fetch in the background that has nothing left to do. The lock is held."""
         if claim.is_done():
             claim.close()
-            del self._claims[tag]
+            self._claims.pop(tag, None)
 
     def _keep(self) -> None:
         """Look after what loads in the background, and after changes of the registry, until the store is closed."""

@@ -140,6 +140,7 @@ def test_numbers_are_the_lengths_of_what_the_status_lists(home: Home, opened: Ca
     store = opened()
     store.pin(made["c"].manifest.digest)
     claim = store.claim(made["d"].manifest.digest, {})
+    until(lambda: claim.poll().ready)
     until(lambda: store.stats().loading == 0)
     for removed in (("b", "twin"), ("d",), ()):
         status, numbers = store.status(), store.numbers()
@@ -608,6 +609,40 @@ def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home: 
     home.registry.register(home.root())
     store.refresh()
     assert_served(store, made, prompt)
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
+    home: Home, opened: Callable, clock: Clock, sound: bool
+) -> None:
+    made = make_artifact(home.root(), positions=72)
+    digest, place = made.manifest.digest, Place(home.root(), str(home.root()))
+    if not sound:
+        shutil.rmtree(home.root())
+    store = opened()
+    claim = store.claim(digest, {digest: place})
+    assert (claim.poll().refused is None) == sound
+    for _ in range(3):
+        clock.now += GRACE_S - 1
+        store.refresh()
+        assert (_digests(store) == {digest}) == sound
+    claim.close()
+    clock.now += GRACE_S
+    store.refresh()
+    catalog = store._catalog
+    assert (catalog._rows, catalog._unfit, catalog._retired, catalog._names) == ({}, {}, {}, {})
+    assert (len(catalog._manifests), catalog.index.has(digest)) == (0, False)
+
+
+def test_a_claim_by_path_alone_keeps_its_cartridge_for_the_grace(home: Home, opened: Callable, clock: Clock) -> None:
+    made = make_artifact(home.root(), positions=72)
+    digest, place = made.manifest.digest, Place(home.root(), str(home.root()))
+    store = opened()
+    for _ in range(3):
+        store.claim(digest, {digest: place}).close()
+        clock.now += GRACE_S - 1
+        store.refresh()
+        assert _digests(store) == {digest}
 
 
 def test_what_is_used_by_its_path_outlives_its_removal(home: Home, opened: Callable, clock: Clock) -> None:

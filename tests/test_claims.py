@@ -9,11 +9,12 @@ from contextlib import suppress
 import msgspec
 import pytest
 from homes import STILL, Clock, Home, assert_served, prompt_for, until
-from making import Made, flip_bit, make_fingerprint, make_rope, run_threads
+from making import Made, flip_bit, make_fingerprint, make_rope, run_threads, sha256_hasher
 
 from lmcache_cartridge import store as store_module
 from lmcache_cartridge.artifact import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget
+from lmcache_cartridge.keys import Hasher
 from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.store import CartridgeStore
@@ -134,6 +135,70 @@ def test_a_chain_that_cannot_stand_in_that_order_is_refused(home: Home) -> None:
     store = home.open(fingerprint=shape, settings=STILL)
     refused = store.claim(f"{first.manifest.digest}.{last.manifest.digest}", {}).poll().refused
     assert "do not fill a chunk" in refused
+
+
+@pytest.mark.parametrize("by", ["claim", "preload"])
+def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    hashing, goes_on = threading.Event(), threading.Event()
+
+    def slow(chunk_tokens: int) -> Hasher:
+        def chain(ids: list[int]) -> list[int]:
+            if len(ids) == 64:
+                hashing.set()
+                assert goes_on.wait(20)
+            return list(sha256_hasher(chunk_tokens)(ids))
+
+        return chain
+
+    monkeypatch.setattr("making.sha256_hasher", slow)
+    shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+    made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
+    store = home.open(fingerprint=shape, settings=STILL)
+    tag = ".".join(one.manifest.digest for one in made)
+    first = threading.Thread(target=getattr(store, by), args=(tag, {}), daemon=True)
+    first.start()
+    try:
+        assert hashing.wait(20)
+        passed: list[CartridgeStore] = []
+
+        def others() -> None:
+            claim = store.claim(made[0].manifest.digest, {})
+            until(lambda: claim.poll().ready)
+            claim.close()
+            store.refresh()
+            store.status()
+            assert _lookup_and_release(store, home, made[1], "b") == 2
+            passed.append(store)
+
+        second = threading.Thread(target=others, daemon=True)
+        second.start()
+        second.join(10)
+        assert passed, "they wait for the chain"
+    finally:
+        goes_on.set()
+        first.join(20)
+    assert len(store._catalog.index.chunks(tag)) == 4
+
+
+def test_a_claim_looks_once_at_what_it_is_a_claim_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = home.make()
+    store, derived = home.open(settings=STILL), []
+    derive = store._catalog.derive
+    monkeypatch.setattr(store._catalog, "derive", lambda tag: (derived.append(tag), derive(tag))[1])
+    store.claim(made.manifest.digest, {}).close()
+    assert derived == [made.manifest.digest]
+
+
+def test_a_claim_on_what_is_refused_stays_so_though_others_may_have_it_later(home: Home) -> None:
+    made = home.make()
+    quarantine = Quarantine(Settings(home=home.path).quarantine_dir)
+    quarantine.put(made.manifest.digest, "corrupt")
+    store = home.open(settings=STILL)
+    claim = store.claim(made.manifest.digest, {})
+    quarantine.lift(made.manifest.digest)
+    store.refresh()
+    assert claim.poll().refused == "quarantined: corrupt"
+    assert store.claim(made.manifest.digest, {}).poll().refused is None
 
 
 def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:

@@ -292,6 +292,68 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -
     assert new.exists()
 
 
+def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) -> None:
+    remote.put()
+    mirror = remote.mirror(max_age_s=0.0)
+    copy = mirror.fetch(remote.location)
+    (note,) = (remote.directory / "locations").iterdir()
+
+    def age(days: float) -> None:
+        for path in (note, copy):
+            os.utime(path, (0, time.time() - days * 86400))
+
+    for days, keep, touch in ((29, (), False), (40, (remote.location,), False), (40, (), True)):
+        age(days)
+        if touch:
+            mirror.fetch(remote.location)
+        mirror.prune(keep)
+        assert remote.mirror().known(remote.location) == copy
+    age(40)
+    mirror.prune(())
+    assert (note.exists(), copy.exists(), mirror.known(remote.location)) == (False, False, None)
+    assert load_manifest(mirror.fetch(remote.location), payload=False)
+
+
+def test_what_a_replaced_artefact_left_is_removed_after_a_month(remote: _Remote) -> None:
+    remote.put(seed=1)
+    mirror = remote.mirror(max_age_s=0.0)
+    old = mirror.fetch(remote.location)
+    remote.put(seed=2)
+    new = mirror.fetch(remote.location)
+    mirror.prune(())
+    assert old.is_dir()
+    for path in (old, new):
+        os.utime(path, (0, 0))
+    mirror.prune(())
+    assert (old.is_dir(), new.is_dir(), mirror.known(remote.location)) == (False, True, new)
+
+
+def test_pruning_takes_nothing_that_is_not_understood_and_never_raises(remote: _Remote) -> None:
+    remote.mirror().prune(())
+    remote.put()
+    mirror = remote.mirror()
+    copy = mirror.fetch(remote.location)
+    strange = remote.directory / "locations" / "strange.json"
+    strange.write_text("[]")
+    partial = remote.directory / ".x.partial"
+    partial.mkdir()
+    for path in (strange, partial):
+        os.utime(path, (0, 0))
+    mirror.prune(())
+    assert strange.exists() and partial.exists() and mirror.known(remote.location) == copy
+
+
+def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_cartridge.mirror._MAX_ENTRIES", 3)
+    remote.put()
+    mirror = remote.mirror()
+    copy = mirror.fetch(remote.location)
+    for number in range(9):
+        assert mirror.known(f"s3://bucket/{number}") is None
+        assert len(mirror._entries) <= 3
+    assert mirror.known(remote.location) == copy
+
+
 def test_a_mirror_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
     remote.put()
     mirror = remote.mirror()

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def _snapshot(home: Home) -> Path:
 def _start_once(opened: Callable[..., CartridgeStore], **engine: object) -> None:
     """Start a store and end it, so that its snapshot is there for the next."""
     store = opened(**engine)
+    until(store._catalog._snapshot.path.exists)
     store.close()
-    assert store._catalog._snapshot.path.exists()
 
 
 @pytest.fixture
@@ -123,6 +124,7 @@ def test_what_is_made_for_others_is_refused_with_the_same_words_and_not_read_aga
     home.make("trained", seed=3, kind="trained", positions=64)
     home.make("tail", seed=4, kind="trained", positions=72)
     first = opened(allow_trained=False)
+    until(first._catalog._snapshot.path.exists)
     first.close()
     reads.clear()
     store = opened(allow_trained=False)
@@ -199,6 +201,21 @@ def test_a_snapshot_of_another_engine_or_registry_is_not_taken(
     assert reads == [home.root()]
     ids = artifact.load_token_ids(made.manifest, home.root()).tolist()
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
+
+
+def test_two_registries_that_share_a_cache_directory_have_a_snapshot_each(
+    home: Home, opened: Callable, reads: list[Path], tmp_path: Path
+) -> None:
+    home.make()
+    _start_once(opened)
+    other = Home(tmp_path / "other")
+    other.make("another", seed=1)
+    store = other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
+    until(store._catalog._snapshot.path.exists)
+    other.close()
+    reads.clear()
+    assert opened().names() == ["doc@1"]
+    assert reads == []
 
 
 def test_a_registry_put_back_from_a_backup_is_followed_at_the_next_start(home: Home, opened: Callable) -> None:
@@ -387,7 +404,6 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
     for name, one in made.items():
         assert_served(store, one, prompts[name])
     assert store.lookup(prompts["t"].hashes) == 0
-    store.close()
     store = opened()
     for name, one in made.items():
         assert_served(store, one, prompts[name])
@@ -427,8 +443,9 @@ def test_a_broken_snapshot_is_as_none_and_is_made_again(
     store = opened()
     assert reads == [home.root()]
     assert_served(store, made, prompt_for(home, made))
-    store.close()
     if how != "a directory":
+        until(store._catalog._snapshot.load)
+        store.close()
         reads.clear()
         opened()
         assert reads == []
@@ -457,7 +474,7 @@ def test_where_no_snapshot_can_be_written_everything_is_served_all_the_same(
     with caplog.at_level(logging.WARNING, "lmcache_cartridge.snapshot"):
         store = opened()
         assert_served(store, made, prompt_for(home, made))
-        store.close()
+        until(lambda: caplog.records)
     assert "the next start reads all artefacts" in caplog.text
 
 
@@ -568,6 +585,40 @@ def test_what_was_removed_before_it_was_read_never_comes(
     until(lambda: store.names() == ["stays@1"])
     assert store.lookup(prompt_for(home, gone, "gone").hashes) == 0
     assert_served(store, stays, prompt_for(home, stays, "stays"))
+
+
+@pytest.mark.parametrize("what", ["removed", "given to other content"])
+def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
+    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(backlog, "_PATIENCE_S", -1.0)
+    reading, goes_on, load = threading.Event(), threading.Event(), artifact.load_manifest
+
+    def slow(root: Path, *args: object, **kwargs: object) -> object:
+        manifest = load(root, *args, **kwargs)
+        if threading.current_thread().name.startswith("cartridge-manifest"):
+            reading.set()
+            assert goes_on.wait(20)
+        return manifest
+
+    old = home.make(seed=1)
+    monkeypatch.setattr(artifact, "load_manifest", slow)
+    store = opened()
+    assert reading.wait(20)
+    home.registry.remove("doc")
+    if what != "removed":
+        new = make_artifact(home.path / "new", positions=72, seed=2)
+        home.registry.register(home.path / "new")
+    store.refresh()
+    goes_on.set()
+    until(lambda: store._catalog._backlog._round.done())
+    store.refresh()
+    until(lambda: store._catalog._backlog._round.done())
+    assert store.lookup(prompt_for(home, old).hashes) == 0
+    if what == "removed":
+        assert (store.names(), store._catalog._rows) == ([], {})
+    else:
+        assert (store.names(), list(store._catalog._rows)) == (["doc@1"], [new.manifest.digest])
 
 
 def test_a_first_start_says_how_far_it_is(
