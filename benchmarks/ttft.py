@@ -200,9 +200,11 @@ class Asker:
     def _ask(self, body: dict[str, Any]) -> Answer:
         started = time.perf_counter()
         first, last, usage = None, None, None
+        # As `prompt` itself the client would look at each id: 300 ms for 16,384 of them, where the server parses in 2.
+        given = {"ignore_eos": True, "prompt": body["prompt"], **body["extra"]}
         for event in self._client.completions.create(
-            model=self._model, prompt=body["prompt"], max_tokens=ANSWER, temperature=0, stream=True,
-            stream_options={"include_usage": True}, extra_body={"ignore_eos": True, **body["extra"]},
+            model=self._model, prompt="", max_tokens=ANSWER, temperature=0, stream=True,
+            stream_options={"include_usage": True}, extra_body=given,
         ):  # fmt: skip
             if event.choices:
                 last = time.perf_counter() - started

@@ -186,7 +186,10 @@ def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyP
     assert not calls
     connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=33)
     assert len(calls) == len(blocks.layers)
-    for slots in (_whole(blocks, 2 * CHUNK).roll(1), _whole(blocks, 2 * CHUNK).flip(0), _scattered(blocks, 2 * CHUNK)):
+    whole = _whole(blocks, 2 * CHUNK)
+    swapped = whole.clone()
+    swapped[[37, 38]] = whole[[38, 37]]
+    for slots in (whole.roll(1), whole.flip(0), swapped, _scattered(blocks, 2 * CHUNK)):
         calls.clear()
         connector.batched_to_gpu(*chunks, slot_mapping=slots)
         assert len(calls) == len(blocks.layers)
