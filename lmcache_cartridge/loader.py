@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from . import artifact, codec, tiles
@@ -186,7 +185,7 @@ class ChunkLoader:
         if manifest.payload.encoding == "plain":
             self._read(cartridge, stored, memoryview(out.numpy()))
             return
-        packed = memoryview(np.empty(len(self._heads) * manifest.head_bytes(stored), np.uint8))
+        packed = memoryview(torch.empty(len(self._heads) * manifest.head_bytes(stored), dtype=torch.uint8).numpy())
         self._read(cartridge, stored, packed)
         codec.decode(packed, out, manifest.fingerprint, manifest.chunk_length(stored))
 

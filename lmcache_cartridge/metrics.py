@@ -35,7 +35,7 @@ TIER_NUMBERS = (
     Number("reads", "counter", "Reads of a source, each of one rank's part of a chunk.", "reads"),
     Number("read_bytes", "counter", "Bytes read from a tier.", "read_bytes"),
     Number("written_bytes", "counter", "Bytes written to a tier.", "written_bytes"),
-    Number("read_seconds", "counter", "Time spent in reads of a source, all threads together.", "read_seconds"),
+    Number("read_seconds", "counter", "Time spent in reads of a source and their checks, all threads together.", "read_seconds"),
     Number("corrupt_copies", "counter", "Copies from a source, or from the disk tier before it, whose checksum was wrong. Any is worth a look.", "corrupt"),
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
     Number("resident_bytes", "gauge", "Bytes a tier holds now, never above its budget. The disk tier's ranks share one directory: take max, not sum.", "resident_bytes"),

@@ -1,10 +1,8 @@
-"""Authoring: what the commands that make cartridges share, all of it cheap: checks before torch is loaded, and a bar."""
+"""Authoring: what the commands that make cartridges share, checks that are cheap, made before torch is loaded."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +41,3 @@ def check_dtype(arguments: argparse.Namespace) -> None:
 
     if arguments.dtype not in ("auto", *DTYPE_BYTES):
         raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
-
-
-@contextmanager
-def progress_bar(arguments: argparse.Namespace, what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Lend what is told (done, total) and draws it on stderr, off with `--format json`."""
-    from tqdm import tqdm
-
-    with tqdm(unit=f" {unit}", desc=what, disable=arguments.format == "json") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..output import fields, show, size
-from .authoring import add_payload, check_dtype, check_files, check_numbers, progress_bar
+from ..output import fields, progress, show, size
+from .authoring import add_payload, check_dtype, check_files, check_numbers
 from .context import Verb, local_root, registry_of, settings_of
 
 
@@ -74,11 +74,11 @@ def _build(arguments: argparse.Namespace) -> None:
 
     model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
     version, root = _next(arguments, registry)
-    with progress_bar(arguments, "prefill", "tokens") as progress:
+    with progress("prefill", " tokens", arguments.format) as shown:
         manifest = prefill.build(
             model, arguments.document, root, cartridge_id=arguments.id, version=version,
             chunk_tokens=arguments.chunk_size, canary=arguments.canary or prefill.CANARY, encoding=arguments.payload,
-            progress=progress,
+            progress=shown,
         )  # fmt: skip
     registry.register(root)
     canary = manifest.provenance.canary
@@ -104,11 +104,11 @@ def _import(arguments: argparse.Namespace) -> None:
     foreign = foreign._replace(name=None if path == Path(arguments.path) else arguments.path)
     model = CausalModel(arguments.model, dtype=arguments.dtype, device=arguments.device)
     version, root = _next(arguments, registry)
-    with progress_bar(arguments, "import", "positions") as progress:
+    with progress("import", " positions", arguments.format) as shown:
         imported = convert.build(
             model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
             document=arguments.document, reading=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
-            progress=progress,
+            progress=shown,
         )  # fmt: skip
     manifest = registry.register(root)
     if arguments.label:
@@ -148,8 +148,8 @@ def _compress(arguments: argparse.Namespace) -> None:
     from ..make.compress import compress
 
     version, root = _next(arguments, registry)
-    with progress_bar(arguments, "compress", "chunks") as progress:
-        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
+    with progress("compress", " chunks", arguments.format) as shown:
+        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=shown)
     registry.register(root)
     result = {
         "name": manifest.name,
