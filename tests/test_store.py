@@ -28,6 +28,7 @@ from making import (
     sha256_hasher,
 )  # fmt: skip
 
+from lmcache_cartridge import keys
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.errors import OverBudget, RegistryError
 from lmcache_cartridge.layout import VIEWS, rank_heads
@@ -589,3 +590,22 @@ def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(h
     assert store.lookup(hashes[:4], tag) == 0, "the trained part answered for the chain"
     assert store.resident(hashes, tag) == 0
     assert store.lookup(hashes, first.manifest.digest) == 4, "by itself the sound one is served"
+
+
+def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_released(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {name: home.make(name, positions=4 * CHUNK, seed=seed) for seed, name in enumerate("ab")}
+    prompts = {name: prompt_for(home, made[name], name) for name in made}
+    tags = {name: made[name].manifest.digest for name in made}
+    store = home.open()
+    monkeypatch.setattr(keys, "MAX_CHAIN_CHUNKS", 4)
+    assert store.lookup(prompts["a"].hashes, tags["a"]) == 4
+    assert store.lookup(prompts["b"].hashes, tags["b"]) == 4, "a is forgotten for b"
+    loans = store.lend_run(prompts["a"].hashes[:4], tags["a"])
+    assert len(loans) == 4
+    for loan in loans:
+        loan.close()
+    for name in "ba":  # each is forgotten for the other
+        assert all(store.release(chunk_hash, tags[name]) for chunk_hash in prompts[name].hashes[:4])
+    assert store.stats().leased == 0
