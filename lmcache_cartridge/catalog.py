@@ -267,22 +267,22 @@ class Catalog:
 
     # What is known without reading.
 
-    def _known(self, present: list[Location]) -> dict[tuple[str, str], Row]:
-        """Return what can be said of artefacts without reading them, by digest and location."""
+    def _known(self, present: list[Location]) -> dict[str, Row]:
+        """Return what can be said of artefacts without reading them, by digest."""
         with self._lock:
-            known = {(d, row.location): row for d, row in self._rows.items() if d not in self._retired}
+            known = {digest: row for digest, row in self._rows.items() if digest not in self._retired}
         if self._looked or len(present) < _SNAPSHOT_FROM:
             return known
-        known = {(row.digest, row.location): row for row in self._snapshot.load()}
+        known = {row.digest: row for row in self._snapshot.load()}
         logger.info("the snapshot %s has %d of %d cartridges", self._snapshot.path, len(known), len(present))
         return known
 
-    def _adopt(self, present: list[Location], known: dict[tuple[str, str], Row]) -> list[Location]:
+    def _adopt(self, present: list[Location], known: dict[str, Row]) -> list[Location]:
         """Take in what is known and return the others, in order. The lock is held."""
         others, documents = [], {}
         self._looked = self._looked or bool(present)
         for place in present:
-            row = known.get((place.digest, place.location))
+            row = known.get(place.digest)
             if row is None or place.digest in self._retired or not self._is_likely(row, place):
                 others.append(place)
                 continue
@@ -303,6 +303,8 @@ class Catalog:
         return others
 
     def _is_likely(self, row: Row, place: Location) -> bool:
+        if row.location != place.location:
+            return False
         if row.refusal is not None:
             return row.refusal[0] in _FOR_OTHERS
         if (row.kind, row.positions) != (place.kind, place.positions):

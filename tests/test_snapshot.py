@@ -17,6 +17,7 @@ from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rop
 
 from lmcache_cartridge import artifact, backlog, catalog
 from lmcache_cartridge.artifact import MANIFEST
+from lmcache_cartridge.manifest import Manifest
 from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import Settings
@@ -660,6 +661,29 @@ def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
     until(lambda: store.names() == ["doc@1"])
     assert store.refused() == {}
     assert_served(store, made, prompt_for(home, made))
+
+
+def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
+    home: Home, opened: Callable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
+    load = artifact.load_token_ids
+
+    def broken(manifest: Manifest, root: Path) -> object:
+        if root == home.root("b"):
+            raise ZeroDivisionError("a bug")
+        return load(manifest, root)
+
+    monkeypatch.setattr(artifact, "load_token_ids", broken)
+    store = opened()
+    assert sorted(store.names()) == ["a@1", "c@1"]
+    for name in "ac":
+        assert_served(store, made[name], prompt_for(home, made[name], name))
+    monkeypatch.undo()
+    clock.now += backlog._RETRY_S
+    store.refresh()
+    until(lambda: len(store.names()) == 3)
+    assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
 def test_reading_again_what_cannot_be_read_rests_longer_than_it_works(
