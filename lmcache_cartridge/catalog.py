@@ -85,7 +85,7 @@ class Catalog:
         self._noted: set[str] = set()
         self._retired: dict[str, float] = {}
         self._removed: list[str] = []
-        self._sequence, self._looked = 0, False
+        self._sequence, self._looked, self._pruned = 0, False, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._manifests: OrderedDict[str, Cartridge] = OrderedDict()
         self._reading = tuple(threading.Lock() for _ in range(16))
@@ -119,7 +119,8 @@ class Catalog:
                 present = self._adopt(present, known)
             wanted = [Wanted(row.name, row.digest, row.location) for row in present]
             self._backlog.add(wanted)
-        if changes.whole:
+        if not self._pruned:
+            self._pruned = True
             remote = {row.location for row in changes.present if Sources.is_remote(row.location)}
             self._backlog.later(lambda: self._mirror.prune(remote))
         del known, changes, present
@@ -369,11 +370,11 @@ class Catalog:
 
     def _cartridge(self, digest: str) -> Cartridge | None:
         """Return a cartridge with its manifest, None if it is not there or not what it was."""
-        if (found := self._manifests.get(digest)) or digest not in self._rows:
+        if (found := self._at_hand(digest)) or digest not in self._rows:
             return found
         with self._reading[hash(digest) % len(self._reading)]:
             row = self._rows.get(digest)
-            if (found := self._manifests.get(digest)) or row is None:
+            if (found := self._at_hand(digest)) or row is None:
                 return found
             try:
                 fresh, cartridge = self._read(digest, row.directory, row.location)
@@ -391,6 +392,12 @@ class Catalog:
                     return None
                 self._remember(cartridge)
                 return cartridge
+
+    def _at_hand(self, digest: str) -> Cartridge | None:
+        with self._lock:
+            if found := self._manifests.get(digest):
+                self._manifests.move_to_end(digest)
+            return found
 
     def _remember(self, cartridge: Cartridge) -> None:
         self._manifests[cartridge.manifest.digest] = cartridge
