@@ -66,8 +66,9 @@ class Backlog:
 
     def drop(self, name: str) -> None:
         """Read it no more; no change if it is not to be read."""
-        with self._lock:
-            self._entries.pop(name, None)
+        if name in self._entries:
+            with self._lock:
+                self._entries.pop(name, None)
 
     def take(self, wanted: Wanted) -> tuple[bool, str | None]:
         """Take one off; return whether it was still wanted, and the complaint it was put back with last.
@@ -93,7 +94,7 @@ class Backlog:
             if time.monotonic() > until:
                 logger.info("%d cartridges are still to be read; that goes on in the background", len(self))
                 return
-            self._read(one, False)
+            self._try(one, False)
 
     def read_on(self, *, needed: bool = False) -> None:
         """Have what is due read in the background, unless something is; with `needed` even if nothing is due."""
@@ -118,19 +119,24 @@ class Backlog:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_all(self, due: list[Wanted]) -> None:
+        started = told = time.monotonic()
+        for count, one in enumerate(due):
+            if self._closing:
+                return
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                logger.info("%d of %d cartridges are read", count, len(due))
+                self._after(False)
+            self._try(one, True)
+        if told > started:
+            logger.info("%d cartridges are read", len(due))
+        self._rest_until = time.monotonic() + _REST * (time.monotonic() - started)
+        self._after(True)
+
+    def _try(self, wanted: Wanted, network: bool) -> None:
         try:
-            started = told = time.monotonic()
-            for count, one in enumerate(due):
-                if self._closing:
-                    return
-                if time.monotonic() - told > _PROGRESS_S:
-                    told = time.monotonic()
-                    logger.info("%d of %d cartridges are read", count, len(due))
-                    self._after(False)
-                self._read(one, True)
-            if told > started:
-                logger.info("%d cartridges are read", len(due))
-            self._rest_until = time.monotonic() + _REST * (time.monotonic() - started)
-            self._after(True)
-        except Exception:
-            logger.exception("cartridges were not read")
+            self._read(wanted, network)
+        except Exception as error:  # whatever it is, the others must be read
+            logger.exception("cartridge %s was not read", wanted.name)
+            if self.take(wanted)[0]:
+                self.put_back(wanted, str(error))

@@ -85,7 +85,7 @@ class Catalog:
         self._noted: set[str] = set()
         self._retired: dict[str, float] = {}
         self._removed: list[str] = []
-        self._sequence, self._looked = 0, False
+        self._sequence, self._looked, self._pruned = 0, False, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._manifests: OrderedDict[str, Cartridge] = OrderedDict()
         self._reading = tuple(threading.Lock() for _ in range(16))
@@ -119,7 +119,8 @@ class Catalog:
                 present = self._adopt(present, known)
             wanted = [Wanted(row.name, row.digest, row.location) for row in present]
             self._backlog.add(wanted)
-        if changes.whole:
+        if not self._pruned:
+            self._pruned = True
             remote = {row.location for row in changes.present if Sources.is_remote(row.location)}
             self._backlog.later(lambda: self._mirror.prune(remote))
         del known, changes, present
@@ -267,22 +268,22 @@ class Catalog:
 
     # What is known without reading.
 
-    def _known(self, present: list[Location]) -> dict[tuple[str, str], Row]:
-        """Return what can be said of artefacts without reading them, by digest and location."""
+    def _known(self, present: list[Location]) -> dict[str, Row]:
+        """Return what can be said of artefacts without reading them, by digest."""
         with self._lock:
-            known = {(d, row.location): row for d, row in self._rows.items() if d not in self._retired}
+            known = {digest: row for digest, row in self._rows.items() if digest not in self._retired}
         if self._looked or len(present) < _SNAPSHOT_FROM:
             return known
-        known = {(row.digest, row.location): row for row in self._snapshot.load()}
+        known = {row.digest: row for row in self._snapshot.load()}
         logger.info("the snapshot %s has %d of %d cartridges", self._snapshot.path, len(known), len(present))
         return known
 
-    def _adopt(self, present: list[Location], known: dict[tuple[str, str], Row]) -> list[Location]:
+    def _adopt(self, present: list[Location], known: dict[str, Row]) -> list[Location]:
         """Take in what is known and return the others, in order. The lock is held."""
         others, documents = [], {}
         self._looked = self._looked or bool(present)
         for place in present:
-            row = known.get((place.digest, place.location))
+            row = known.get(place.digest)
             if row is None or place.digest in self._retired or not self._is_likely(row, place):
                 others.append(place)
                 continue
@@ -303,6 +304,8 @@ class Catalog:
         return others
 
     def _is_likely(self, row: Row, place: Location) -> bool:
+        if row.location != place.location:
+            return False
         if row.refusal is not None:
             return row.refusal[0] in _FOR_OTHERS
         if (row.kind, row.positions) != (place.kind, place.positions):
@@ -367,11 +370,11 @@ class Catalog:
 
     def _cartridge(self, digest: str) -> Cartridge | None:
         """Return a cartridge with its manifest, None if it is not there or not what it was."""
-        if (found := self._manifests.get(digest)) or digest not in self._rows:
+        if (found := self._at_hand(digest)) or digest not in self._rows:
             return found
         with self._reading[hash(digest) % len(self._reading)]:
             row = self._rows.get(digest)
-            if (found := self._manifests.get(digest)) or row is None:
+            if (found := self._at_hand(digest)) or row is None:
                 return found
             try:
                 fresh, cartridge = self._read(digest, row.directory, row.location)
@@ -389,6 +392,12 @@ class Catalog:
                     return None
                 self._remember(cartridge)
                 return cartridge
+
+    def _at_hand(self, digest: str) -> Cartridge | None:
+        with self._lock:
+            if found := self._manifests.get(digest):
+                self._manifests.move_to_end(digest)
+            return found
 
     def _remember(self, cartridge: Cartridge) -> None:
         self._manifests[cartridge.manifest.digest] = cartridge

@@ -17,6 +17,7 @@ from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rop
 
 from lmcache_cartridge import artifact, backlog, catalog
 from lmcache_cartridge.artifact import MANIFEST
+from lmcache_cartridge.manifest import Manifest
 from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import Settings
@@ -161,6 +162,22 @@ def test_few_cartridges_are_read_at_every_start(
     assert reads == [home.root()]
 
 
+def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
+    home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 2)
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
+    _start_once(opened)
+    store = opened()
+    reads.clear()
+    for name in "abaca":
+        assert_served(store, made[name], prompt_for(home, made[name], name))
+        store.evict(made[name].manifest.digest)
+    assert reads == [home.root(name) for name in "abc"]
+    assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
+    assert reads[3:] == [home.root("b")]
+
+
 def test_a_chain_of_what_was_not_read_yet_is_served(home: Home, opened: Callable) -> None:
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
@@ -303,6 +320,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     store._catalog._backlog._rest_until = 0
     store.refresh()
     until(lambda: not store.refused())
+    until(lambda: store.stats().loading == 0)  # a lookup now would share the failure of those loads
     assert_served(store, made, prompt)
 
 
@@ -314,6 +332,7 @@ def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, op
     store, prompt = opened(), prompt_for(home, twin._replace(manifest=made[0].manifest), "a")
     assert store.lookup(prompt.hashes) == 0
     assert list(store.refused()) == ["b@1"]
+    until(lambda: store.stats().loading == 0)  # a lookup now would share the failure of those loads
     assert store.lookup(prompt.hashes) == 4
     for chunk_hash in prompt.hashes[:4]:
         assert store.release(chunk_hash)
@@ -660,6 +679,29 @@ def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
     until(lambda: store.names() == ["doc@1"])
     assert store.refused() == {}
     assert_served(store, made, prompt_for(home, made))
+
+
+def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
+    home: Home, opened: Callable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
+    load = artifact.load_token_ids
+
+    def broken(manifest: Manifest, root: Path) -> object:
+        if root == home.root("b"):
+            raise ZeroDivisionError("a bug")
+        return load(manifest, root)
+
+    monkeypatch.setattr(artifact, "load_token_ids", broken)
+    store = opened()
+    assert sorted(store.names()) == ["a@1", "c@1"]
+    for name in "ac":
+        assert_served(store, made[name], prompt_for(home, made[name], name))
+    monkeypatch.undo()
+    clock.now += backlog._RETRY_S
+    store.refresh()
+    until(lambda: len(store.names()) == 3)
+    assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
 def test_reading_again_what_cannot_be_read_rests_longer_than_it_works(
