@@ -57,6 +57,9 @@ class _Index(RuleBasedStateMachine):
     def add_closed(self, ids: list[int]) -> None:
         digest = f"d{ids}"
         self.index.add(digest, self._packed(ids), open_to_all=False)
+        if self.open.get(digest, ids) != ids:  # after `put_right`
+            del self.open[digest]
+            self.hidden.discard(digest)
         if digest not in self.open:
             self.closed[digest] = ids
 

@@ -85,9 +85,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         str(MODEL_DIR), settings, chunk_tokens=CHUNK, on_load_failure="fail", mode="multiprocess",
         vllm_args=[*SERVER_ARGS, "--block-size", str(BLOCK)],
     )  # fmt: skip
-    with ServerProcess(launch, home / "server.log") as server, NamingClient(server.url, str(MODEL_DIR)) as client:
+    log = home / "server.log"
+    with ServerProcess(launch, log) as server, NamingClient(server.url, str(MODEL_DIR)) as client:
         client.names = {manifest.digest: manifest.name for manifest in trained.values()}
-        yield Served(client, model, settings, ids, trained)
+        yield Served(client, log, model, settings, ids, trained)
 
 
 def _mistaken(kv: torch.Tensor, layout: str) -> torch.Tensor:
