@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -979,3 +982,36 @@ def test_a_bug_in_loading_together_fails_all_of_them_and_hangs_nobody(open_resid
     assert residency.acquire(_keys("a", 5), 10) == 0
     _quiet(residency)
     assert residency.stats().failed == 5
+
+
+_LOADS_BIG_TENSORS = """
+import os, threading, torch
+from lmcache_cartridge.keys import ChunkKey
+from lmcache_cartridge.residency import Residency
+from lmcache_cartridge.slab import Slab
+
+size = 4 << 20
+big = torch.zeros(size, dtype=torch.uint8)
+threads = lambda: len(os.listdir("/proc/self/task"))
+big.add_(1)  # large enough for torch to divide among its threads: the engine's team is there from now on
+assert torch.get_num_threads() == 4, torch.get_num_threads()
+together = threading.Barrier(2)
+
+def load(key, out):
+    together.wait(30)
+    out.copy_(big).add_(1)
+
+before, residency = threads(), Residency(Slab(size, 2 * size), load, threads=2)
+assert residency.acquire([ChunkKey("d", 0), ChunkKey("d", 1)], 30.0) == 2
+print(threads() - before, torch.get_num_threads())
+residency.close()
+"""
+
+
+def test_loading_starts_no_threads_that_the_engine_would_wait_for() -> None:
+    """More OpenMP threads than cores, idle ones too, slow every operation of a CPU engine down."""
+    told = subprocess.run(
+        [sys.executable, "-c", _LOADS_BIG_TENSORS], env=os.environ | {"OMP_NUM_THREADS": "4"},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert told.stdout.split() == ["2", "4"], "two that load, and the engine's team as it was"
