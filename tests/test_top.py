@@ -240,13 +240,20 @@ def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.
     }
     environment.pop("PYTHONUNBUFFERED", None)  # as users have it
     reader, writer = os.openpty() if tty else os.pipe()
-    with subprocess.Popen(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible
+    ) as process:
         os.close(writer)
         try:
             yield process, reader
         finally:
             process.kill()
             os.close(reader)
+
+
+def _interruptible() -> None:
+    """Let Ctrl-C reach a process, though shells begin what they run in the background with it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_until(reader: int, wanted: str) -> str:
