@@ -103,7 +103,9 @@ def test_memory_is_flat_over_ten_thousand_loads_and_evictions(home: Home, device
     assert stats.promoted >= warm_up + count
     assert stats.promoted - stats.evicted == stats.resident <= 1
     assert after_objects - before_objects < 200
-    assert after_mib - before_mib < 3
+    assert after_mib - before_mib < 12, (
+        "a lost record a load would be 10 MiB and more; allocators that others used give some"
+    )
 
 
 def _tables(store: CartridgeStore) -> dict[str, int]:
