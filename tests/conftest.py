@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
+import pytest
 from homes import home  # noqa: F401
 from s3 import bucket, s3_credentials, s3_server  # noqa: F401
 
+CACHE = "LMCACHE_CARTRIDGE_CACHE"
 # No test, nor a server that it starts, uses the download cache of the person who runs it.
-os.environ["LMCACHE_CARTRIDGE_CACHE"] = tempfile.mkdtemp(prefix="lmcache-cartridge-cache-")
-atexit.register(shutil.rmtree, os.environ["LMCACHE_CARTRIDGE_CACHE"], ignore_errors=True)
+os.environ[CACHE] = tempfile.mkdtemp(prefix="lmcache-cartridge-cache-")
+atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+_caches = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a download cache of its own: artefacts of one test may be those of another, to the byte."""
+    monkeypatch.setenv(CACHE, str(Path(os.environ[CACHE]) / str(next(_caches))))
