@@ -45,7 +45,7 @@ THREADS = 4
 CONCURRENCY = (1, 4, 16)
 CPU_LOOPS = 20
 """Retrievals in one sample of the cpu tier, which takes microseconds."""
-STEP_BYTES = 1 << 19
+STEP_BYTES = 2 << 20
 TINY = Shape("tiny", 2, 256, 4, 2, 64, 512, 1000)
 
 
