@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -150,8 +149,7 @@ class KeyIndex:
         if tag is not None:
             key = self._table(tag).get(chunk_hash)
             return () if key is None else (key,)
-        key = self._at_hand.get(chunk_hash) or self._fetch(chunk_hash)
-        return () if key is None else chain((key,), (k for k in self._answers(chunk_hash) if k != key))
+        return self._open_candidates(chunk_hash)
 
     def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on.
@@ -172,13 +170,20 @@ class KeyIndex:
             key = at_hand.get(chunk_hash) or self._fetch(chunk_hash)
             if key is None:
                 break
-            if key.digest in without or key.digest in hidden:
+            digest = key.digest
+            if digest in without or digest in hidden:
                 others = self._answers(chunk_hash)
                 key = next((k for k in others if k.digest not in without and k.digest not in hidden), None)
                 if key is None:
                     break
             run.append(key)
         return run
+
+    def _open_candidates(self, chunk_hash: int) -> Iterator[ChunkKey]:
+        key = self._at_hand.get(chunk_hash) or self._fetch(chunk_hash)
+        if key is not None:
+            yield key
+            yield from (other for other in self._answers(chunk_hash) if other != key)
 
     def _fetch(self, chunk_hash: int) -> ChunkKey | None:
         """Have the chunks of a cartridge that answers a hash at hand, and return the one that does."""

@@ -8,29 +8,20 @@ lend(key)       hands out the resident bytes; they stay until the loan is closed
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .errors import CartridgeError
 from .keys import ChunkKey
+from .load_threads import Load, LoadThreads
 from .slab import Slab
-
-logger = logging.getLogger(__name__)
-
-Load = Callable[[ChunkKey, torch.Tensor], None]
-"""Fills a slot, flat uint8, with the verified bytes of a chunk; raises `CartridgeError` when it cannot."""
-
-LoadRun = Callable[[ChunkKey, Sequence[torch.Tensor]], Sequence[CartridgeError | None]]
-"""Fills slots with a chunk and those that follow it; returns for each None, or why it could not be loaded."""
 
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets in which durations of loads are counted; a last bucket holds what took longer."""
@@ -67,12 +58,12 @@ class ResidencyStats(NamedTuple):
 class _Entry:
     """The one record of a chunk that is in memory or on its way there."""
 
-    __slots__ = ("begun", "error", "holds", "leases", "loans", "slot", "state")
+    __slots__ = ("bytes", "error", "holds", "leases", "loans", "slot", "state")
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, data: torch.Tensor) -> None:
         self.slot = slot
+        self.bytes = data  # a hit takes them, and to make a view of the slot costs more than all the rest
         self.state: Literal["loading", "resident", "gone"] = "loading"
-        self.begun = False  # else it waits for a thread
         self.error: CartridgeError | None = None
         self.leases: deque[float] = deque()
         self.loans = 0
@@ -90,8 +81,8 @@ class Loan:
 
     __slots__ = ("_entry", "_residency", "bytes")
 
-    def __init__(self, residency: Residency, entry: _Entry, data: torch.Tensor) -> None:
-        self.bytes = data
+    def __init__(self, residency: Residency, entry: _Entry) -> None:
+        self.bytes = entry.bytes
         """Flat uint8, shared with every other loan of the chunk: read only."""
         self._residency = residency
         self._entry: _Entry | None = entry
@@ -183,29 +174,17 @@ class Residency:
         load: Load,
         *,
         threads: int = 4,
-        slow_threads: int = 0,
-        is_slow: Callable[[ChunkKey], bool] = lambda key: False,
-        load_run: LoadRun | None = None,
-        run_of: Callable[[ChunkKey], int] = lambda key: 1,
         lease_s: float = 300.0,
-        on_failure: Callable[[ChunkKey, CartridgeError], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **loading: Any,
     ) -> None:
-        """`on_failure` hears of every load that raised, from the loading thread, before any waiter does.
-
-        Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting. A
-        chunk's thread takes chunks that follow it and wait along, `run_of` it in all at most, and has `load_run` load
-        them together.
-        """
-        self._slab, self._load, self._on_failure = slab, load, on_failure
-        self._load_run, self._run_of = load_run, run_of
+        """`loading` is what else `LoadThreads` takes: slow chunks apart, neighbours together, who hears of failures."""
+        self._slab, self._lease_s, self._clock = slab, lease_s, clock
         self.budget_bytes = slab.slots * slab.slot_bytes
-        self._is_slow, self._lease_s, self._clock = is_slow, lease_s, clock
         self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
         self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
         self._changed = threading.Condition(self._lock)
-        self._pool = _pool(threads, "cartridge-load")
-        self._slow_pool = _pool(slow_threads, "cartridge-fetch") if slow_threads else self._pool
+        self._threads = LoadThreads(load, self._loaded, self._lock, threads=threads, **loading)
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
         self._load_seconds, self._load_counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._closed = False
@@ -281,7 +260,7 @@ class Residency:
                 if entry is None or entry.state != "resident":
                     break
                 entry.loans += 1
-                loans.append(Loan(self, entry, self._slab.tensor(entry.slot)))
+                loans.append(Loan(self, entry))
         return loans
 
     def resident_by_digest(self) -> dict[str, int]:
@@ -336,8 +315,7 @@ class Residency:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        for pool in (self._pool, self._slow_pool):
-            pool.shutdown(wait=True, cancel_futures=False)
+        self._threads.close()
 
     def _fits(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether all of `keys` could be in memory at once, given what must stay. The lock is held."""
@@ -352,12 +330,14 @@ class Residency:
         """Lease a leading run of `keys`, start loading what is missing of it, and return it. The lock is held."""
         expiry = self._clock() + self._lease_s
         # What is here already is leased first, so that loading its neighbours cannot evict it.
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None:
-                if not entry.holds:  # what is held was counted when it was
-                    self._count(entry)
-                entry.leases.append(expiry)
+        here = [entry for key in keys if (entry := self._entries.get(key)) is not None]
+        for entry in here:
+            if not entry.holds:  # what is held was counted when it was
+                self._count(entry)
+            entry.leases.append(expiry)
+        if len(here) == len(keys):
+            self._touch(keys)
+            return here
         admitted = []
         for count, key in enumerate(keys):
             entry = self._entries.get(key)
@@ -420,60 +400,21 @@ class Residency:
 
     def _start(self, key: ChunkKey) -> _Entry:
         """Give a chunk a free slot and have it loaded. The lock is held."""
-        entry = self._entries[key] = _Entry(self._slab.take())
-        pool = self._slow_pool if self._is_slow(key) else self._pool
-        pool.submit(self._run_load, key, entry)
+        slot = self._slab.take()
+        entry = self._entries[key] = _Entry(slot, self._slab.tensor(slot))
+        self._threads.submit(key, entry.bytes)
         return entry
 
-    def _run_load(self, key: ChunkKey, entry: _Entry) -> None:
-        run = self._take(key, entry)
-        if not run:
-            return  # the thread of one before it has it
-        started = time.perf_counter()
-        errors = self._loaded(key, [self._slab.tensor(entry.slot) for entry in run])
-        keys = [key._replace(chunk=key.chunk + i) for i in range(len(run))]
-        for failed, error in zip(keys, errors, strict=True):
-            if error is not None:
-                self._tell(failed, error)
-        took_s = (time.perf_counter() - started) / len(run)
+    def _loaded(self, keys: Sequence[ChunkKey], errors: Sequence[CartridgeError | None], took_s: float) -> None:
+        """Note how the load of chunks in a row ended, and wake who waits for them."""
         with self._changed:
-            for loaded, entry, error in zip(keys, run, errors, strict=True):
-                self._settle(loaded, entry, error, took_s)
+            for key, error in zip(keys, errors, strict=True):
+                self._settle(key, error, took_s / len(keys))
             self._changed.notify_all()
 
-    def _take(self, key: ChunkKey, entry: _Entry) -> list[_Entry]:
-        """Return an entry and those after it that this thread is to load with it; none if another thread does."""
-        limit = self._run_of(key)
-        with self._lock:
-            run: list[_Entry] = []
-            following: _Entry | None = entry
-            while following is not None and not following.begun and len(run) < limit:
-                following.begun = True
-                run.append(following)
-                following = self._entries.get(key._replace(chunk=key.chunk + len(run)))
-            return run
-
-    def _loaded(self, key: ChunkKey, slots: Sequence[torch.Tensor]) -> Sequence[CartridgeError | None]:
-        try:
-            if len(slots) > 1:
-                return self._load_run(key, slots)
-            self._load(key, slots[0])
-            return [None]
-        except CartridgeError as caught:
-            return [caught] * len(slots)
-        except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
-            error = CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
-            return [error] * len(slots)
-
-    def _tell(self, key: ChunkKey, error: CartridgeError) -> None:
-        if self._on_failure is not None:
-            try:
-                self._on_failure(key, error)
-            except Exception:
-                logger.exception("chunk %d of %s was not loaded (%s), and nobody heard", key.chunk, key.digest, error)
-
-    def _settle(self, key: ChunkKey, entry: _Entry, error: CartridgeError | None, took_s: float) -> None:
+    def _settle(self, key: ChunkKey, error: CartridgeError | None, took_s: float) -> None:
         """Note how a load ended. The lock is held."""
+        entry = self._entries[key]  # what loads is never dropped
         self._load_seconds += took_s
         self._load_counts[bisect_left(LOAD_SECONDS, took_s)] += 1
         if error is None:
@@ -502,17 +443,6 @@ class Residency:
         entry.state = "gone"
         self._slab.give(entry.slot)
         self._evicted += 1
-
-
-def _pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return threads that load, each of which uses one core.
-
-    A parallel operation of torch in any of them would start a team of OpenMP threads of its own. With more of those than
-    cores OpenMP's barriers stop spinning, in the engine's team too: on a CPU engine each of its operations then takes
-    longer, for good (decode steps of the shipped model 9 ms instead of 3). Not `torch.set_num_threads`: vLLM's CPU
-    worker replaces that by one that does nothing.
-    """
-    return ThreadPoolExecutor(threads, name, initializer=torch._C.set_num_threads, initargs=(1,))
 
 
 def _resident_run(entries: Sequence[_Entry]) -> int:

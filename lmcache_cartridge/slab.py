@@ -29,7 +29,6 @@ class Slab:
         memory = torch.empty(self.slots * slot_bytes + _PAGE, dtype=torch.uint8, device=device, pin_memory=pin_memory)
         self._memory = memory[-memory.data_ptr() % _PAGE :]
         self._free = list(range(self.slots - 1, -1, -1))
-        self._tensors: dict[int, torch.Tensor] = {}  # a hit takes one, and to make one costs more than all the rest
 
     @property
     def free_slots(self) -> int:
@@ -46,7 +45,4 @@ class Slab:
 
     def tensor(self, slot: int) -> torch.Tensor:
         """Return the slot's memory as flat uint8; a view, valid while the slot is the caller's."""
-        found = self._tensors.get(slot)
-        if found is None:
-            found = self._tensors[slot] = self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-        return found
+        return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]

@@ -230,7 +230,8 @@ class CartridgeStore:
 
     def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Loan]:
         """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
-        self._find(tag)
+        if tag is not None:
+            self._find(tag)
         keys = self._catalog.index.leading(hashes, tag)
         loans = next(filter(None, (tier.lend_run(keys) for tier in self._tiers)), [])
         for chunk_hash in hashes[len(loans) :]:
@@ -242,16 +243,17 @@ class CartridgeStore:
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
-        self._find(tag)
+        if tag is not None:
+            self._find(tag)
         for key in self._catalog.index.candidates(chunk_hash, tag):
             for tier in self._tiers:
                 if tier.release(key):
                     return True
         return False
 
-    def _find(self, tag: str | None) -> None:
+    def _find(self, tag: str) -> None:
         """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
-        if tag is not None and not self._catalog.index.has(tag):
+        if not self._catalog.index.has(tag):
             self._catalog.derive(tag)
 
     # What the request layer asks.

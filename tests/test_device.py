@@ -177,7 +177,7 @@ def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home: 
     def fail(*_: object) -> None:
         raise CartridgeError("out of device memory")
 
-    device._load = fail
+    device._threads._load = fail
     assert_served(store, made, prompt)
     _quiet(store)
     assert (device.stats().resident, device.stats().failed > 0) == (0, True)
@@ -189,14 +189,14 @@ def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home) -> None
     made = home.make()
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
     device, cpu = _tiers(store)
-    started, go, load = threading.Event(), threading.Event(), device._load
+    started, go, load = threading.Event(), threading.Event(), device._threads._load
 
     def slow(*args: object) -> None:
         started.set()
         assert go.wait(20)
         load(*args)
 
-    device._load = slow
+    device._threads._load = slow
     assert store.lookup(prompt.hashes) == 4
     assert started.wait(20)
     assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)

@@ -984,6 +984,17 @@ def test_a_bug_in_loading_together_fails_all_of_them_and_hangs_nobody(open_resid
     assert residency.stats().failed == 5
 
 
+def test_chunks_of_which_nobody_knows_how_many_belong_together_are_loaded_one_by_one(
+    open_residency: Callable, loads: _Loads
+) -> None:
+    def broken(key: ChunkKey) -> int:
+        raise ZeroDivisionError("oops")
+
+    residency, keys = open_residency(5, run_of=broken, clock=time.monotonic), _keys("a", 5)
+    assert residency.acquire(keys, 10) == 5
+    assert set(loads.counts.values()) == {1}
+
+
 _LOADS_BIG_TENSORS = """
 import os, threading, torch
 from lmcache_cartridge.keys import ChunkKey
