@@ -14,7 +14,8 @@ then a release and an unpin for each chunk. Tiers and their rivals, on the same 
 Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it)
 and, for ours, that the chunks were evicted from memory; no O_DIRECT. Cached means that the page cache has the files, which
 takes the disk out of the comparison. Every contender has four threads, S3's sixteen, memory aligned as ours and written
-to before, and runs in turn with the others. Disk and S3 are read by one caller, with --full by 4 and 16 too.
+to before, and runs in turn with the others. Disk and S3 are read by one caller, with --full by 4 and 16 too. The S3 server
+has one half of the cores and its clients the other: on the same cores, what a client computes slows its server down.
 """
 
 from __future__ import annotations
@@ -506,6 +507,30 @@ def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> 
     return rows
 
 
+@contextlib.contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Let every thread of this process, and what it starts meanwhile, run on these cores only."""
+    everywhere = os.sched_getaffinity(0)
+    try:
+        _move(cores)
+        yield
+    finally:
+        _move(everywhere)
+
+
+def _move(cores: set[int]) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def halves() -> tuple[set[int], set[int]]:
+    """Return the cores of the S3 server and of its clients; all for both where there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return set(cores[:half] or cores), set(cores[half:])
+
+
 def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for ours and for raw ranged GETs, by the same client settings."""
     server, digest, keys, settings = at.s3
@@ -642,7 +667,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rows += measure_cpu(at, repeat)
                     rows += measure_disk(at, repeat, callers, cold=True)
                     rows += measure_disk(at, repeat, callers, cold=False)
-                    rows += measure_s3(at, repeat, callers) if at.s3 else []
+                    if at.s3:
+                        with on_cores(halves()[1]):
+                            rows += measure_s3(at, repeat, callers)
     details = [{k.removeprefix("_"): v for k, v in row.items()} for row in rows]
     shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
     report.publish("chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows))
@@ -654,7 +681,8 @@ def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:
 
     server = S3Server(base / "swift")
     stack.callback(server.kill)
-    server.start()
+    with on_cores(halves()[0]):
+        server.start()
     os.environ.update(server.environment)
     return server
 
