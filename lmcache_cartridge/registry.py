@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -224,6 +225,25 @@ class Registry:
         """Return every version of every cartridge, by id and version."""
         with self._connect() as db:
             rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
+        return [_location(row) for row in rows]
+
+    def page(self, limit: int, after: str = "") -> list[Location]:
+        """Return up to `limit` versions, by id and version, those that come after the `id@version` `after`."""
+        cartridge_id, _, version = after.partition("@")
+        with self._connect() as db:
+            rows = db.execute(
+                f"SELECT {_COLUMNS} FROM cartridges WHERE (id, version) > (?, ?) ORDER BY id, version LIMIT ?",
+                (cartridge_id, int(version) if version.isdecimal() and len(version) < 19 else 0, limit),
+            ).fetchall()
+        return [_location(row) for row in rows]
+
+    def having(self, digests: Iterable[str]) -> list[Location]:
+        """Return the versions that have one of `digests`, by id and version."""
+        with self._connect() as db:
+            rows = db.execute(
+                f"SELECT {_COLUMNS} FROM cartridges WHERE digest IN (SELECT value FROM json_each(?)) ORDER BY id, version",
+                (json.dumps(sorted(digests)),),
+            ).fetchall()
         return [_location(row) for row in rows]
 
     def changes(self, since: int = 0) -> Changes:

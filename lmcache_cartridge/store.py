@@ -362,7 +362,7 @@ class CartridgeStore:
             "rank": self.engine.rank,
             "chunk_tokens": self.engine.chunk_tokens,
             "allow_trained": self.engine.allow_trained,
-            "served": self.names(),
+            "served": self._catalog.counts()[0],
             "refused": self.refused(),
             "quarantined": len(self._catalog.quarantined),
             "resident": {name: tier.resident_by_digest() for name, tier in self._named()},

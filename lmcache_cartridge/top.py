@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     """By a clock of the reader's."""
     samples: Samples
     cartridges: list[dict[str, Any]] | None
-    """As `/v1/cartridges` lists them; None where it takes another API key."""
+    """As `/v1/cartridges` lists them: its first page, and all that are active. None where it takes another API key."""
 
 
 def read(url: str, api_key: str | None = None, *, clock: Callable[[], float] = time.monotonic) -> Reading:
@@ -55,12 +55,23 @@ def read(url: str, api_key: str | None = None, *, clock: Callable[[], float] = t
     if not samples:
         raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
     try:
-        listed = json.loads(_get(f"{url}/v1/cartridges", api_key))["data"]
+        listed = _list(f"{url}/v1/cartridges", api_key)
     except _Denied:
         listed = None
     except (ValueError, KeyError, TypeError):
         raise CartridgeError(f"{url}/v1/cartridges is no list of cartridges") from None
     return Reading(at_s, dict(samples), listed)
+
+
+def _list(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """Return the first page of cartridges, and of the others those that are active."""
+    first = json.loads(_get(url, api_key))
+    listed = first["data"]
+    if first["has_more"]:
+        known = {(row["id"], row["version"]) for row in listed}
+        active = json.loads(_get(f"{url}?active=true", api_key))["data"]
+        listed += [row for row in active if (row["id"], row["version"]) not in known]
+    return listed
 
 
 class _Denied(CartridgeError):
@@ -215,7 +226,7 @@ def draw(
     head += [Text(line, no_wrap=True, overflow="ellipsis") for line in _requests(summary)]
     parts = [*head, Text(), _tier_table(summary["tiers"]), Text()]
     room = None if lines is None else max(lines - len(head) - len(summary["tiers"]) - 6, 1)
-    return Group(*parts, _cartridge_table(summary["cartridges"], room))
+    return Group(*parts, _cartridge_table(summary, room))
 
 
 def _heading(summary: Mapping[str, Any]) -> str:
@@ -292,10 +303,11 @@ def _hit_share(tier: Mapping[str, Any], rates: bool) -> str:
     return "-" if not hits and not misses or hits is None or misses is None else f"{100 * hits / (hits + misses):.0f}"
 
 
-def _cartridge_table(cartridges: list[dict[str, Any]] | None, room: int | None) -> RenderableType:
+def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    cartridges: list[dict[str, Any]] | None = summary["cartridges"]
     if cartridges is None:
         return Text("the cartridges are shown with the server's API key: --api-key or $VLLM_API_KEY", style="dim")
     if not cartridges:
@@ -318,8 +330,9 @@ def _cartridge_table(cartridges: list[dict[str, Any]] | None, room: int | None) 
             "" if loading.get("eta_s") is None else _duration(loading["eta_s"]),
             _size(row["bytes"]), "yes" if row["pinned"] else "",
         )  # fmt: skip
-    if room is not None and len(rows) > room:
-        drawn.add_row(f"and {len(rows) - room} more", "", "", "", "", "", "")
+    count = max(len(rows), int(summary["served_cartridges"] + summary["refused_cartridges"]))
+    if count > (shown := len(rows[:room])):
+        drawn.add_row(f"and {count - shown} more", "", "", "", "", "", "")
     return drawn
 
 

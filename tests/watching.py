@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from making import Made, make_artifact, make_engine, make_fingerprint, sha256_hasher
+from making import Made, make_artifact, make_engine, make_fingerprint, make_rope, sha256_hasher
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,6 +27,8 @@ from lmcache_cartridge.store import CartridgeStore
 
 CHUNK = 16
 RANKS = 2
+ROPE = msgspec.structs.replace(make_rope(), pairing="half")
+"""Keys can be moved, so there may be chains."""
 CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK // RANKS
 """Of one rank."""
 CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS = 16, 8, 32
@@ -45,13 +48,14 @@ class Watched:
         self.registry.register(self.collector)
         self.requests = RequestMetrics(self.registry)
         Registry(self.settings.registry_path)
-        engines = (make_engine(make_fingerprint(), rank=rank, world=RANKS) for rank in range(RANKS))
+        engines = (make_engine(make_fingerprint(rope=ROPE), rank=rank, world=RANKS) for rank in range(RANKS))
         self.stores = [CartridgeStore(self.settings, engine) for engine in engines]
 
-    def make(self, name: str, positions: int = 4 * CHUNK + 8, **arguments: Any) -> Made:
+    def make(self, name: str, positions: int = 4 * CHUNK + 8, dtype: str = "bfloat16", **arguments: Any) -> Made:
         """Register an artefact and have the stores take it in."""
+        shape = make_fingerprint(rope=ROPE, dtype=dtype)
         root = self.settings.cartridges_dir / name / "1"
-        made = make_artifact(root, cartridge_id=name, positions=positions, **arguments)
+        made = make_artifact(root, cartridge_id=name, positions=positions, fingerprint=shape, **arguments)
         Registry(self.settings.registry_path).register(root)
         for store in self.stores:
             store.refresh()

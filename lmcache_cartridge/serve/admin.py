@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Query
 from fastapi.responses import JSONResponse
 
 from ..errors import CartridgeError, CartridgeNotFound
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _PATH = re.compile(r"/\S*/")
 _ACTIONS = ("preload", "pin", "unpin", "evict")
+_PAGE_ROWS = 1000
+"""Most cartridges that one answer lists."""
 
 
 def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
@@ -27,10 +30,13 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
     router = APIRouter(prefix="/v1/cartridges")
 
     @router.get("")
-    async def every() -> Any:
+    async def every(
+        limit: int = Query(_PAGE_ROWS, ge=1, le=_PAGE_ROWS),
+        after: str = Query("", max_length=1024),
+        active: bool = False,
+    ) -> Any:
         ranks = await plugin.call("status")
-        rows = await asyncio.to_thread(_registry(plugin).all)
-        return {"object": "list", "data": [_state(row, ranks, plugin) for row in rows]}
+        return await asyncio.to_thread(_page, plugin, ranks, limit, after, active)
 
     @router.get("/{name}")
     async def one(name: str) -> Any:
@@ -38,7 +44,8 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
             row = await asyncio.to_thread(_registry(plugin).find, name)
         except CartridgeNotFound:
             return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
-        return _state(row, await plugin.call("status"), plugin)
+        ranks = await plugin.call("status")
+        return (await asyncio.to_thread(_states, plugin, ranks, [row]))[0]
 
     @router.post("/{name}/{action}")
     async def act(name: str, action: str) -> Any:
@@ -76,9 +83,29 @@ def _registry(plugin: CartridgePlugin) -> Registry:
     return Registry(plugin.settings.registry_path, read_only=True)
 
 
-def _state(row: Location, ranks: list[dict[str, Any]], plugin: CartridgePlugin) -> dict[str, Any]:
-    """Describe one cartridge for a client, without a path."""
-    quarantined = Quarantine(plugin.settings.quarantine_dir).reason(row.digest)
+def _page(plugin: CartridgePlugin, ranks: list[dict[str, Any]], limit: int, after: str, active: bool) -> dict[str, Any]:
+    """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
+    if active:
+        tags = {
+            tag for rank in ranks for tag in (*rank["pinned"], *rank["loading"], *chain(*rank["resident"].values()))
+        }
+        rows, more = _registry(plugin).having({digest for tag in tags for digest in tag.split(".")}), False
+    else:
+        rows = _registry(plugin).page(limit + 1, after)
+        rows, more = rows[:limit], len(rows) > limit
+    data = _states(plugin, ranks, rows)
+    return {"object": "list", "data": data, "has_more": more, "last_id": rows[-1].name if rows else None}
+
+
+def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[Location]) -> list[dict[str, Any]]:
+    """Describe cartridges for a client, without a path. Blocks."""
+    quarantine = Quarantine(plugin.settings.quarantine_dir)
+    reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
+    return [_state(row, ranks, reasons.get(row.digest)) for row in rows]
+
+
+def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None) -> dict[str, Any]:
+    """Describe one cartridge; `quarantined` says why it is that, None if it is not."""
     reason = quarantined or next((rank["refused"][row.name] for rank in ranks if row.name in rank["refused"]), None)
     whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0
     tiers = {

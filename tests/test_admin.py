@@ -1,0 +1,119 @@
+"""Admin: what the list of cartridges says, page by page, of real stores over HTTP; the rest is asked of vLLM in test_api."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from homes import until
+from rich.console import Console
+from watching import CHUNK, Watched, serving
+
+from lmcache_cartridge import top
+from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve import admin
+
+NAMES = ["a@1", "b@1", "c@1", "d@1", "e@1"]
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    watched = Watched(tmp_path, device=False)
+    for seed, name in enumerate(NAMES):
+        watched.make(name.partition("@")[0], positions=2 * CHUNK, seed=seed)
+    watched.make("alien", seed=9, dtype="float16")
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def url(watched: Watched) -> Iterator[str]:
+    with serving(watched) as url:
+        yield url
+
+
+def _get(url: str, query: str = "") -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/v1/cartridges{query}") as reply:
+        return json.load(reply)
+
+
+def _names(answer: dict[str, Any]) -> list[str]:
+    return [f"{row['id']}@{row['version']}" for row in answer["data"]]
+
+
+def test_pages_one_after_the_other_are_the_whole_list_in_order(url: str) -> None:
+    whole = _get(url)
+    assert _names(whole) == [*NAMES[:1], "alien@1", *NAMES[1:]]
+    assert (whole["has_more"], whole["last_id"]) == (False, "e@1")
+    listed, after, more = [], "", True
+    while more:
+        page = _get(url, f"?limit=2&after={after}")
+        assert len(page["data"]) == 2
+        listed += page["data"]
+        after, more = page["last_id"], page["has_more"]
+    assert listed == whole["data"]
+    assert _get(url, "?after=e@1") == {"object": "list", "data": [], "has_more": False, "last_id": None}
+
+
+@pytest.mark.parametrize("query", ["?limit=0", "?limit=1001", "?limit=x", "?active=x", f"?after={'a' * 1025}"])
+def test_a_query_that_makes_no_sense_is_the_clients_fault(url: str, query: str) -> None:
+    with pytest.raises(HTTPError) as caught:
+        _get(url, query)
+    assert caught.value.code == 422
+    caught.value.close()
+
+
+def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_list(
+    watched: Watched, url: str
+) -> None:
+    assert _names(_get(url, "?active=true")) == []
+    rows = {row.name: row for row in Registry(watched.settings.registry_path).all()}
+    claims = [store.claim(rows["d@1"].digest, {}) for store in watched.stores]
+    chain = watched.stores[0].claim(f"{rows['b@1'].digest}.{rows['c@1'].digest}", {})
+    assert chain.poll().refused is None
+    for claim in claims:
+        claim.poll()
+    watched.stores[0].pin(rows["e@1"].digest)
+    try:
+        assert _names(_get(url, "?active=true&limit=1")) == ["b@1", "c@1", "d@1", "e@1"]
+        until(lambda: not any(store.status()["loading"] for store in watched.stores))
+        assert _names(_get(url, "?active=true")) == ["b@1", "c@1", "d@1", "e@1"], "not loading any more, but resident"
+    finally:
+        watched.stores[0].unpin(rows["e@1"].digest)
+        for claim in (*claims, chain):
+            claim.close()
+
+
+def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str) -> None:
+    quarantine = Quarantine(watched.settings.quarantine_dir)
+    digest = next(row.digest for row in Registry(watched.settings.registry_path).all() if row.name == "a@1")
+    quarantine.put(digest, "its bytes are wrong")
+    try:
+        states = {row["id"]: (row["state"], row["reason"]) for row in _get(url)["data"]}
+        assert states["a"] == ("quarantined", "its bytes are wrong")
+        assert states["alien"][0] == "refused" and "float16" in states["alien"][1]
+    finally:
+        quarantine.lift(digest)
+
+
+def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "_PAGE_ROWS", 2)
+    digest = next(row.digest for row in Registry(watched.settings.registry_path).all() if row.name == "d@1")
+    watched.stores[0].pin(digest)
+    try:
+        with serving(watched) as url:
+            summary = top.summarise(top.read(url))
+    finally:
+        watched.stores[0].unpin(digest)
+    shown = [row["id"] for row in summary["cartridges"]]
+    assert shown[:2] == ["a", "alien"] and "d" in shown[2:] and len(set(shown)) == len(shown)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(top.draw(url, summary))
+    assert f"and {6 - len(shown)} more" in console.file.getvalue()
