@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from .keys import ChunkKey, Hasher, KeyIndex
 from .loader import Cartridge, Segment
 from .mirror import Mirror
 from .quarantine import Quarantine
+from .reader import Reader
 from .registry import Location, Registry
 from .rope import check_shift
 from .snapshot import Row, Snapshot
@@ -37,8 +37,6 @@ _SNAPSHOT_SHARE = 100
 """A snapshot is written once this part of it is new: one in 100."""
 _SNAPSHOT_EVERY_S = 60.0
 """How often it is written while much is read."""
-_MAX_MANIFESTS = 256
-"""Manifests that are kept; of a large model each is some 100 KiB."""
 _FOR_OTHERS = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
 """What does not change however often an artefact is read."""
 
@@ -72,7 +70,6 @@ class Catalog:
         """
         self.index = KeyIndex(hasher, chunk_tokens)
         self._registry, self._quarantine, self._mirror = registry, quarantine, mirror
-        self._fingerprint, self._allow_trained = fingerprint, allow_trained
         self._chunk_tokens, self._grace_s, self._clock = chunk_tokens, grace_s, clock
         self._rows: dict[str, Row] = {}
         self._names: dict[str, tuple[str, ...]] = {}
@@ -87,9 +84,7 @@ class Catalog:
         self._removed: list[str] = []
         self._sequence, self._looked, self._pruned = 0, False, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
-        self._manifests: OrderedDict[str, Cartridge] = OrderedDict()
-        self._reading = tuple(threading.Lock() for _ in range(16))
-        """One for each sixteenth of all digests: what is read is read once."""
+        self._reader = Reader(self.index, fingerprint, allow_trained=allow_trained)
         self._backlog = Backlog(self._read_wanted, self._save, clock)
         probe = list(map(hex, self.index.probe))
         facts = (probe, chunk_tokens, fingerprint, allow_trained, str(registry.path.absolute()))
@@ -140,7 +135,7 @@ class Catalog:
     def add(self, name: str | None, digest: str, root: Path, location: str) -> None:
         """Make a cartridge findable, or note why not. `name` is its `id@version`, if it is registered."""
         try:
-            row, cartridge = self._read(digest, root, location)
+            row, cartridge = self._reader.read(digest, root, location)
         except CartridgeError as error:
             self._refuse(name, digest, error)
         else:
@@ -324,17 +319,6 @@ class Catalog:
 
     # Reading.
 
-    def _read(self, digest: str, root: Path, location: str) -> tuple[Row, Cartridge]:
-        """Read an artefact and hash its document. Raises `CartridgeError` where nothing can be served of it."""
-        manifest = artifact.load_manifest(root, digest, payload=location == str(root))
-        self._check_fits(manifest.fingerprint, manifest.kind)
-        hashes = b""
-        if manifest.kind != "tokens":
-            hashes = self.index.hash(manifest, artifact.load_token_ids(manifest, root).tolist())
-        beside = None if location == str(root) else str(root)
-        row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes)
-        return row, Cartridge(manifest, root, location)
-
     def _put(self, name: str | None, row: Row, cartridge: Cartridge) -> None:
         digest = row.digest
         with self._lock:
@@ -346,7 +330,7 @@ class Catalog:
                 self._retired[digest] = self._clock() + self._grace_s
             self._unfit.pop(digest, None)
             self._rows[digest] = row
-            self._remember(cartridge)
+            self._reader.keep(cartridge)
             self._unsaved += 1
             if row.kind != "tokens":
                 # A document that is not registered answers those who name it, not every prompt that begins like it.
@@ -370,14 +354,14 @@ class Catalog:
 
     def _cartridge(self, digest: str) -> Cartridge | None:
         """Return a cartridge with its manifest, None if it is not there or not what it was."""
-        if (found := self._at_hand(digest)) or digest not in self._rows:
+        if (found := self._reader.at_hand(digest)) or digest not in self._rows:
             return found
-        with self._reading[hash(digest) % len(self._reading)]:
+        with self._reader.alone(digest):
             row = self._rows.get(digest)
-            if (found := self._at_hand(digest)) or row is None:
+            if (found := self._reader.at_hand(digest)) or row is None:
                 return found
             try:
-                fresh, cartridge = self._read(digest, row.directory, row.location)
+                fresh, cartridge = self._reader.read(digest, row.directory, row.location)
                 if fresh != row:
                     # Served at once it could still answer a lookup that went by the wrong row.
                     self._snapshot.discard()
@@ -390,19 +374,8 @@ class Catalog:
             with self._lock:
                 if self._rows.get(digest) != row:
                     return None
-                self._remember(cartridge)
+                self._reader.keep(cartridge)
                 return cartridge
-
-    def _at_hand(self, digest: str) -> Cartridge | None:
-        with self._lock:
-            if found := self._manifests.get(digest):
-                self._manifests.move_to_end(digest)
-            return found
-
-    def _remember(self, cartridge: Cartridge) -> None:
-        self._manifests[cartridge.manifest.digest] = cartridge
-        while len(self._manifests) > _MAX_MANIFESTS:
-            self._manifests.popitem(last=False)
 
     def _disown(self, row: Row, error: CartridgeError) -> None:
         """Serve no more what was known and is not so any longer; who was promised its chunks may still come for them."""
@@ -428,7 +401,7 @@ class Catalog:
                 root = self._mirror.known(wanted.location)
             if root is None:
                 return
-            row, cartridge = self._read(wanted.digest, root, wanted.location)
+            row, cartridge = self._reader.read(wanted.digest, root, wanted.location)
         except CartridgeError as error:
             if network or not remote:
                 self._give_up(wanted, error)
@@ -492,7 +465,7 @@ class Catalog:
     def _forget(self, digest: str) -> None:
         del self._retired[digest]
         self._rows.pop(digest, None)
-        self._manifests.pop(digest, None)
+        self._reader.forget(digest)
         if digest not in self._names:  # else it was registered again where it is not sound
             self._unfit.pop(digest, None)
             self._for_others.pop(digest, None)
@@ -508,12 +481,3 @@ class Catalog:
             if digest in self._rows:
                 self.quarantined[digest] = f"quarantined: {self._quarantine.reason(digest)}"
         self._noted = noted
-
-    def _check_fits(self, fingerprint: Fingerprint, kind: str) -> None:
-        if differences := fingerprint.differences(self._fingerprint):
-            raise ModelMismatch(f"made for another model than the one served: {'; '.join(differences)}")
-        if kind == "trained" and not self._allow_trained:
-            raise UnsupportedEngine(
-                "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
-                "recomputes what it cannot load"
-            )

@@ -25,6 +25,10 @@ Loaded = Callable[[Sequence[ChunkKey], Sequence[CartridgeError | None], float], 
 """Hears which chunks were loaded together, for each None or why it could not be, and the seconds it took in all."""
 
 
+LoadFailed = Callable[[ChunkKey, CartridgeError], None]
+"""Hears of a load that raised."""
+
+
 class LoadThreads:
     """Loads each chunk once, soon after it was asked for, and tells how that ended."""
 
@@ -39,7 +43,7 @@ class LoadThreads:
         is_slow: Callable[[ChunkKey], bool] = lambda key: False,
         load_run: LoadRun | None = None,
         run_of: Callable[[ChunkKey], int] = lambda key: 1,
-        on_failure: Callable[[ChunkKey, CartridgeError], None] | None = None,
+        on_failure: LoadFailed | None = None,
     ) -> None:
         """No thread begins with a chunk while a caller holds `lock`, so what is submitted meanwhile is there together.
 

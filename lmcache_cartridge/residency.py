@@ -19,13 +19,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .errors import CartridgeError
+from .hold import Hold
 from .keys import ChunkKey
 from .load_threads import Load, LoadThreads
 from .slab import Slab
 
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets in which durations of loads are counted; a last bucket holds what took longer."""
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 
 
 class ResidencyStats(NamedTuple):
@@ -55,7 +55,7 @@ class ResidencyStats(NamedTuple):
     """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for what took longer."""
 
 
-class _Entry:
+class Entry:
     """The one record of a chunk that is in memory or on its way there."""
 
     __slots__ = ("bytes", "error", "holds", "leases", "loans", "slot", "state")
@@ -81,11 +81,11 @@ class Loan:
 
     __slots__ = ("_entry", "_residency", "bytes")
 
-    def __init__(self, residency: Residency, entry: _Entry) -> None:
+    def __init__(self, residency: Residency, entry: Entry) -> None:
         self.bytes = entry.bytes
         """Flat uint8, shared with every other loan of the chunk: read only."""
         self._residency = residency
-        self._entry: _Entry | None = entry
+        self._entry: Entry | None = entry
 
     def close(self) -> None:
         """End the loan. Closing twice is no change. Does not block on I/O."""
@@ -96,65 +96,6 @@ class Loan:
                 entry.loans -= 1
 
     def __enter__(self) -> Loan:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class HoldState(NamedTuple):
-    """How far a hold is."""
-
-    resident: int
-    """Chunks of it that are resident."""
-    admitted: int
-    """Chunks of it that have memory: resident or being loaded."""
-    chunks: int
-    problem: str | None
-    """Why the last load of one of them failed; it is tried again."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether every chunk is resident."""
-        return self.resident == self.chunks
-
-
-class Hold:
-    """Keeps chunks in memory, each from when it is admitted until `close()`.
-
-    Nothing is admitted before the first `poll()`. With `whole` all of them are admitted or none, else as many of the
-    leading ones as idle memory allows.
-    """
-
-    def __init__(self, residency: Residency, keys: Sequence[ChunkKey], whole: bool) -> None:
-        self.keys, self.whole = tuple(keys), whole
-        self._residency = residency
-        self._entries: dict[ChunkKey, _Entry] = {}
-        self._counted = self._closed = False
-        self._problem: str | None = None
-        self._retry_s, self._retry_at = 0.0, 0.0
-
-    def poll(self) -> HoldState:
-        """Admit what is missing, as far as memory allows, and return how far everything is; does not wait.
-
-        What could not be loaded is tried again after a pause that grows from poll to poll. After `close` it tells what
-        was, and changes nothing.
-        """
-        with self._residency._lock:
-            if not self._closed:
-                self._residency._admit_hold(self)
-            resident = sum(entry.state == "resident" for entry in self._entries.values())
-            return HoldState(resident, len(self._entries), len(self.keys), self._problem)
-
-    def close(self) -> None:
-        """Let the chunks go; those being loaded are loaded to their end. Closing twice is no change."""
-        with self._residency._lock:
-            if not self._closed:
-                self._closed = True
-                for entry in self._entries.values():
-                    entry.holds -= 1
-
-    def __enter__(self) -> Hold:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -181,7 +122,7 @@ class Residency:
         """`loading` is what else `LoadThreads` takes: slow chunks apart, neighbours together, who hears of failures."""
         self._slab, self._lease_s, self._clock = slab, lease_s, clock
         self.budget_bytes = slab.slots * slab.slot_bytes
-        self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
+        self._entries: OrderedDict[ChunkKey, Entry] = OrderedDict()
         self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
         self._changed = threading.Condition(self._lock)
         self._threads = LoadThreads(load, self._loaded, self._lock, threads=threads, **loading)
@@ -326,7 +267,7 @@ class Residency:
         idle = sum(self._is_idle(e, now) for k, e in self._entries.items() if k not in wanted)
         return missing <= self._slab.free_slots + idle
 
-    def _admit(self, keys: Sequence[ChunkKey]) -> list[_Entry]:
+    def _admit(self, keys: Sequence[ChunkKey]) -> list[Entry]:
         """Lease a leading run of `keys`, start loading what is missing of it, and return it. The lock is held."""
         expiry = self._clock() + self._lease_s
         # What is here already is leased first, so that loading its neighbours cannot evict it.
@@ -343,7 +284,7 @@ class Residency:
             entry = self._entries.get(key)
             if entry is None:
                 self._misses += 1
-                if self._closed or not (self._slab.free_slots or self._evict_one()):
+                if self._closed or not self._has_room():
                     for beyond in keys[count + 1 :]:
                         if beyond in self._entries:
                             self._entries[beyond].leases.pop()
@@ -354,38 +295,7 @@ class Residency:
         self._touch(keys[: len(admitted)])
         return admitted
 
-    def _admit_hold(self, hold: Hold) -> None:
-        """Hold what is there of a hold's chunks, and start loading what is missing of them. The lock is held."""
-        now = self._clock()
-        failed = [key for key, entry in hold._entries.items() if entry.state == "gone"]
-        for key in failed:
-            hold._problem = str(hold._entries.pop(key).error)
-        if failed:
-            hold._retry_s = min(2 * hold._retry_s or _FIRST_RETRY_S, _LAST_RETRY_S)
-            hold._retry_at = now + hold._retry_s
-        if len(hold._entries) == len(hold.keys):
-            if hold._problem is not None and all(e.state == "resident" for e in hold._entries.values()):
-                hold._problem, hold._retry_s = None, 0.0
-            return
-        if self._closed or now < hold._retry_at or (hold.whole and not self._fits(hold.keys)):
-            return
-        for key in hold.keys:
-            entry = self._entries.get(key)
-            if not hold._counted:
-                self._count(entry)
-            if entry is not None and key not in hold._entries:
-                entry.holds += 1
-                hold._entries[key] = entry
-        hold._counted = True
-        for key in hold.keys:
-            if key not in hold._entries:
-                if not (self._slab.free_slots or self._evict_one()):
-                    break
-                entry = hold._entries[key] = self._start(key)
-                entry.holds += 1
-        self._touch([key for key in hold.keys if key in hold._entries])
-
-    def _count(self, entry: _Entry | None) -> None:
+    def _count(self, entry: Entry | None) -> None:
         resident = entry is not None and entry.state == "resident"
         self._hits += resident
         self._misses += not resident
@@ -398,10 +308,10 @@ class Residency:
         for key in reversed(keys):
             self._entries.move_to_end(key)
 
-    def _start(self, key: ChunkKey) -> _Entry:
+    def _start(self, key: ChunkKey) -> Entry:
         """Give a chunk a free slot and have it loaded. The lock is held."""
         slot = self._slab.take()
-        entry = self._entries[key] = _Entry(slot, self._slab.tensor(slot))
+        entry = self._entries[key] = Entry(slot, self._slab.tensor(slot))
         self._threads.submit(key, entry.bytes)
         return entry
 
@@ -426,11 +336,13 @@ class Residency:
             del self._entries[key]
             self._slab.give(entry.slot)
 
-    def _is_idle(self, entry: _Entry, now: float) -> bool:
+    def _is_idle(self, entry: Entry, now: float) -> bool:
         return entry.state == "resident" and not (entry.holds or entry.loans or entry.live_leases(now))
 
-    def _evict_one(self) -> bool:
-        """Free the slot of the least recently used idle chunk; False if there is none. The lock is held."""
+    def _has_room(self) -> bool:
+        """Whether a slot is free, that of the least recently used idle chunk if need be. The lock is held."""
+        if self._slab.free_slots:
+            return True
         now = self._clock()
         for key, entry in self._entries.items():
             if self._is_idle(entry, now):
@@ -445,5 +357,5 @@ class Residency:
         self._evicted += 1
 
 
-def _resident_run(entries: Sequence[_Entry]) -> int:
+def _resident_run(entries: Sequence[Entry]) -> int:
     return next((i for i, entry in enumerate(entries) if entry.state != "resident"), len(entries))

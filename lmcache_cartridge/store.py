@@ -14,28 +14,25 @@ from typing import Any, NamedTuple
 import torch
 
 from .catalog import Catalog
+from .claim import Claim, Readiness, refused
 from .disk import DiskTier
-from .errors import ArtifactError, CartridgeError, ModelMismatch, OverBudget
+from .errors import ArtifactError, CartridgeError, OverBudget
 from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher
 from .layout import ChunkShape, rank_heads
-from .loader import ChunkLoader, Segment
+from .loader import ChunkLoader
 from .mirror import Mirror
 from .quarantine import Quarantine
 from .registry import Registry
-from .residency import Hold, HoldState, Loan, Residency, ResidencyStats
+from .residency import Loan, ResidencyStats
 from .settings import Settings
-from .slab import Slab
 from .sources import Sources
+from .tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often fetches in the background are looked after."""
-_GIVE_UP_S = 600.0
-"""How long a fetch in the background is tried for."""
-_PROMOTE_S = 30.0
-"""How long a chunk on its way to the device may take from the cpu tier."""
 
 
 class Engine(NamedTuple):
@@ -64,73 +61,6 @@ class Place(NamedTuple):
     location: str
 
 
-class Readiness(NamedTuple):
-    """How far a cartridge or chain is on its way into memory."""
-
-    resident: int
-    """Chunks that are resident."""
-    admitted: int
-    """Chunks that are resident or being loaded; the others wait for memory."""
-    chunks: int
-    refused: str | None = None
-    """Why it will never be, None if it may."""
-    mismatch: bool = False
-    """Whether it was made for another model, so that even its token ids mean nothing here."""
-    problem: str | None = None
-    """Why loading it failed last; it is tried again."""
-    eta_s: float | None = None
-    """Seconds until it is resident at the pace so far, None before the first chunk."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether all of it is resident."""
-        return self.refused is None and self.resident == self.chunks
-
-
-class Claim:
-    """Somebody's claim on a cartridge or chain: what is loaded of it stays in memory until `close()`."""
-
-    def __init__(
-        self, tag: str, hold: Hold | None, refusal: Callable[[], Readiness | None], clock: Callable[[], float]
-    ) -> None:
-        """`refusal` tells why it will never be, None if it may; without a `hold` it always must."""
-        self.tag, self.closed = tag, False
-        self._hold, self._refusal, self._clock = hold, refusal, clock
-        self._started_at, self._before = clock(), None
-
-    def poll(self) -> Readiness:
-        """Start loading what is missing, as far as memory allows, and return how far it is; does not wait."""
-        if (refused := self._refusal()) or self._hold is None:
-            return refused
-        state = self._hold.poll()
-        if self._before is None:
-            self._before = state.resident
-        return Readiness(state.resident, state.admitted, state.chunks, problem=state.problem, eta_s=self._eta_s(state))
-
-    def is_done(self) -> bool:
-        """Whether there is no use in polling on: it is all there, never will be, or is as far as memory allows."""
-        state = self.poll()
-        stuck = state.problem is None and 0 < state.admitted == state.resident
-        return state.ready or state.refused is not None or stuck or self._clock() > self._started_at + _GIVE_UP_S
-
-    def close(self) -> None:
-        """Let it go. Closing twice is no change."""
-        self.closed = True
-        if self._hold is not None:
-            self._hold.close()
-
-    def _eta_s(self, state: HoldState) -> float | None:
-        if state.ready:
-            return 0.0
-        loaded = state.resident - self._before
-        elapsed_s = self._clock() - self._started_at
-        return elapsed_s / loaded * (state.chunks - state.resident) if loaded > 0 else None
-
-
-def _refused(error: CartridgeError) -> Readiness:
-    return Readiness(0, 0, 0, str(error), isinstance(error, ModelMismatch))
-
-
 class CartridgeStore:
     """The registered cartridges that fit one engine and rank, and the tiers they are served from.
 
@@ -146,7 +76,6 @@ class CartridgeStore:
         self.engine, self._settings, self._clock = engine, settings, clock
         shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
         self.shape = ChunkShape(len(heads), shape.layers, engine.chunk_tokens, shape.head_size, shape.dtype)
-        slab = Slab(self.shape.size_bytes, settings.cpu_bytes, pin_memory=engine.pin_memory)
         self._sources = Sources(settings)
         self._registry = Registry(settings.registry_path, read_only=True)
         self._catalog = Catalog(
@@ -161,17 +90,20 @@ class CartridgeStore:
             snapshots=settings.cache_dir / "index",
             clock=clock,
         )
-        self._disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
-        self._loader = ChunkLoader(
-            self._sources, self.shape, heads, engine.layout, self._disk, keep_local=settings.disk_local
+        disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
+        self._tiers = Tiers(
+            settings,
+            self.shape,
+            ChunkLoader(self._sources, self.shape, heads, engine.layout, disk, keep_local=settings.disk_local),
+            disk,
+            segments=self._catalog.segments,
+            is_remote=self._catalog.is_remote,
+            on_failure=self._load_failed,
+            pin_memory=engine.pin_memory,
+            clock=clock,
         )
-        self._cpu = Residency(
-            slab, self._load, threads=settings.load_threads, slow_threads=settings.s3_connections,
-            is_slow=self._is_remote, load_run=self._load_run, run_of=self._run_of, lease_s=settings.lease_s, on_failure=self._load_failed, clock=clock,
-        )  # fmt: skip
         self._catalog.refresh()
-        self._device = self._open_device(settings)
-        self._tiers = (self._cpu,) if self._device is None else (self._device, self._cpu)
+        self._tiers.add_device(engine.device, self._device_bytes())
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
@@ -196,19 +128,14 @@ class CartridgeStore:
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         if needed is None or not keys or len(keys) < needed:
             return 0
-        if self._device is not None and self._device.lease_resident(keys):
-            return len(keys)
-        found = self._cpu.acquire(keys, self._settings.lookup_timeout_s, whole=needed > 0)
-        if self._device is not None and found:
-            self._device.want(keys[:found])
-        return found
+        return self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Return how many leading hashes could be lent now; leases and loads nothing."""
         if self._catalog.derive(tag) is None:
             return 0
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
-        return max(tier.resident(keys) for tier in self._tiers)
+        return self._tiers.resident(keys)
 
     def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
         """Return the resident bytes of one chunk, the caller's to close, or None if it cannot be had.
@@ -218,22 +145,19 @@ class CartridgeStore:
         servable = self._catalog.derive(tag) is not None
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
         for key in self._catalog.index.candidates(chunk_hash, tag):
-            for tier in self._tiers:
-                if loan := tier.lend(key):
-                    return loan
+            if loan := self._tiers.lend(key):
+                return loan
         keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
-        if not servable or not keys or not self._cpu.acquire(keys, self._settings.lookup_timeout_s):
+        if not servable or not keys:
             return None
-        loan = self._cpu.lend(keys[0])
-        self._cpu.release(keys[0])
-        return loan
+        return self._tiers.lend_loaded(keys[0], self._settings.lookup_timeout_s)
 
     def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Loan]:
         """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
         if tag is not None:
             self._find(tag)
         keys = self._catalog.index.leading(hashes, tag)
-        loans = next(filter(None, (tier.lend_run(keys) for tier in self._tiers)), [])
+        loans = self._tiers.lend_run(keys)
         for chunk_hash in hashes[len(loans) :]:
             loan = self.lend(chunk_hash, tag)
             if loan is None:
@@ -245,11 +169,7 @@ class CartridgeStore:
         """End one lease of a chunk; False if it has none."""
         if tag is not None:
             self._find(tag)
-        for key in self._catalog.index.candidates(chunk_hash, tag):
-            for tier in self._tiers:
-                if tier.release(key):
-                    return True
-        return False
+        return any(map(self._tiers.release, self._catalog.index.candidates(chunk_hash, tag)))
 
     def _find(self, tag: str) -> None:
         """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
@@ -270,17 +190,14 @@ class CartridgeStore:
         try:
             needed = self._catalog.require(tag)
         except CartridgeError as error:
-            refused = _refused(error)
-            return Claim(tag, None, lambda: refused, self._clock)
+            reason = refused(error)
+            return Claim(tag, None, lambda: reason, self._clock)
         keys = self._catalog.index.chunks(tag)
         size_bytes = len(keys) * self.shape.size_bytes
-        if size_bytes > self._cpu.budget_bytes:
+        if size_bytes > self._tiers.cpu.budget_bytes:
             reason = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
             return Claim(tag, None, lambda: Readiness(0, 0, len(keys), reason), self._clock)
-        tier = self._cpu
-        if self._device is not None and self._device.resident(keys) == len(keys):
-            tier = self._device
-        claim = Claim(tag, tier.hold(keys, whole=needed > 0), partial(self._refusal, tag), self._clock)
+        claim = Claim(tag, self._tiers.hold(keys, whole=needed > 0), partial(self._refusal, tag), self._clock)
         with self._lock:
             self._open.add(claim)
         return claim
@@ -332,11 +249,7 @@ class CartridgeStore:
         with self._lock:
             if claim := self._claims.pop(digest, None):
                 claim.close()
-        if self._disk is not None:
-            self._disk.discard_cartridge(digest)
-        if self._device is not None:
-            self._device.evict(digest)
-        return self._cpu.evict(digest)
+        return self._tiers.evict(digest)
 
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
@@ -365,7 +278,7 @@ class CartridgeStore:
             "served": self._catalog.counts()[0],
             "refused": self.refused(),
             "quarantined": len(self._catalog.quarantined),
-            "resident": {name: tier.resident_by_digest() for name, tier in self._named()},
+            "resident": self._tiers.resident_by_digest(),
             "pinned": pinned,
             "loading": {tag: state._asdict() for tag, state in loading.items() if not state.ready},
             "tiers": self.tiers(),
@@ -388,10 +301,7 @@ class CartridgeStore:
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return the counters of every tier there is, fastest first; no side effects."""
-        tiers = {name: tier.stats()._asdict() for name, tier in self._named()}
-        if self._disk is not None:
-            tiers["disk"] = self._disk.stats()._asdict()
-        return tiers | {"source": self._loader.stats()._asdict()}
+        return self._tiers.stats()
 
     def names(self) -> list[str]:
         """Return `id@version` of every cartridge that is served now."""
@@ -403,77 +313,37 @@ class CartridgeStore:
 
     def stats(self) -> ResidencyStats:
         """Return the cpu tier's counters."""
-        return self._cpu.stats()
+        return self._tiers.cpu.stats()
 
     def check(self) -> None:
         """Assert the invariants of the tiers."""
-        for tier in self._tiers:
-            tier.check()
+        self._tiers.check()
 
     def close(self) -> None:
         """Stop loading. Loans stay valid."""
         self._stopping.set()
         self._keeper.join()
         self._catalog.close()
-        for tier in self._tiers:
-            tier.close()
+        self._tiers.close()
         self._sources.close()
 
     def _claimed(self) -> list[Claim]:
         with self._lock:
             return [claim for claim in list(self._open) if not claim.closed]
 
-    def _named(self) -> list[tuple[str, Residency]]:
-        return [("cpu" if tier is self._cpu else "device", tier) for tier in self._tiers]
-
     def _refusal(self, tag: str) -> Readiness | None:
         error = self._catalog.refusal(tag)
-        return None if error is None else _refused(error)
+        return None if error is None else refused(error)
 
-    def _open_device(self, settings: Settings) -> Residency | None:
-        """Return the device tier, or None where there is none: on a CPU engine unless its size was set."""
-        budget = settings.device_bytes
-        if budget is None:
-            if self.engine.device == "cpu":
-                return None
-            free, _ = torch.cuda.mem_get_info(self.engine.device)
-            largest = self._registry.largest_bytes() // self.engine.world
-            budget = min(8 * largest, 1 << 30, free // 2)
-        if budget < self.shape.size_bytes:
-            return None
-        slab = Slab(self.shape.size_bytes, budget, device=self.engine.device)
-        return Residency(slab, self._promote, threads=1, lease_s=settings.lease_s, clock=self._clock)
-
-    def _promote(self, key: ChunkKey, out: torch.Tensor) -> None:
-        """Fill a slot of the device tier from the cpu tier. Returns when the bytes are there."""
-        loan = self._cpu.lend(key)
-        if loan is None and self._cpu.acquire([key], _PROMOTE_S):
-            loan = self._cpu.lend(key)
-            self._cpu.release(key)
-        if loan is None:
-            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
-        with loan:
-            out.copy_(loan.bytes)
-            if out.is_cuda:
-                torch.cuda.current_stream(out.device).synchronize()
-
-    def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
-        self._loader.load(self._segments(key), key.chunk, out)
-
-    def _load_run(self, key: ChunkKey, outs: Sequence[torch.Tensor]) -> list[CartridgeError | None]:
-        return self._loader.load_run(self._segments(key), key.chunk, outs)
-
-    def _segments(self, key: ChunkKey) -> Sequence[Segment]:
-        segments = self._catalog.segments(key.digest)
-        if not segments:
-            raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
-        return segments
-
-    def _run_of(self, key: ChunkKey) -> int:
-        return self._loader.run_of(self._catalog.segments(key.digest))
-
-    def _is_remote(self, key: ChunkKey) -> bool:
-        return self._catalog.is_remote(key.digest)
+    def _device_bytes(self) -> int:
+        """Return the budget of the device tier: none on a CPU engine unless it was set."""
+        if self._settings.device_bytes is not None:
+            return self._settings.device_bytes
+        if self.engine.device == "cpu":
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.engine.device)
+        largest = self._registry.largest_bytes() // self.engine.world
+        return min(8 * largest, 1 << 30, free // 2)
 
     def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
         """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""

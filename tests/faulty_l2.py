@@ -14,7 +14,7 @@ class CartridgeL2Adapter(l2.CartridgeL2Adapter):
 
     def _open(self, report: Any) -> Any:
         seat = super()._open(report)
-        seat.store._loader.load = _slowed(seat.store._loader.load)
+        seat.store._tiers._loader.load = _slowed(seat.store._tiers._loader.load)
         return seat
 
     def submit_load_task(self, keys: list, objects: list) -> int:

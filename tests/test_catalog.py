@@ -632,7 +632,7 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
     store.refresh()
     catalog = store._catalog
     assert (catalog._rows, catalog._unfit, catalog._retired, catalog._names) == ({}, {}, {}, {})
-    assert (len(catalog._manifests), catalog.index.has(digest)) == (0, False)
+    assert (len(catalog._reader._kept), catalog.index.has(digest)) == (0, False)
 
 
 def test_a_claim_by_path_alone_keeps_its_cartridge_for_the_grace(home: Home, opened: Callable, clock: Clock) -> None:

@@ -11,6 +11,7 @@ import pytest
 from homes import STILL, Clock, Home, assert_served, prompt_for, until
 from making import Made, flip_bit, make_fingerprint, make_rope, run_threads, sha256_hasher
 
+from lmcache_cartridge import claim as claim_module
 from lmcache_cartridge import store as store_module
 from lmcache_cartridge.artifact import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget
@@ -32,8 +33,8 @@ class _Gate:
     """Lets a store's loads through one by one."""
 
     def __init__(self, store: CartridgeStore) -> None:
-        self._load, self._tickets = store._loader.load, threading.Semaphore(0)
-        store._loader.load = self
+        self._load, self._tickets = store._tiers._loader.load, threading.Semaphore(0)
+        store._tiers._loader.load = self
 
     def __call__(self, *args: object) -> None:
         assert self._tickets.acquire(timeout=20)
@@ -346,7 +347,7 @@ def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Hom
     assert store._claims == {}
     home.payload().unlink()
     store.preload(made.manifest.digest, {})
-    clock.now += store_module._GIVE_UP_S - 1
+    clock.now += claim_module._GIVE_UP_S - 1
     time.sleep(3 * store_module._POLL_S)
     assert list(store._claims) == [made.manifest.digest]
     clock.now += 2

@@ -18,9 +18,10 @@ from hypothesis.stateful import (
 )
 from making import Made, make_fingerprint, run_threads
 
+from lmcache_cartridge.claim import Claim
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.residency import Loan, Residency
-from lmcache_cartridge.store import CartridgeStore, Claim
+from lmcache_cartridge.store import CartridgeStore
 
 
 def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> CartridgeStore:
@@ -29,7 +30,7 @@ def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> Cartridg
 
 
 def _tiers(store: CartridgeStore) -> tuple[Residency, Residency]:
-    return store._device, store._cpu
+    return store._tiers.device, store._tiers.cpu
 
 
 def _within(tier: Residency, loan: Loan) -> bool:
@@ -39,7 +40,7 @@ def _within(tier: Residency, loan: Loan) -> bool:
 
 
 def _quiet(store: CartridgeStore) -> None:
-    until(lambda: all(tier.stats().loading == 0 for tier in store._tiers))
+    until(lambda: all(tier.stats().loading == 0 for tier in store._tiers._memory))
 
 
 def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
@@ -48,7 +49,7 @@ def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
     for chunk_hash in prompt.hashes[:found]:
         assert store.release(chunk_hash, prompt.tag)
     _quiet(store)
-    assert [tier.stats().leased for tier in store._tiers] == [0] * len(store._tiers)
+    assert [tier.stats().leased for tier in store._tiers._memory] == [0] * len(store._tiers._memory)
 
 
 def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
@@ -250,12 +251,12 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
             else:
                 store.evict(digest)
             store.check()
-            for tier in store._tiers:
+            for tier in store._tiers._memory:
                 assert tier.stats().resident_bytes <= tier.stats().budget_bytes
 
     run_threads(16, work, timeout_s=60)
     _quiet(store)
-    for tier in store._tiers:
+    for tier in store._tiers._memory:
         assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         assert tier.stats().promoted > 20
     for made, prompt in shelf.values():
@@ -343,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.store.check()
-        for tier in self.store._tiers:
+        for tier in self.store._tiers._memory:
             assert tier.stats().resident_bytes <= tier.stats().budget_bytes
         for name, chunk, loan in self.loans:
             assert loan.bytes.numpy().tobytes() == chunk_bytes(self.shelf[name][0], chunk)
@@ -358,10 +359,10 @@ class StoreMachine(RuleBasedStateMachine):
             claim.close()
         _quiet(self.store)
         self.clock.now += 101
-        for tier in self.store._tiers:
+        for tier in self.store._tiers._memory:
             assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         for made, prompt in self.shelf.values():
-            if prompt.whole <= self.store._cpu._slab.slots:
+            if prompt.whole <= self.store._tiers.cpu._slab.slots:
                 assert_served(self.store, made, prompt)
         self.store.close()
         self.store.check()

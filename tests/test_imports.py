@@ -19,7 +19,9 @@ EDGE = {"cli", "demo", "doctor", "output"}
 """Modules directly in the package that are no core."""
 FOREIGN = {"lmcache", "vllm", "transformers", "peft", "boto3", "safetensors"}
 """What the core knows nothing of."""
-TORCH = {"catalog", "codec", "layout", "loader", "residency", "rope", "slab", "store", "tiles"}
+TORCH = {
+    "catalog", "codec", "layout", "load_threads", "loader", "reader", "residency", "rope", "slab", "store", "tiers", "tiles",
+}  # fmt: skip
 """Core modules that hold tensors."""
 
 

@@ -106,7 +106,7 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> _Growth:
                 assert store.lookup(prompt.hashes) == 1
                 assert store.release(prompt.hashes[0])
                 if device_chunks:
-                    until(lambda: store._device.stats().loading == 0)
+                    until(lambda: store._tiers.device.stats().loading == 0)
                     assert store.evict(one.manifest.digest) == 1
         gc.collect()
         return _resident_mib(), len(gc.get_objects())

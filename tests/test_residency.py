@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from making import run_threads
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
+from lmcache_cartridge.hold import Hold
 from lmcache_cartridge.keys import ChunkKey
-from lmcache_cartridge.residency import Hold, Loan, Residency
+from lmcache_cartridge.residency import Loan, Residency
 from lmcache_cartridge.slab import Slab
 
 SLOT = 64

@@ -15,7 +15,7 @@ import pytest
 from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, until
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads, sha256_hasher
 
-from lmcache_cartridge import artifact, backlog, catalog
+from lmcache_cartridge import artifact, backlog, catalog, reader
 from lmcache_cartridge.artifact import MANIFEST
 from lmcache_cartridge.manifest import Manifest
 from lmcache_cartridge.quarantine import Quarantine
@@ -165,7 +165,7 @@ def test_few_cartridges_are_read_at_every_start(
 def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
     home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 2)
+    monkeypatch.setattr(reader, "_MAX_MANIFESTS", 2)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     _start_once(opened)
     store = opened()
@@ -341,7 +341,7 @@ def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, op
 def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 1)
+    monkeypatch.setattr(reader, "_MAX_MANIFESTS", 1)
     made, other = home.make(seed=1), home.make("other", seed=2)
     store, prompt = opened(), prompt_for(home, made)
     assert store.lookup(prompt.hashes[:2]) == 2

@@ -25,8 +25,9 @@ from typing import Any
 
 import msgspec
 
+from ..claim import Claim
 from ..errors import CartridgeError, UnsupportedEngine
-from ..store import CartridgeStore, Claim, Place
+from ..store import CartridgeStore, Place
 from . import frames
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,12 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
+from ..claim import Claim, Readiness
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..keys import Hasher
 from ..layout import DTYPES, rank_heads
 from ..settings import from_mapping
-from ..store import CartridgeStore, Claim, Engine, Place, Readiness
+from ..store import CartridgeStore, Engine, Place
 from ..tiles import is_tiled
 from .confirm import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
 from .control import ControlServer
