@@ -228,7 +228,7 @@ def _draw(path: Path, panels: Sequence[Panel], caption: str) -> Path:
 def readme(directory: Path) -> str:
     """Return the results in a directory as Markdown: of `chunks` the rows of one caller, of the others all."""
     parts = []
-    for name in ("ttft", "chunks", "inject", "mix", "scale", "cold_fetch"):
+    for name in ("ttft", "chunks", "inject", "mix", "scale", "cold_fetch", "start"):
         path = directory / f"{name}.json"
         if path.exists():
             record = json.loads(path.read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import random
 import re
 import threading
@@ -105,6 +104,8 @@ def status_of(error: Exception) -> int:
 
 def _mapped(error: Exception, name: str) -> CartridgeError:
     """Return the error of ours for a foreign one, `Broken` for one that may pass. None says a secret."""
+    import http.client  # here, since every command would wait for it and what it imports
+
     import urllib3
     from botocore import exceptions as aws
 

@@ -58,6 +58,7 @@ def test_pages_one_after_the_other_are_the_whole_list_in_order(url: str) -> None
         assert len(page["data"]) == 2
         listed += page["data"]
         after, more = page["last_id"], page["has_more"]
+        assert len(listed) <= len(whole["data"])
     assert listed == whole["data"]
     assert _get(url, "?after=e@1") == {"object": "list", "data": [], "has_more": False, "last_id": None}
 
