@@ -226,13 +226,15 @@ def _draw(path: Path, panels: Sequence[Panel], caption: str) -> Path:
 
 
 def readme(directory: Path) -> str:
-    """Return the results in a directory as Markdown: of `chunks` the rows of one caller, of the others all."""
+    """Return the results in a directory as Markdown: of `chunks` one caller, 256 tokens and Qwen2.5; of the others all."""
     parts = []
     for name in ("ttft", "chunks", "inject", "mix", "scale", "cold_fetch", "start"):
         path = directory / f"{name}.json"
         if path.exists():
             record = json.loads(path.read_text())
-            rows = [row for row in record["rows"] if name != "chunks" or row["c"] == 1]
+            rows = record["rows"]
+            if name == "chunks":
+                rows = [r for r in rows if (r["c"], r["chunk"]) == (1, 256) and r["model"].startswith("Qwen2.5")]
             note = f" {record['note'][0].upper()}{record['note'][1:]}." if record["note"] else ""
             about = (
                 f"`{name}.py`, {record['form']} form, {record['when'][:10]}: {hardware_line(record['hardware'])}.{note}"

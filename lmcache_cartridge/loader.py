@@ -23,6 +23,9 @@ from .sources import Sources
 MAX_SCRATCH_BYTES = 1 << 30
 """Largest stored chunk that engine chunks of another size are cut from; each loading thread may hold one."""
 
+_MAX_FINITE = 10_000
+"""Cartridges of which it is remembered that they have no NaN; of others it is looked for again."""
+
 
 class Cartridge(NamedTuple):
     """A manifest and where its artefact lies."""
@@ -83,7 +86,8 @@ class ChunkLoader:
         self._lock = threading.Lock()
         self._stats = SourceStats(0, 0, 0, 0.0, 0)
         self._finite: dict[str, int] = {}
-        """A bit for each stored chunk of a cartridge whose bytes, of the manifest's checksums, have no NaN."""
+        """A bit for each stored chunk of a cartridge whose bytes, of the manifest's checksums, have no NaN; of the last
+        `_MAX_FINITE` cartridges."""
 
     def stats(self) -> SourceStats:
         """Return the counters; no side effects."""
@@ -293,6 +297,8 @@ class ChunkLoader:
             raise
         with self._lock:
             self._finite[manifest.digest] = self._finite.get(manifest.digest, 0) | 1 << stored
+            while len(self._finite) > _MAX_FINITE:
+                del self._finite[next(iter(self._finite))]
 
     def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
         """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from . import artifact
 from .errors import CartridgeExists, CartridgeNotFound, RegistryError
 from .manifest import Manifest, check_id
 
@@ -131,6 +130,8 @@ class Registry:
         artefact again is no change, or a change of its location. Raises `CartridgeExists` if other content has this id
         and version, or a label this name, `ManifestError` or `ArtifactError` if the artefact is not sound.
         """
+        from . import artifact  # here, since `list` would wait for numpy
+
         root = root.resolve()
         manifest = artifact.load_manifest(root, payload=location is None)
         artifact.load_token_ids(manifest, root)

@@ -13,7 +13,9 @@ import pytest
 import torch
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv
 
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge import chunk_check
+from lmcache_cartridge import loader as loader_module
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, is_finite
 from lmcache_cartridge.bytesource import ByteRange, Seen
 from lmcache_cartridge.disk import DiskTier, PieceKey
 from lmcache_cartridge.errors import (
@@ -439,3 +441,23 @@ def test_artefacts_in_directories_are_kept_on_disk_only_where_that_is_asked_for(
     loader = ChunkLoader(Sources(Settings()), shape, range(4), "heads", disk, keep_local=keep_local)
     _load(loader, made, tmp_path / "doc", 0)
     assert (disk.stats().resident_bytes > 0) == keep_local
+
+
+def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "_MAX_FINITE", 2)
+    looked: list[int] = []
+    monkeypatch.setattr(
+        chunk_check, "is_finite", lambda part, dtype: looked.append(len(part)) or is_finite(part, dtype)
+    )
+    made = [make_artifact(tmp_path / f"d{seed}", positions=POSITIONS, seed=seed) for seed in range(3)]
+    loader = _loader(made[0], 16)
+
+    def looks(number: int) -> int:
+        before = len(looked)
+        _load(loader, made[number], tmp_path / f"d{number}", 0)
+        return len(looked) - before
+
+    assert [looks(n) for n in (0, 0, 1, 1, 0, 2, 1, 2)] == [1, 0, 1, 0, 0, 1, 0, 0]
+    assert looks(0) == 1, "the first of three was forgotten"
