@@ -28,7 +28,7 @@ from inprocess import (
 )  # fmt: skip
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.token_database import ChunkedTokenDatabase
 from making import Made, flip_bit, heads_bytes, make_artifact, run_threads
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -329,6 +329,30 @@ def test_what_is_handed_out_is_what_lmcache_expects_of_a_memory_object(serving: 
     _release([memory_object])
     assert not memory_object.is_valid()
     assert memory_object.tensor is None
+
+
+def test_what_is_handed_out_is_what_lmcaches_own_constructor_makes(serving: Serving) -> None:
+    first, second = _get(serving, serving.keys("short")[:2])
+    for made in (first, second):
+        size, dtype = made.get_shape(), made.get_dtype()
+        metadata = MemoryObjMetadata(
+            size, dtype, made.raw_data.data_ptr(), made.raw_data.numel(), 1, fmt=MemoryFormat.KV_2LTD, shapes=[size],
+            dtypes=[dtype],
+        )  # fmt: skip
+        own = TensorMemoryObj(made.raw_data, metadata, None)
+        assert type(made) is TensorMemoryObj and made.meta == metadata
+        apart = {"lock", "loan", "parent_allocator", "raw_data"}
+        assert {k: v for k, v in vars(made).items() if k not in apart} == {
+            k: v for k, v in vars(own).items() if k not in apart
+        }
+        assert vars(made).keys() - {"loan"} == vars(own).keys()
+        assert made.raw_data is made.loan.bytes
+    assert first.lock is not second.lock and first.meta is not second.meta
+    assert not first.lock.locked()
+    with first.lock:
+        assert second.get_ref_count() == 1
+    _release([first, second])
+    assert nothing_is_owed(serving.store)
 
 
 def test_releasing_more_often_than_lmcache_should_counts_once(serving: Serving) -> None:

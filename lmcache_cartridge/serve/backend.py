@@ -16,24 +16,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-import torch
 from lmcache.logging import init_logger
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import (
-    MemoryAllocatorInterface,
-    MemoryFormat,
-    MemoryObj,
-    MemoryObjMetadata,
-    TensorMemoryObj,
-)
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ..errors import UnsupportedEngine
-from ..layout import DTYPES
-from ..residency import Loan
 from ..settings import Settings
 from ..store import CartridgeStore, Engine
 from . import engine as engines
+from .memory_objects import MemoryObjects
 from .request import TAG as TAG_KEY
 from .yaml_settings import from_extra_config
 
@@ -62,6 +54,7 @@ class CartridgeBackend(StoragePluginInterface):
         super().__init__(**kwargs)
         try:
             self._store = self._open()
+            self._objects = self._store and MemoryObjects(self._store.shape, self._store.engine.layout)
         except Exception as error:
             CartridgeBackend.refusal = error
             raise
@@ -137,15 +130,13 @@ class CartridgeBackend(StoragePluginInterface):
         return self.batched_get_blocking([key])[0]
 
     def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        size, dtype = _geometry(self._store)
-        size_bytes = self._store.shape.size_bytes
         found: list[MemoryObj] = []
         # LMCache asks for the chunks of one request, and a request has one set of tags.
         for _, run in itertools.groupby(keys, operator.attrgetter("tags")):
             asked = list(run)
             hashes = [key.chunk_hash for key in asked]
             loans = self._store.lend_run(hashes, _tag(asked[0]))
-            found += [_memory_object(loan, size, dtype, size_bytes) for loan in loans]
+            found += self._objects.over(loans)
             if len(loans) < len(hashes):
                 break
         return found
@@ -189,47 +180,6 @@ class CartridgeBackend(StoragePluginInterface):
         except Exception:
             logger.exception("a cartridge lookup failed; LMCache is told of a miss")
             return default
-
-
-class _Lender(MemoryAllocatorInterface):
-    """The `parent allocator` of every memory object: LMCache frees the object, its loan ends."""
-
-    def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
-        """End the object's loan. LMCache calls this with the object's lock held and sometimes twice."""
-        memory_obj.valid = False
-        memory_obj.loan.close()
-
-    def batched_free(self, memory_objs: list[MemoryObj], *_: Any, **__: Any) -> None:
-        """End the objects' loans."""
-        for memory_obj in memory_objs:
-            self.free(memory_obj)
-
-    def allocate(self, *_: Any, **__: Any) -> None:
-        """Return None: a lender has nothing but its loan."""
-
-    def batched_allocate(self, *_: Any, **__: Any) -> None:
-        """Return None: a lender has nothing but its loan."""
-
-
-_LENDER = _Lender()
-
-
-def _geometry(store: CartridgeStore) -> tuple[torch.Size, torch.dtype]:
-    """Return shape and dtype of the store's chunks as LMCache's KV_2LTD."""
-    shape, layout = store.shape, store.engine.layout
-    planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
-    return torch.Size([planes[0], shape.layers, shape.tokens, planes[1]]), DTYPES[shape.dtype]
-
-
-def _memory_object(loan: Loan, size: torch.Size, dtype: torch.dtype, size_bytes: int) -> MemoryObj:
-    """Wrap resident bytes for LMCache without copying. A fresh object each time: LMCache counts references in it."""
-    data = loan.bytes
-    metadata = MemoryObjMetadata(
-        size, dtype, data.data_ptr(), size_bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD, shapes=[size], dtypes=[dtype]
-    )
-    made = TensorMemoryObj(data, metadata, _LENDER)
-    made.loan = loan
-    return made
 
 
 def _tag(key: CacheEngineKey) -> str | None:
