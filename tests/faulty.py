@@ -21,7 +21,7 @@ class CartridgeBackend(backend.CartridgeBackend):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self._store is not None:
-            self._store._loader.load = _slowed(self._store._loader.load)
+            self._store._tiers._loader.load = _slowed(self._store._tiers._loader.load)
 
     def batched_get_blocking(self, keys: list) -> list:
         """Return what the sound plugin does, with None in the place of one chunk."""
