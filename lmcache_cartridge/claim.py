@@ -29,6 +29,11 @@ class Readiness(NamedTuple):
     eta_s: float | None = None
     """Seconds until it is resident at the pace so far, None before the first chunk."""
 
+    @classmethod
+    def never(cls, error: CartridgeError) -> Readiness:
+        """Return that of what will never be, for this reason."""
+        return cls(0, 0, 0, str(error), isinstance(error, ModelMismatch))
+
     @property
     def ready(self) -> bool:
         """Whether all of it is resident."""
@@ -73,7 +78,3 @@ class Claim:
         loaded = state.resident - self._before
         elapsed_s = self._clock() - self._started_at
         return elapsed_s / loaded * (state.chunks - state.resident) if loaded > 0 else None
-
-
-def refused(error: CartridgeError) -> Readiness:
-    return Readiness(0, 0, 0, str(error), isinstance(error, ModelMismatch))

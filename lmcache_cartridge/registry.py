@@ -206,11 +206,11 @@ class Registry:
 
         Raises `CartridgeNotFound`.
         """
-        cartridge_id, _, version = name.partition("@")
+        cartridge_id, version = _parts(name)
         select = f"SELECT {_COLUMNS} FROM cartridges "
         with self._connect() as db:
-            if version.isdecimal() and len(version) < 19:  # larger ones are no SQLite integers
-                where, values = "WHERE id = ? AND version = ?", (cartridge_id, int(version))
+            if version is not None:
+                where, values = "WHERE id = ? AND version = ?", (cartridge_id, version)
             else:
                 where, values = "WHERE id = ? ORDER BY version DESC LIMIT 1", (name,)
             row = db.execute(select + where, values).fetchone()
@@ -224,28 +224,20 @@ class Registry:
 
     def all(self) -> list[Location]:
         """Return every version of every cartridge, by id and version."""
-        with self._connect() as db:
-            rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
-        return [_location(row) for row in rows]
+        return self._select("ORDER BY id, version")
 
     def page(self, limit: int, after: str = "") -> list[Location]:
         """Return up to `limit` versions, by id and version, those that come after the `id@version` `after`."""
-        cartridge_id, _, version = after.partition("@")
-        with self._connect() as db:
-            rows = db.execute(
-                f"SELECT {_COLUMNS} FROM cartridges WHERE (id, version) > (?, ?) ORDER BY id, version LIMIT ?",
-                (cartridge_id, int(version) if version.isdecimal() and len(version) < 19 else 0, limit),
-            ).fetchall()
-        return [_location(row) for row in rows]
+        cartridge_id, version = _parts(after)
+        return self._select(
+            "WHERE (id, version) > (?, ?) ORDER BY id, version LIMIT ?", cartridge_id, version or 0, limit
+        )
 
     def having(self, digests: Iterable[str]) -> list[Location]:
         """Return the versions that have one of `digests`, by id and version."""
-        with self._connect() as db:
-            rows = db.execute(
-                f"SELECT {_COLUMNS} FROM cartridges WHERE digest IN (SELECT value FROM json_each(?)) ORDER BY id, version",
-                (json.dumps(sorted(digests)),),
-            ).fetchall()
-        return [_location(row) for row in rows]
+        return self._select(
+            "WHERE digest IN (SELECT value FROM json_each(?)) ORDER BY id, version", json.dumps(sorted(digests))
+        )
 
     def changes(self, since: int = 0) -> Changes:
         """Return what changed after `since`, an earlier answer's sequence; everything there is for 0.
@@ -298,6 +290,10 @@ class Registry:
             row = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (cartridge_id,)).fetchone()
         return (row[0] or 0) + 1
 
+    def _select(self, rest: str, *values: object) -> list[Location]:
+        with self._connect() as db:
+            return [_location(row) for row in db.execute(f"SELECT {_COLUMNS} FROM cartridges {rest}", values)]
+
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open a connection, commit on success; SQLite's errors become `RegistryError` here and only here."""
@@ -344,6 +340,12 @@ class Registry:
             for statement in statements:
                 db.execute(statement)
             db.execute(f"PRAGMA user_version = {number}")
+
+
+def _parts(name: str) -> tuple[str, int | None]:
+    """Return the id and the version of `id@version`, None where it has none that SQLite could hold."""
+    cartridge_id, _, version = name.partition("@")
+    return cartridge_id, int(version) if version.isdecimal() and len(version) < 19 else None
 
 
 def _location(row: tuple) -> Location:

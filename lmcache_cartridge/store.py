@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .catalog import Catalog
-from .claim import Claim, Readiness, refused
+from .claim import Claim, Readiness
 from .disk import DiskTier
 from .errors import ArtifactError, CartridgeError, OverBudget
 from .fingerprint import Fingerprint
@@ -190,8 +190,8 @@ class CartridgeStore:
         try:
             needed = self._catalog.require(tag)
         except CartridgeError as error:
-            reason = refused(error)
-            return Claim(tag, None, lambda: reason, self._clock)
+            never = Readiness.never(error)
+            return Claim(tag, None, lambda: never, self._clock)
         keys = self._catalog.index.chunks(tag)
         size_bytes = len(keys) * self.shape.size_bytes
         if size_bytes > self._tiers.cpu.budget_bytes:
@@ -333,7 +333,7 @@ class CartridgeStore:
 
     def _refusal(self, tag: str) -> Readiness | None:
         error = self._catalog.refusal(tag)
-        return None if error is None else refused(error)
+        return None if error is None else Readiness.never(error)
 
     def _device_bytes(self) -> int:
         """Return the budget of the device tier: none on a CPU engine unless it was set."""
