@@ -121,7 +121,7 @@ def test_a_claim_may_say_where_a_cartridge_lies(workers: Workers, tmp_path: Path
 def test_everything_the_store_can_do_is_there(workers: Workers, store: CartridgeStore, home: Home, made: Made) -> None:
     digest = made.manifest.digest
     status = workers.call("status")[0]
-    assert (status["rank"], status["served"], status["refused"]) == (0, 1, {})
+    assert (status["rank"], status["served"], store.names(), status["refused"]) == (0, 1, ["doc@1"], {})
     assert workers.call("preload", digest, {})[0]["chunks"] == 4
     until(lambda: store.stats().resident == 4)
     assert workers.call("pin", digest) == [4]
@@ -132,7 +132,7 @@ def test_everything_the_store_can_do_is_there(workers: Workers, store: Cartridge
     until(lambda: workers.call("evict", digest) == [4] or store.stats().resident == 0)
     home.make("later", seed=2)
     assert workers.call("refresh") == [None]
-    assert workers.call("status")[0]["served"] == 2
+    assert (workers.call("status")[0]["served"], store.names()) == (2, ["doc@1", "later@1"])
     numbers = workers.call("numbers")[0]
     assert (numbers["rank"], numbers["served"], numbers["refused"], numbers["pinned"]) == (0, 2, 0, 0)
 
@@ -158,7 +158,7 @@ def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
     _claimed(workers, "mine", made.manifest.digest)
     with pytest.raises(CartridgeError, match=message):
         workers.call(*call)
-    assert workers.call("status")[0]["served"] == 1
+    assert (workers.call("status")[0]["served"], store.names()) == (1, ["doc@1"])
     assert store.stats().held == 4, "the claim was lost"
 
 
