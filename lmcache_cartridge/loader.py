@@ -99,20 +99,9 @@ class ChunkLoader:
         Blocks; safe from any thread. Raises a subclass of `ArtifactError` when the bytes are wrong and of `SourceError`
         when they cannot be had, its `digest` naming the cartridge at fault; `out` is then undefined.
         """
-        packed, out = out, torch.empty_like(out) if self._tiles else out
-        start, end = chunk * self.shape.tokens, (chunk + 1) * self.shape.tokens
-        within = [s for s in segments if s.offset < end and start < s.offset + s.cartridge.manifest.positions]
-        for segment in within:
-            try:
-                if self._is_stored_so(segment, start, end):
-                    self._read_plain(segment.cartridge, chunk, out)
-                else:
-                    self._gather(segment, start, end, out)
-            except CartridgeError as error:
-                error.digest = segment.cartridge.manifest.digest
-                raise
-        if self._tiles:
-            tiles.pack(heads_view(out, self.shape), packed, self.shape, self._tiles)
+        (error,) = self.load_run(segments, chunk, [out])
+        if error is not None:
+            raise error
 
     def run_of(self, segments: Sequence[Segment]) -> int:
         """Return how many chunks of a cartridge one `load_run` should be given at most: what one request brings."""
@@ -131,6 +120,21 @@ class ChunkLoader:
         Those that are not in the disk tier are asked for together. Where that brings wrong bytes each is loaded by
         itself, so one bad chunk fails alone.
         """
+        # The one place where what was read becomes what the engine reads, whichever way it was read.
+        read = [torch.empty_like(out) for out in outs] if self._tiles else outs
+        errors = self._read_run(segments, chunk, read)
+        if self._tiles:
+            for error, data, out in zip(errors, read, outs, strict=True):
+                if error is None:
+                    tiles.pack(heads_view(data, self.shape), out, self.shape, self._tiles)
+        return errors
+
+    def _read_run(
+        self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
+    ) -> list[CartridgeError | None]:
+        """Fill `outs` with chunks in a row in layout `_layout`; return for each None, or why it could not be had."""
+        if len(outs) == 1:
+            return [self._attempt(segments, chunk, outs[0])]
         cartridge, buffers = segments[0].cartridge, [memoryview(out.numpy()) for out in outs]
         done = [self._read_copy(cartridge, chunk + i, buffer) for i, buffer in enumerate(buffers)]
         if not any(done):
@@ -145,10 +149,18 @@ class ChunkLoader:
         ]
 
     def _attempt(self, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> CartridgeError | None:
-        try:
-            self.load(segments, chunk, out)
-        except CartridgeError as error:
-            return error
+        """Fill `out` with one chunk in layout `_layout`; return None, or why it could not be had."""
+        start, end = chunk * self.shape.tokens, (chunk + 1) * self.shape.tokens
+        within = [s for s in segments if s.offset < end and start < s.offset + s.cartridge.manifest.positions]
+        for segment in within:
+            try:
+                if self._is_stored_so(segment, start, end):
+                    self._read_plain(segment.cartridge, chunk, out)
+                else:
+                    self._gather(segment, start, end, out)
+            except CartridgeError as error:
+                error.digest = segment.cartridge.manifest.digest
+                return error
         return None
 
     def _is_stored_so(self, segment: Segment, start: int, end: int) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from making import Made, flip_bit, heads_bytes, make_artifact
 
+from lmcache_cartridge import tiles
 from lmcache_cartridge.artifact import PAYLOAD, chunk_range
 from lmcache_cartridge.bytesource import ByteRange, Seen
 from lmcache_cartridge.disk import DiskTier
@@ -99,6 +100,18 @@ def test_chunks_in_a_row_come_by_one_request(
     assert sources.requests == [(chunk_range(made.manifest, first, ALL).start, count)]
     stats = loader.stats()
     assert (stats.reads, stats.failed, stats.read_bytes) == (1, 0, count * loader.shape.size_bytes)
+
+
+@pytest.mark.parametrize("layout", ["vec/8", "vec/8/blocks", "amx/16", "amx/16/blocks"])
+def test_chunks_in_a_row_are_packed_as_each_is_when_loaded_alone(
+    made: Made, segment: Segment, sources: _Requests, layout: str
+) -> None:
+    loader = _loader(made, sources, layout=layout)
+    alone = torch.empty(3, loader.shape.size_bytes, dtype=torch.uint8)
+    for chunk, out in enumerate(alone):
+        tiles.pack(made.kv[:, :, chunk * TOKENS : (chunk + 1) * TOKENS], out, loader.shape, layout)
+    assert _load(loader, segment, 0, 3) == ([None] * 3, [out.numpy().tobytes() for out in alone])
+    assert [count for _, count in sources.requests] == [3]
 
 
 def test_as_many_are_loaded_together_as_one_request_brings(made: Made, segment: Segment, chunk_bytes: int) -> None:
