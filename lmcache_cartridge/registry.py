@@ -60,6 +60,8 @@ _MIGRATIONS = (
             f"{row}.id, {row}.version FROM changes; END",
         )
     ),
+    # An id alone means its newest version that is promoted.
+    ("ALTER TABLE cartridges ADD COLUMN promoted INTEGER NOT NULL DEFAULT 1",),
 )
 """Schema changes in order, each a run of statements; `PRAGMA user_version` counts those applied."""
 
@@ -123,10 +125,11 @@ class Registry:
             with suppress(RegistryError), self._connect() as db:
                 db.execute("PRAGMA journal_mode = WAL")
 
-    def register(self, root: Path, location: str | None = None) -> Manifest:
+    def register(self, root: Path, location: str | None = None, *, promote: bool = True) -> Manifest:
         """Add the artefact at `root` under the id and version of its manifest, and return that.
 
-        With `location` the payload lies there, and `root` holds a copy of its manifest and token ids only. The same
+        With `location` the payload lies there, and `root` holds a copy of its manifest and token ids only. Without
+        `promote` a new version is had by its `id@version` alone, until `promote()`; the id means what it meant. The same
         artefact again is no change, or a change of its location. Raises `CartridgeExists` if other content has this id
         and version, or a label this name, `ManifestError` or `ArtifactError` if the artefact is not sound.
         """
@@ -150,14 +153,27 @@ class Registry:
             if db.execute("SELECT 1 FROM labels WHERE label = ?", (manifest.id,)).fetchone():
                 raise CartridgeExists(f"{manifest.id} is a label already and cannot be the id of a cartridge too")
             db.execute(
-                "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
+                "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location, promoted) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
                 (
                     manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
-                    manifest.payload_bytes, location or str(root),
+                    manifest.payload_bytes, location or str(root), promote,
                 ),
             )  # fmt: skip
         return manifest
+
+    def promote(self, name: str) -> Location:
+        """Let the id of the version that `name` stands for mean that version, older or newer, and return it.
+
+        Raises `CartridgeNotFound`.
+        """
+        target = self.find(name)
+        with self._connect() as db:
+            mine = (target.id, target.version)
+            db.execute("UPDATE cartridges SET promoted = 0 WHERE id = ? AND version > ? AND promoted", mine)
+            if not db.execute("UPDATE cartridges SET promoted = 1 WHERE id = ? AND version = ?", mine).rowcount:
+                raise CartridgeNotFound(f"{target.name} was removed at this moment")
+        return target
 
     def remove(self, name: str) -> Location:
         """Take one version of a cartridge out, and return what it was. Its files stay.
@@ -202,7 +218,7 @@ class Registry:
         return target
 
     def find(self, name: str) -> Location:
-        """Return the cartridge that `name` stands for: `id` (its newest version), `id@version` or a label.
+        """Return the cartridge that `name` stands for: `id` (its newest promoted version), `id@version` or a label.
 
         Raises `CartridgeNotFound`.
         """
@@ -212,15 +228,29 @@ class Registry:
             if version is not None:
                 where, values = "WHERE id = ? AND version = ?", (cartridge_id, version)
             else:
-                where, values = "WHERE id = ? ORDER BY version DESC LIMIT 1", (name,)
+                where, values = "WHERE id = ? AND promoted ORDER BY version DESC LIMIT 1", (name,)
             row = db.execute(select + where, values).fetchone()
             if row is None:
                 row = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchone()
+            rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
+        if row is None and rest is not None:
+            raise CartridgeNotFound(
+                f"no version of {name!r} is promoted; `lmcache-cartridge promote {name}@{rest}` does"
+            )
         if row is None:
             raise CartridgeNotFound(
                 f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
             )
         return _location(row)
+
+    def current(self, ids: Iterable[str]) -> set[str]:
+        """Return the `id@version` that each of some ids means without a version."""
+        with self._connect() as db:
+            rows = db.execute(
+                "SELECT id, max(version) FROM cartridges WHERE promoted AND id IN (SELECT value FROM json_each(?)) GROUP BY id",
+                (json.dumps(sorted(set(ids))),),
+            ).fetchall()
+        return {f"{cartridge_id}@{version}" for cartridge_id, version in rows}
 
     def all(self) -> list[Location]:
         """Return every version of every cartridge, by id and version."""

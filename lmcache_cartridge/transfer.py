@@ -76,11 +76,18 @@ def push(root: Path, location: str, source: S3Source, *, force: bool, progress: 
 
 
 def pull(
-    location: str, source: S3Source, registry: Registry, directory: Path, *, progress: Progress, name: str | None = None
+    location: str,
+    source: S3Source,
+    registry: Registry,
+    directory: Path,
+    *,
+    progress: Progress,
+    name: str | None = None,
+    promote: bool = True,
 ) -> Pulled:
     """Bring the artefact at an `s3://` location to `directory/<id>/<version>`, verify every checksum and register it.
 
-    `name` is the id it gets here, by default its own. Raises `CartridgeExists` where other content has this id and
+    `name` is the id it gets here, by default its own; `promote` as for `Registry.register`. Raises `CartridgeExists` where other content has this id and
     version. Whatever fails, nothing half-made is seen or left; what a killed pull left goes with the next of that id.
     """
     manifest = _manifest_at(location, source)
@@ -108,7 +115,7 @@ def pull(
             _download(manifest, location, source, root, progress)
         else:
             _verified(root, progress)
-        registry.register(root)
+        registry.register(root, promote=promote)
     return Pulled(manifest, root, changed)
 
 

@@ -79,7 +79,7 @@ def _commands(cli: _Cli) -> list[str]:
 
 def test_help_names_every_command(cli: _Cli) -> None:
     expected = {
-        "build", "import", "export", "train", "evaluate", "register", "label", "unlabel", "remove", "list", "describe", "verify",
+        "build", "import", "export", "train", "evaluate", "register", "label", "unlabel", "remove", "list", "describe", "verify", "promote",
         "push", "pull", "serve", "demo", "top", "doctor",
     }  # fmt: skip
     assert expected <= set(_commands(cli))
@@ -121,11 +121,11 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_
     root = _make(tmp_path)
     registered = cli.json("register", root, "--label", "current")
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
-    assert registered == {"name": "doc@1", "digest": digest, "label": "current"}
+    assert registered == {"name": "doc@1", "promoted": True, "digest": digest, "label": "current"}
     assert cli.json("label", "stable", "doc") == {"label": "stable", "name": "doc@1"}
     (row,) = cli.json("list")
     assert row == {
-        "id": "doc", "version": 1, "kind": "prefill", "positions": 40, "bytes": (root / PAYLOAD).stat().st_size,
+        "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": (root / PAYLOAD).stat().st_size,
         "labels": ["current", "stable"], "quarantined": False, "digest": digest,
     }  # fmt: skip
     for name in ("doc", "doc@1", "current"):
@@ -140,10 +140,34 @@ def test_people_are_told_the_same(cli: _Cli, tmp_path: Path) -> None:
     assert cli("register", root)[:2] == (0, "registered doc@1\n")
     assert cli("label", "current", "doc")[:2] == (0, "current -> doc@1\n")
     heading, rule, row = cli("list").out.splitlines()
-    assert heading.split() == ["id", "version", "kind", "positions", "bytes", "labels", "quarantined", "digest"]
+    assert heading.split() == [
+        "id",
+        "version",
+        "current",
+        "kind",
+        "positions",
+        "bytes",
+        "labels",
+        "quarantined",
+        "digest",
+    ]
     assert set(rule) == {"-", " "}
-    assert row.split()[:5] == ["doc", "1", "prefill", "40", "64.0"]
+    assert row.split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
     assert str(root) in cli("describe", "current").out
+
+
+def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path))
+    added = cli.json("register", _make(tmp_path, version=2, seed=2), "--no-promote", "--label", "next")
+    assert (added["name"], added["promoted"]) == ("doc@2", False)
+    assert [(row["version"], row["current"]) for row in cli.json("list")] == [(1, True), (2, False)]
+    assert (cli.json("describe", "doc")["version"], cli.json("describe", "doc@2")["current"]) == (1, False)
+    assert (
+        cli("register", tmp_path / "artefacts" / "doc-2-2", "--no-promote").out == "registered doc@2; doc means doc@1\n"
+    )
+    assert cli.json("promote", "next") == {"id": "doc", "name": "doc@2"}
+    assert cli("promote", "doc@1")[:2] == (0, "doc means doc@1\n")
+    assert cli.json("describe", "doc")["version"] == 1
 
 
 def test_registering_twice_is_no_error_and_other_content_is(cli: _Cli, tmp_path: Path) -> None:

@@ -133,6 +133,21 @@ def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: 
     assert "doc@2 is in int8 already" in run("compress", "doc", "--id", "again", status=1)
 
 
+def test_with_no_promote_an_id_stays_where_it_is(run: _Cli, tmp_path: Path, sheet: str) -> None:
+    of_model = ("--model", MODEL, "--chunk-size", "16", "--id", "doc", "--no-promote")
+    foreign.peft_adapter(foreign.random_kv(64), tmp_path / "adapter")
+    made = [
+        run("build", "--document", sheet, *of_model),
+        run("import", str(tmp_path / "adapter"), "--round", *of_model),
+        run("compress", "doc@1", "--id", "doc", "--no-promote"),
+    ]
+    assert [(each["name"], each["promoted"]) for each in made] == [(f"doc@{n}", False) for n in (1, 2, 3)]
+    assert not any(row["current"] for row in run("list"))
+    assert "`lmcache-cartridge promote doc@3`" in run("describe", "doc", status=1)
+    run("promote", "doc@2")
+    assert [row["current"] for row in run("list")] == [False, True, False]
+
+
 def test_a_corrupt_cartridge_is_not_compressed(tmp_path: Path) -> None:
     made = make_artifact(tmp_path / "doc", positions=80)
     flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 4, range(1)).start)

@@ -107,7 +107,7 @@ def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _M
     assert here.remote_files() == {f"cartridges/doc/{name}": content for name, content in _bytes(root).items()}
     target = there.home / "cartridges" / "doc" / "1"
     assert there.json("pull", here.location) == {
-        "name": "doc@1", "digest": digest, "path": str(target), "pulled": True,
+        "name": "doc@1", "digest": digest, "path": str(target), "pulled": True, "promoted": True,
     }  # fmt: skip
     assert _bytes(target) == _bytes(root)
     assert [row["digest"] for row in there.json("list")] == [digest]
@@ -146,6 +146,13 @@ def test_every_kind_of_cartridge_travels(here: _Machine, there: _Machine, kind: 
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
 
 
+def test_pulled_with_no_promote_an_id_stays_where_it_is(here: _Machine, there: _Machine) -> None:
+    _registered(here)
+    here.json("push", "doc", here.location)
+    assert there.json("pull", here.location, "--no-promote")["promoted"] is False
+    assert [row["current"] for row in there.json("list")] == [False]
+
+
 def test_people_see_progress_and_what_was_done(here: _Machine, there: _Machine) -> None:
     _registered(here)
     pushed = here.transfer("push", "doc", here.location)
@@ -170,6 +177,7 @@ def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> Non
     assert after == before
     assert here.json("pull", here.location) == {
         "name": "doc@1", "digest": here.json("list")[0]["digest"], "path": str(root), "pulled": False,
+        "promoted": True,
     }  # fmt: skip
     there.json("pull", here.location)
     files = files_under(there.home / "cartridges")

@@ -53,6 +53,38 @@ def test_an_id_means_its_newest_version_and_id_at_version_that_one(registry: Reg
     assert registry.find("doc@2").version == 2
 
 
+def test_an_id_stays_where_it_is_until_a_version_is_promoted(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "doc", 1))
+    registry.label("stable", "doc")
+    second = _make(tmp_path, "doc", 2)
+    registry.register(second, promote=False)
+    assert (registry.find("doc").name, registry.find("doc@2").name) == ("doc@1", "doc@2")
+    assert registry.next_version("doc") == 3
+    registry.register(second)  # the same again is no change
+    assert registry.find("doc").name == "doc@1"
+    assert registry.current(["doc", "other"]) == {"doc@1"}
+
+    assert registry.promote("doc@2").name == "doc@2"
+    assert (registry.find("doc").name, registry.find("stable").name) == ("doc@2", "doc@1")
+    assert registry.promote("stable").name == "doc@1"
+    assert registry.find("doc").name == "doc@1"
+    registry.register(_make(tmp_path, "doc", 3))
+    assert registry.current(["doc"]) == {"doc@3"}
+    registry.remove("doc@3")
+    assert registry.find("doc").name == "doc@1", "what was taken back stays so"
+
+
+def test_an_id_without_a_promoted_version_means_nothing_yet(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "doc", 1), promote=False)
+    with pytest.raises(CartridgeNotFound, match="promote"):
+        registry.find("doc")
+    assert registry.find("doc@1").version == 1
+    with pytest.raises(CartridgeNotFound):
+        registry.promote("doc@2")
+    registry.promote("doc@1")
+    assert registry.find("doc").version == 1
+
+
 def test_a_label_means_the_version_it_points_at_even_when_there_is_a_newer_one(
     registry: Registry, tmp_path: Path
 ) -> None:
@@ -234,7 +266,7 @@ def test_a_registry_of_a_newer_release_is_refused_and_left_alone(registry: Regis
     db.execute("PRAGMA user_version = 99")
     db.close()
     before = kept_files(registry.path.parent)
-    with pytest.raises(RegistryError, match=r"has schema 99, this release knows 3; upgrade"):
+    with pytest.raises(RegistryError, match=r"has schema 99, this release knows 4; upgrade"):
         Registry(registry.path, read_only=read_only).all()
     assert kept_files(registry.path.parent) == before
 

@@ -17,6 +17,14 @@ def add_payload(parser: Any) -> None:
     )  # fmt: skip
 
 
+def add_no_promote(parser: Any) -> None:
+    """Add the option that leaves an id where it is; `arguments.promote` is False with it."""
+    parser.add_argument(
+        "--no-promote", dest="promote", action="store_false",
+        help="the new version is had as id@version alone, until `lmcache-cartridge promote`; the id means what it meant",
+    )  # fmt: skip
+
+
 def check_files(*paths: Path | None) -> None:
     """Raise `ArtifactError` for a path that is given and no file."""
     for path in paths:

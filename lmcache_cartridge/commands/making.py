@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..output import fields, progress, show, size
-from .authoring import add_payload, check_dtype, check_files, check_numbers
+from .authoring import add_no_promote, add_payload, check_dtype, check_files, check_numbers
 from .context import Verb, local_root, registry_of, settings_of
 
 
@@ -25,6 +25,7 @@ def add(verb: Verb) -> None:
     )
     add_payload(build)
     build.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
+    add_no_promote(build)
     build.add_argument("--canary", help="text after the document whose prediction must not change")
 
     brought = verb("import", _import, "Make a cartridge of KV that PEFT, HazyResearch's code or others trained or saved.",
@@ -52,16 +53,18 @@ def add(verb: Verb) -> None:
     brought.add_argument(
         "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
     )
+    add_no_promote(brought)
     brought.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1 (default cpu)")
 
     smaller = verb("compress", _compress, "Make a cartridge in int8 of one that is registered, at half the bytes of bfloat16.",
                    "compress handbook --id handbook-int8")  # fmt: skip
-    smaller.add_argument("name", help="id (newest version), id@version or label; it stays as it is")
+    smaller.add_argument("name", help="id (the version it means), id@version or label; it stays as it is")
     smaller.add_argument("--id", required=True, help="name of the new cartridge, or the same for a new version of it")
+    add_no_promote(smaller)
 
     export = verb("export", _export, "Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint.",
                   "export handbook --format peft --output ./adapter")  # fmt: skip
-    export.add_argument("name", help="id (newest version), id@version or label")
+    export.add_argument("name", help="id (the version it means), id@version or label")
     export.add_argument("--format", required=True, choices=("peft", "hazy"), help="what to write")
     export.add_argument("--output", required=True, type=Path, help="directory to make; must be new or empty")
     export.add_argument("--base-model", help="Hub id of the model, for the model card (default: as the cartridge says)")
@@ -80,10 +83,11 @@ def _build(arguments: argparse.Namespace) -> None:
             chunk_tokens=arguments.chunk_size, canary=arguments.canary or prefill.CANARY, encoding=arguments.payload,
             progress=shown,
         )  # fmt: skip
-    registry.register(root)
+    registry.register(root, promote=arguments.promote)
     canary = manifest.provenance.canary
     result = {
         "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
         "positions": manifest.positions,
         "bytes": manifest.payload.size_bytes,
         "digest": manifest.digest,
@@ -110,13 +114,14 @@ def _import(arguments: argparse.Namespace) -> None:
             document=arguments.document, reading=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
             progress=shown,
         )  # fmt: skip
-    manifest = registry.register(root)
+    manifest = registry.register(root, promote=arguments.promote)
     if arguments.label:
         registry.label(arguments.label, manifest.name)
     for warning in imported.warnings if arguments.format == "terminal" else ():
         print(f"lmcache-cartridge: warning: {warning}", file=sys.stderr)
     result = {
         "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
         "source_format": imported.form,
         "kind": manifest.kind,
         "evidence": imported.evidence,
@@ -150,9 +155,10 @@ def _compress(arguments: argparse.Namespace) -> None:
     version, root = _next(arguments, registry)
     with progress("compress", " chunks", arguments.format) as shown:
         manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=shown)
-    registry.register(root)
+    registry.register(root, promote=arguments.promote)
     result = {
         "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
         "positions": manifest.positions,
         "bytes": manifest.payload_bytes,
         "bytes_before": before.bytes,

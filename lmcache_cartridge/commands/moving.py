@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from ..output import progress, show
+from .authoring import add_no_promote
 from .context import Verb, local_root, registry_of, settings_of
 
 _OF_BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
@@ -17,7 +18,7 @@ def add(verb: Verb) -> None:
     """Add the commands to the command line."""
     push = verb("push", _push, "Verify a registered cartridge and store it on S3, whole or not at all.",
                 "push handbook s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
-    push.add_argument("name", help="id (newest version), id@version or label")
+    push.add_argument("name", help="id (the version it means), id@version or label")
     push.add_argument("location", help="s3://bucket/prefix that the files go under")
     push.add_argument(
         "--force",
@@ -29,6 +30,7 @@ def add(verb: Verb) -> None:
                 "pull s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
     pull.add_argument("location", help="s3://bucket/prefix that a cartridge was pushed to")
     pull.add_argument("--id", help="name of the cartridge here (default: its own)")
+    add_no_promote(pull)
     for remote in (push, pull):
         remote.add_argument(
             "--endpoint-url",
@@ -67,9 +69,13 @@ def _pull(arguments: argparse.Namespace) -> None:
         check_id(arguments.id)
     registry, directory = registry_of(arguments), settings_of(arguments).cartridges_dir
     with _transfer(arguments) as (source, shown):
-        done = transfer.pull(arguments.location, source, registry, directory, progress=shown, name=arguments.id)
+        done = transfer.pull(
+            arguments.location, source, registry, directory, progress=shown, name=arguments.id,
+            promote=arguments.promote,
+        )  # fmt: skip
     result = {
         "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
+        "promoted": done.manifest.name in registry.current([done.manifest.id]),
     }  # fmt: skip
     text = f"pulled {done.manifest.name}" if done.changed else f"{done.manifest.name} is here already"
     show(result, f"{text}: {done.root}", arguments.format)

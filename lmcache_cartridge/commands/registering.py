@@ -1,4 +1,4 @@
-"""Registering: `register`, `label`, `unlabel`, `remove`, `list`, `describe` and `verify`."""
+"""Registering: `register`, `promote`, `label`, `unlabel`, `remove`, `list`, `describe` and `verify`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import CartridgeError
 from ..output import fields, progress, show, size, table
+from .authoring import add_no_promote
 from .context import Verb, copy_of, registry_of, root_of, settings_of
 
 
@@ -25,6 +26,12 @@ def add(verb: Verb) -> None:
     register.add_argument("--id", help="for a file of token ids: name of the cartridge")
     register.add_argument("--model", help="for a file of token ids: directory or cached Hub id of their model")
 
+    add_no_promote(register)
+
+    promote = verb("promote", _promote, "Let an id mean one of its versions, newer or older; servers follow in a second.",
+                   "promote handbook@2")  # fmt: skip
+    promote.add_argument("name", help="id@version or label")
+
     label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
                  "label current handbook@3")  # fmt: skip
     label.add_argument("label")
@@ -38,17 +45,17 @@ def add(verb: Verb) -> None:
 
     remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
                   "remove handbook@2")  # fmt: skip
-    remove.add_argument("name", help="id (newest version) or id@version")
+    remove.add_argument("name", help="id (the version it means) or id@version")
     remove.add_argument("--delete-files", action="store_true", help="delete the artefact too, if `build` put it there")
 
     verb("list", _list, "List the registered cartridges.", "list --format json")
 
     describe = verb("describe", _describe, "Show everything known of one cartridge.", "describe handbook")
-    describe.add_argument("name", help="id (newest version), id@version or label")
+    describe.add_argument("name", help="id (the version it means), id@version or label")
 
     verify = verb("verify", _verify, "Read a cartridge whole and check every checksum; lifts a quarantine if sound.",
                   "verify handbook")  # fmt: skip
-    verify.add_argument("name", nargs="+", help="id (newest version), id@version or label")
+    verify.add_argument("name", nargs="+", help="id (the version it means), id@version or label")
 
 
 def _register(arguments: argparse.Namespace) -> None:
@@ -56,14 +63,18 @@ def _register(arguments: argparse.Namespace) -> None:
 
     registry = registry_of(arguments)
     if Sources.is_remote(arguments.path):
-        manifest = registry.register(copy_of(arguments, arguments.path), arguments.path)
+        manifest = registry.register(copy_of(arguments, arguments.path), arguments.path, promote=arguments.promote)
     else:
         path = Path(arguments.path)
-        manifest = registry.register(path if path.is_dir() else _stored_prefix(arguments, path, registry))
+        root = path if path.is_dir() else _stored_prefix(arguments, path, registry)
+        manifest = registry.register(root, promote=arguments.promote)
     if arguments.label:
         registry.label(arguments.label, manifest.name)
-    result = {"name": manifest.name, "digest": manifest.digest, "label": arguments.label}
-    show(result, f"registered {manifest.name}", arguments.format)
+    current = sorted(registry.current([manifest.id]))
+    promoted = manifest.name in current
+    result = {"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "label": arguments.label}
+    stays = "" if promoted else f"; {manifest.id} means {' '.join(current) or 'nothing yet'}"
+    show(result, f"registered {manifest.name}{stays}", arguments.format)
 
 
 def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> Path:
@@ -82,6 +93,11 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> 
 
     tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
     return root
+
+
+def _promote(arguments: argparse.Namespace) -> None:
+    target = registry_of(arguments).promote(arguments.name)
+    show({"id": target.id, "name": target.name}, f"{target.id} means {target.name}", arguments.format)
 
 
 def _label(arguments: argparse.Namespace) -> None:
@@ -114,10 +130,13 @@ def _list(arguments: argparse.Namespace) -> None:
     labels: dict[str, list[str]] = {}
     for label, name in registry.labels().items():
         labels.setdefault(name, []).append(label)
+    found = registry.all()
+    current = registry.current(row.id for row in found)
     rows = [
         {
             "id": row.id,
             "version": row.version,
+            "current": row.name in current,
             "kind": row.kind,
             "positions": row.positions,
             "bytes": row.bytes,
@@ -125,10 +144,10 @@ def _list(arguments: argparse.Namespace) -> None:
             "quarantined": quarantine.reason(row.digest) is not None,
             "digest": row.digest,
         }
-        for row in registry.all()
+        for row in found
     ]
     readable = [
-        row | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12],
+        row | {"current": "yes" if row["current"] else "", "bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12],
                "quarantined": "yes" if row["quarantined"] else ""}
         for row in rows
     ]  # fmt: skip
@@ -142,7 +161,8 @@ def _describe(arguments: argparse.Namespace) -> None:
     from .. import artifact
     from ..quarantine import Quarantine
 
-    location = registry_of(arguments).find(arguments.name)
+    registry = registry_of(arguments)
+    location = registry.find(arguments.name)
     reason = Quarantine(settings_of(arguments).quarantine_dir).reason(location.digest)
     result = json.loads(
         artifact.load_manifest(root_of(arguments, location.location), location.digest, payload=False).encode()
@@ -152,7 +172,13 @@ def _describe(arguments: argparse.Namespace) -> None:
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
-    result |= {"location": location.location, "registered": location.registered, "quarantined": reason}
+    current = location.name in registry.current([location.id])
+    result |= {
+        "current": current,
+        "location": location.location,
+        "registered": location.registered,
+        "quarantined": reason,
+    }
     show(result, fields(result), arguments.format)
 
 

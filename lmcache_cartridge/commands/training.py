@@ -97,7 +97,7 @@ def _add_evaluate(verb: Verb) -> None:
         "evaluate handbook --questions questions.jsonl --server http://localhost:8000",
     )  # fmt: skip
     option = evaluate.add_argument
-    option("name", help="id (newest version), id@version or label")
+    option("name", help="id (the version it means), id@version or label")
     option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
     where = evaluate.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")

@@ -101,11 +101,12 @@ def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[Loc
     """Describe cartridges for a client, without a path. Blocks."""
     quarantine = Quarantine(plugin.settings.quarantine_dir)
     reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
-    return [_state(row, ranks, reasons.get(row.digest)) for row in rows]
+    current = _registry(plugin).current(row.id for row in rows)
+    return [_state(row, ranks, reasons.get(row.digest), row.name in current) for row in rows]
 
 
-def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None) -> dict[str, Any]:
-    """Describe one cartridge; `quarantined` says why it is that, None if it is not."""
+def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None, current: bool) -> dict[str, Any]:
+    """Describe one cartridge; `quarantined` says why it is that, None if it is not, `current` whether its id means it."""
     reason = quarantined or next((rank["refused"][row.name] for rank in ranks if row.name in rank["refused"]), None)
     whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0
     tiers = {
@@ -122,6 +123,7 @@ def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None) 
         "object": "cartridge",
         "id": row.id,
         "version": row.version,
+        "current": current,
         "digest": row.digest,
         "kind": row.kind,
         "positions": row.positions,
