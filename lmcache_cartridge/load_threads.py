@@ -49,8 +49,8 @@ class LoadThreads:
 
         `on_failure` hears of every load that raised before `loaded` does; both are called by the loading thread.
         Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting. A
-        chunk's thread takes chunks that follow it and wait along, `run_of` it in all at most, and has `load_run` load
-        them together.
+        chunk's thread takes neighbours of it that wait along, `run_of` it in all at most, and has `load_run` load them
+        together.
         """
         self._load, self._load_run, self._loaded = load, load_run, loaded
         self._is_slow, self._run_of, self._on_failure = is_slow, run_of, on_failure
@@ -71,31 +71,37 @@ class LoadThreads:
             pool.shutdown(wait=True, cancel_futures=False)
 
     def _run(self, key: ChunkKey) -> None:
-        slots = self._take(key)
-        if not slots:
-            return  # the thread of one before it has it
+        taken = self._take(key)
+        if not taken:
+            return  # the thread of a neighbour has it
         started = time.perf_counter()
-        errors = self._fill(key, slots)
-        keys = [key._replace(chunk=key.chunk + i) for i in range(len(slots))]
+        keys, slots = list(taken), list(taken.values())
+        errors = self._fill(keys[0], slots)
         for failed, error in zip(keys, errors, strict=True):
             if error is not None:
                 self._tell(failed, error)
         self._loaded(keys, errors, time.perf_counter() - started)
 
-    def _take(self, key: ChunkKey) -> list[torch.Tensor]:
-        """Return the slots of a chunk and of those after it that this thread is to load; none if another thread is."""
+    def _take(self, key: ChunkKey) -> dict[ChunkKey, torch.Tensor]:
+        """Return the slots of a chunk and its neighbours, in order, that this thread is to load; none if another thread is.
+
+        Those before it too, so that neighbours stay together whichever thread comes first.
+        """
         try:
             limit = self._run_of(key)
         except Exception:  # loading it alone says what is wrong
             limit = 1
         with self._lock:
-            slots: list[torch.Tensor] = []
-            while len(slots) < limit:
-                slot = self._waiting.pop(key._replace(chunk=key.chunk + len(slots)), None)
-                if slot is None:
-                    break
-                slots.append(slot)
-            return slots
+            taken: dict[ChunkKey, torch.Tensor] = {}
+            if key not in self._waiting:
+                return taken
+            following = key
+            while key.chunk - following.chunk < limit - 1 and _next(following, -1) in self._waiting:
+                following = _next(following, -1)
+            while len(taken) < limit and following in self._waiting:
+                taken[following] = self._waiting.pop(following)
+                following = _next(following, 1)
+            return taken
 
     def _fill(self, key: ChunkKey, slots: Sequence[torch.Tensor]) -> Sequence[CartridgeError | None]:
         try:
@@ -115,6 +121,10 @@ class LoadThreads:
                 self._on_failure(key, error)
             except Exception:
                 logger.exception("chunk %d of %s was not loaded (%s), and nobody heard", key.chunk, key.digest, error)
+
+
+def _next(key: ChunkKey, step: int) -> ChunkKey:
+    return key._replace(chunk=key.chunk + step)
 
 
 def _pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -43,7 +43,6 @@ def test_chunks_that_come_from_s3_together_are_packed(
         settings = {
             "s3_endpoint_url": s3_credentials.endpoint,
             "s3_region": "us-east-1",
-            "s3_connections": 1,  # one thread, so the first of them takes all
             "disk_dir": home.path / "cache",
         }
         store = home.open(fingerprint=model, chunks=CHUNKS, chunk_tokens=CHUNK, layout=layout, settings=settings)

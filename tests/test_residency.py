@@ -947,6 +947,29 @@ def test_chunks_that_wait_in_a_row_are_loaded_together_up_to_a_limit(open_reside
     assert (stats.promoted, stats.loading, sum(stats.load_counts)) == (10, 0, 10)
 
 
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_chunks_in_a_row_stay_together_whichever_thread_comes_first(
+    open_residency: Callable, loads: _Loads, first: int
+) -> None:
+    together, begun = _Together(loads, 5), threading.Event()
+
+    def run_of(key: ChunkKey) -> int:
+        assert key.chunk == first or begun.wait(60)
+        return 5
+
+    def load_run(key: ChunkKey, outs: list[torch.Tensor]) -> list[CorruptChunk | None]:
+        begun.set()
+        return together(key, outs)
+
+    arguments = {"threads": 5, "load_run": load_run, "run_of": run_of, "clock": time.monotonic}
+    residency, keys = open_residency(5, **arguments), _keys("a", 5)
+    assert residency.acquire(keys, 60) == 5
+    assert together.runs == [[0, 1, 2, 3, 4]]
+    for key in keys:
+        with residency.lend(key) as loan:
+            assert _intact(loan, key)
+
+
 def test_what_is_there_or_on_its_way_is_not_taken_along(open_residency: Callable, loads: _Loads) -> None:
     together = _Together(loads, 9)
     residency, keys = open_residency(20, threads=2, **together.arguments), _keys("a", 7)
