@@ -1,52 +1,220 @@
-"""However a chunk's bytes travel, what the engine reads is the KV that was stored, packed as the engine packs it."""
+"""However a chunk's bytes travel, what the engine reads is the KV that was stored, in the engine's layout.
+
+What it must be is worked out here from the payload alone, with the safetensors library and none of the loader's code.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from homes import Home, until
-from making import make_artifact, make_fingerprint, sha256_hasher
+from making import Made, make_artifact, make_fingerprint, sha256_hasher
 from s3 import S3Server
+from safetensors import safe_open
 
-from lmcache_cartridge import tiles
-from lmcache_cartridge.artifact import load_token_ids
-from lmcache_cartridge.store import CartridgeStore
+from lmcache_cartridge.artifact import PAYLOAD, load_token_ids
+from lmcache_cartridge.store import CartridgeStore, Place
 
-CHUNK, BLOCK, CHUNKS = 256, 128, 4
-"""Tokens of a chunk and of a block of vLLM's on CPU, as they are by default."""
-
-
-def _served(store: CartridgeStore, ids: list[int], tokens: int) -> list[bytes]:
-    """Return the chunks that a store lends, all asked for at once."""
-    hashes = list(sha256_hasher(tokens)(ids))
-    assert store.lookup(hashes) == len(hashes) == len(ids) // tokens
-    found = []
-    for chunk_hash in hashes:
-        with store.lend(chunk_hash) as loan:
-            found.append(loan.bytes.numpy().tobytes())
-    return found
+MODEL = make_fingerprint(layers=2, head_size=32)
+POSITIONS = 512
+ODD = 96
+"""Tokens of stored chunks that no engine's chunk is made of."""
+PART = 1 << 16
+"""Bytes of a request to S3 where a chunk of 256 is larger than one, and one of 64 half of one."""
+KINDS = ("prefill", "trained")
+ENCODINGS = ("plain", "int8")
+SIZES = (64, 128, 256)
+LAYOUTS = ("heads", "kv_2ltd", "fused", "vec", "vec/blocks", "amx", "amx/blocks")
 
 
-@pytest.mark.parametrize("layout", [tiles.layout("vec", BLOCK), tiles.layout("vec", BLOCK, blocks=True)])
-def test_chunks_that_come_from_s3_together_are_packed(
-    tmp_path: Path, s3_credentials: S3Server, bucket: str, layout: str
+def _canonical(payload: Path, encoding: str) -> torch.Tensor:
+    """Return `[2, L, T, H, D]` of a payload."""
+    with safe_open(payload, "pt") as file:
+        chunks = [file.get_tensor(name) for name in sorted(file.keys())]
+    heads = torch.cat([chunk if encoding == "plain" else _dequantised(chunk) for chunk in chunks], dim=3)
+    return heads.permute(1, 2, 3, 0, 4)
+
+
+def _dequantised(packed: torch.Tensor) -> torch.Tensor:
+    """Return `[H, 2, L, T, D]` of the int8 records of a chunk's heads."""
+    layers, size = MODEL.layers, MODEL.head_size
+    tokens = (packed.shape[1] // layers - 8 * size) // (2 * size + 4)
+    widths = [4 * layers * size, 4 * layers * size, 4 * layers * tokens, 2 * layers * tokens * size]
+    step, middle, of_value, codes = packed.split(widths, dim=1)
+    step, middle = (each.contiguous().view(torch.float32).view(-1, layers, 1, size) for each in (step, middle))
+    of_value = of_value.contiguous().view(torch.float32).view(-1, layers, tokens, 1)
+    keys, values = codes.contiguous().view(torch.int8).view(-1, 2, layers, tokens, size).float().unbind(1)
+    return torch.stack([keys * step + middle, values * of_value], dim=1).bfloat16()
+
+
+def _in_layout(kv: torch.Tensor, layout: str) -> bytes:
+    """Return a chunk `[2, L, T, H, D]` as the bytes of a layout."""
+    _, layers, _, heads, size = kv.shape
+    if layout == "heads":
+        placed = kv.permute(3, 0, 1, 2, 4)
+    elif layout == "kv_2ltd":
+        placed = kv
+    elif layout == "fused":
+        placed = torch.cat([kv[0], kv[1]], dim=-1)
+    else:
+        kind, block, *whole = layout.split("/")
+        block = int(block)
+        placed = torch.empty(layers, kv.shape[2] // block, heads, 2 * block * size, dtype=kv.dtype)
+        places = {"vec": _vec, "amx": _amx}[kind](block, size)
+        for plane, place in enumerate(places):
+            numbers = kv[plane].unflatten(1, (-1, block)).transpose(2, 3).flatten(3)  # [L, block, H, token * D]
+            placed[..., plane * block * size + torch.from_numpy(place.flatten())] = numbers
+        if not whole:
+            placed = placed.unflatten(3, (block, 2 * size)).transpose(2, 3)
+    return placed.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _vec(block: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where in its region each number of `[token, D]` lies, for keys and for values."""
+    token, number = np.indices((block, size))
+    return number * block + token, token * size + number
+
+
+def _amx(block: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    token, number = np.indices((block, size))
+    keys = ((token // 16 * (size // 2) + number // 2) * 16 + token % 16) * 2 + number % 2
+    values = ((number // 16 * (block // 2) + token // 2) * 16 + number % 16) * 2 + token % 2
+    return keys, values
+
+
+class _Stored(NamedTuple):
+    made: Made
+    root: Path
+    remote: str
+    kv: torch.Tensor
+
+
+class _Travels:
+    """Cartridges of every kind, payload and stored chunk, in directories and on S3, and stores that serve them."""
+
+    def __init__(self, server: S3Server, root: Path) -> None:
+        self.server, self._root, self._bucket = server, root, "travels"
+        self._stored: dict[tuple, _Stored] = {}
+        server.client.create_bucket(Bucket=self._bucket)
+        for number, case in enumerate(itertools.product(ENCODINGS, KINDS, (*SIZES, ODD))):
+            self._stored[case] = self._store(number, *case)
+
+    def _store(self, number: int, encoding: str, kind: str, stored: int) -> _Stored:
+        root, name = self._root / "made" / str(number), f"{encoding}-{kind}-{stored}"
+        made = make_artifact(
+            root, positions=POSITIONS, chunk_tokens=stored, kind=kind, fingerprint=MODEL, seed=number, encoding=encoding
+        )
+        self.server.client.upload_file(str(root / PAYLOAD), self._bucket, f"{name}/{PAYLOAD}")
+        kv = _canonical(root / PAYLOAD, encoding)
+        assert encoding != "plain" or torch.equal(kv, made.kv)
+        return _Stored(made, root, f"s3://{self._bucket}/{name}", kv)
+
+    def of(self, tokens: int) -> list[_Stored]:
+        """Return cartridges of every kind and payload in chunks of `tokens`, and some in odd ones."""
+        same = [self._stored[case] for case in itertools.product(ENCODINGS, KINDS, [tokens])]
+        return [*same, self._stored["plain", "prefill", ODD], self._stored["int8", "trained", ODD]]
+
+
+class _Way:
+    """A store of an engine, with memory for one cartridge, so that each pushes out the one before."""
+
+    def __init__(self, travels: _Travels, home: Home, tokens: int, layout: str, **settings: object) -> None:
+        given = {
+            "s3_endpoint_url": travels.server.endpoint, "s3_region": "us-east-1", "disk_dir": home.path / "cache",
+            "reload_s": 0, "device_bytes": 0,
+        }  # fmt: skip
+        self._tokens, self._layout, self._chunks = tokens, layout, POSITIONS // tokens
+        self.store: CartridgeStore = home.open(
+            fingerprint=MODEL, chunks=self._chunks, chunk_tokens=tokens, layout=layout, settings=given | settings
+        )
+
+    def check(self, stored: _Stored, location: str, at_once: int) -> None:
+        """Have a cartridge loaded, so many chunks at once, and compare each with what it must be."""
+        manifest = stored.made.manifest
+        ids = load_token_ids(manifest, stored.root).tolist()
+        hashes, tag = list(sha256_hasher(self._tokens)(ids)), manifest.digest
+        assert len(hashes) == self._chunks
+        claim = self.store.claim(tag, {tag: Place(stored.root, location)})
+        if at_once >= len(hashes):
+            until(lambda: claim.poll().ready)
+        else:
+            claim.close()
+        for first in range(0, len(hashes), at_once):
+            if 1 < at_once < len(hashes) and manifest.kind == "prefill":
+                assert self.store.lookup(hashes[: first + at_once], tag) == min(first + at_once, len(hashes))
+            for chunk in range(first, min(first + at_once, len(hashes))):
+                self._compare(hashes[chunk], tag, stored.kv[:, :, chunk * self._tokens :][:, :, : self._tokens])
+        claim.close()
+        for chunk_hash in hashes:
+            while self.store.release(chunk_hash, tag):
+                pass
+
+    def _compare(self, chunk_hash: int, tag: str, kv: torch.Tensor) -> None:
+        with self.store.lend(chunk_hash, tag) as loan:
+            assert loan.bytes.numpy().tobytes() == _in_layout(kv, self._layout)
+
+    def reads(self) -> int:
+        return self.store.tiers()["source"]["reads"]
+
+
+@pytest.fixture(scope="module")
+def travels(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> _Travels:
+    return _Travels(s3_server, tmp_path_factory.mktemp("travels"))
+
+
+CASES = [
+    (tokens, f"{kind}/{min(tokens, 128)}{'/blocks' * bool(whole)}" if kind in ("vec", "amx") else kind)
+    for tokens in SIZES
+    for kind, _, whole in (layout.partition("/") for layout in LAYOUTS)
+]
+"""Chunks of 64 are half a block of vLLM's default on CPU, of 128 one, of 256 two; LMCache's default is 256."""
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[int, str]:
+    return request.param
+
+
+@pytest.fixture
+def open_way(travels: _Travels, s3_credentials: S3Server, home: Home, case: tuple[int, str]) -> Callable[..., _Way]:
+    return lambda **settings: _Way(travels, home, *case, **settings)
+
+
+@pytest.mark.parametrize("local_copies", [False, True])
+def test_from_a_directory(
+    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str], local_copies: bool
 ) -> None:
-    model = make_fingerprint(layers=2, head_size=32)
-    made = make_artifact(tmp_path / "doc", positions=CHUNKS * CHUNK, chunk_tokens=CHUNK, fingerprint=model)
-    for path in (tmp_path / "doc").iterdir():
-        s3_credentials.client.upload_file(str(path), bucket, f"doc/{path.name}")
-    ids, found = load_token_ids(made.manifest, tmp_path / "doc").tolist(), []
-    for place in (None, f"s3://{bucket}/doc"):
-        home = Home(tmp_path / ("here" if place is None else "there"))
-        home.registry.register(tmp_path / "doc", place)
-        settings = {
-            "s3_endpoint_url": s3_credentials.endpoint,
-            "s3_region": "us-east-1",
-            "disk_dir": home.path / "cache",
-        }
-        store = home.open(fingerprint=model, chunks=CHUNKS, chunk_tokens=CHUNK, layout=layout, settings=settings)
-        until(store.names)
-        found.append(_served(store, ids, CHUNK))
-        home.close()
-    assert found[0] == found[1]
+    stored = travels.of(case[0])
+    for at_once in (1, 2, 99):
+        way = open_way(disk_local=local_copies, disk_bytes=1 << 30 if local_copies else 0)
+        for each in stored:
+            way.check(each, str(each.root), at_once)
+
+
+def test_from_s3_from_its_copies_on_disk_and_after_a_restart(
+    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str]
+) -> None:
+    stored, reads = travels.of(case[0]), []
+    for way in (open_way(), open_way()):
+        for each in stored * 2:
+            way.check(each, each.remote, 99)
+            reads.append(way.reads())
+    first, again, restarted = reads[: len(stored)], reads[len(stored) : 2 * len(stored)], reads[2 * len(stored) :]
+    assert min(first) > 0
+    assert set(again) == {first[-1]}, "the copies are used"
+    assert set(restarted) == {0}
+
+
+def test_from_s3_in_small_parts_without_copies(
+    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str]
+) -> None:
+    way = open_way(s3_part_bytes=PART, disk_bytes=0)
+    stored = travels.of(case[0])[CASES.index(case) % 2 :: 2]
+    for each, at_once in zip(stored, (1, 99, 2), strict=True):
+        way.check(each, each.remote, at_once)
