@@ -17,6 +17,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the sequence length, so that KV stays valid under any prompt."""
 
+_LOCAL_ROTATES = ("cohere2", "exaone4")
+"""Model types whose layers rotate keys where their attention is local (`sliding_attention`)."""
 _PLAIN_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Layer types of a Hugging Face config that cache K and V per head, and nothing else."""
 
@@ -27,7 +29,8 @@ _KV_FIELDS = (
     "num_key_value_heads", "vocab_size", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps",
     "attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "sliding_window", "layer_types",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts",
-    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "no_rope_layers", "rotary_dim", "alibi",
+    "multi_query", "new_decoder_architecture", "parallel_attn", "use_qk_norm",
 )  # fmt: skip
 
 
@@ -46,6 +49,8 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The config's own RoPE parameters, defaults filled in."""
     pairing: Literal["half", "interleaved"] | None = None
     """Which dimensions rotate together: i with i + rotary_dim / 2, or 2i with 2i + 1; None where nobody found out."""
+    layers: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """The layers that rotate their keys, ascending; the others leave them as they are. Unset where nobody found out."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +81,8 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def differences(self, other: Fingerprint) -> list[str]:
         """Return one line for each field that differs, `name: self's value, not other's`; empty when compatible.
 
-        Frequencies may differ by rounding (1e-5 relative). A weights digest counts where both sides have one.
+        Frequencies may differ by rounding (1e-5 relative). A weights digest, and the layers that rotate, count where
+        both sides know them.
         """
         lines = []
         for name in self.__struct_fields__:
@@ -98,6 +104,8 @@ def _rope_differences(mine: Rope | None, theirs: Rope | None) -> list[str]:
         for name in ("kind", "rotary_dim", "attention_factor")
         if getattr(mine, name) != getattr(theirs, name)
     ]
+    if msgspec.UNSET not in (mine.layers, theirs.layers) and mine.layers != theirs.layers:
+        lines.append(f"rope layers: {list(mine.layers)}, not {list(theirs.layers)}")
     same_length = len(mine.inv_freq) == len(theirs.inv_freq)
     if not same_length or not all(
         math.isclose(a, b, rel_tol=1e-5) for a, b in zip(mine.inv_freq, theirs.inv_freq, strict=False)
@@ -135,15 +143,16 @@ def of_config(
         raise UnsupportedModel(f"KV dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}; use --dtype")
     if missing := [name for name in ("num_hidden_layers", "num_attention_heads", "vocab_size") if name not in config]:
         raise UnsupportedModel(f"its config has no {', '.join(missing)}")
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    rope_parameters(config)
     rope = None if inv_freq is None else _rope(config, inv_freq, attention_factor, pairing)
     fields = {name: config[name] for name in _KV_FIELDS if config.get(name) is not None}
+    if not fields.get("sliding_window"):
+        fields.pop("sliding_window", None)  # transformers says 0 where vLLM says None: no window
     return Fingerprint(
         architecture=(config.get("architectures") or [config["model_type"]])[0],
         layers=config["num_hidden_layers"],
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=head_size,
+        kv_heads=_kv_heads(config),
+        head_size=head_size(config),
         dtype=dtype,
         vocab_size=config["vocab_size"],
         rope=rope,
@@ -152,17 +161,34 @@ def of_config(
     )
 
 
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the RoPE parameters of a config by their standard names, defaults filled in; empty where it has none.
+
+    Raises `UnsupportedModel` where layers have parameters of their own.
+    """
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if kinds := sorted(name for name, value in parameters.items() if isinstance(value, dict)):
+        raise UnsupportedModel(
+            f"each kind of its layers has RoPE parameters of its own ({', '.join(kinds)}), and this release serves no "
+            "cartridges of such models, Gemma 3 among them"
+        )
+    if rotary_dim := None if parameters else config.get("rotary_dim"):  # GPT-J
+        parameters["partial_rotary_factor"] = rotary_dim / head_size(config)
+    if not parameters and config.get("rope_theta") is None:
+        return {}
+    parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    return parameters
+
+
 def _rope(
     config: Mapping[str, Any],
     inv_freq: Sequence[float],
     attention_factor: float,
     pairing: Literal["half", "interleaved"] | None,
 ) -> Rope:
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedModel(f"layers with RoPE of their own kinds: {', '.join(sorted(parameters))}")
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters = rope_parameters(config) or {"rope_theta": 10000.0, "rope_type": "default"}
+    kind = parameters["rope_type"]
     if kind not in STATIC_ROPE:
         raise UnsupportedModel(
             f"RoPE type {kind!r} changes its frequencies with the sequence length, so stored keys would be wrong "
@@ -175,7 +201,30 @@ def _rope(
         attention_factor=float(attention_factor),
         parameters={k: v for k, v in sorted(parameters.items()) if not isinstance(v, list | dict)},
         pairing=pairing,
+        layers=_rotating_layers(config),
     )
+
+
+def _rotating_layers(config: Mapping[str, Any]) -> tuple[int, ...] | msgspec.UnsetType:
+    """Return the layers that rotate their keys where a config says so; most do not say, and rotate all."""
+    if flags := config.get("no_rope_layers"):  # 1 for a layer that rotates, whatever the name says
+        return tuple(layer for layer, rotates in enumerate(flags) if rotates)
+    kinds = config.get("layer_types") or ()
+    if config.get("model_type") in _LOCAL_ROTATES and "sliding_attention" in kinds:
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    return msgspec.UNSET
+
+
+def head_size(config: Mapping[str, Any]) -> int:
+    """Return the elements of a KV head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    """Return the KV heads that engines cache. Falcon has fields of its own for it."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or config["num_attention_heads"]
 
 
 def model_directory(model: str) -> Path | None:

@@ -221,6 +221,12 @@ def check(manifest: Manifest, where: str) -> None:
     need(shape.dtype in DTYPE_BYTES, f"dtype {shape.dtype} is not one of {', '.join(DTYPE_BYTES)}")
     for name in ("layers", "kv_heads", "head_size", "vocab_size"):
         need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
+    if shape.rope is not None and shape.rope.layers is not msgspec.UNSET:
+        rotating = shape.rope.layers
+        need(
+            list(rotating) == sorted({layer for layer in rotating if 0 <= layer < shape.layers}),
+            f"the layers that rotate are not some of {shape.layers}, in order",
+        )
     need(0 < manifest.positions < 1 << 31, f"p = {manifest.positions} is out of range")
     need((payload is None) == (manifest.kind == "tokens"), f"a payload does not go with kind {manifest.kind}")
     need(manifest.document is None or manifest.kind == "trained", f"document ids do not go with kind {manifest.kind}")

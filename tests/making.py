@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -38,7 +39,10 @@ def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: 
 def make_fingerprint(
     *, layers: int = 3, kv_heads: int = 2, head_size: int = 64, dtype: str = "bfloat16", rope: Rope | None = None
 ) -> Fingerprint:
-    """Return the fingerprint of a small Llama."""
+    """Return the fingerprint of a small Llama, all of whose layers rotate where it is known how."""
+    rope = rope or make_rope(rotary_dim=head_size)
+    if rope.pairing is not None:
+        rope = msgspec.structs.replace(rope, layers=tuple(range(layers)))
     return Fingerprint(
         architecture="LlamaForCausalLM",
         layers=layers,
@@ -46,7 +50,7 @@ def make_fingerprint(
         head_size=head_size,
         dtype=dtype,
         vocab_size=VOCABULARY,
-        rope=rope or make_rope(rotary_dim=head_size),
+        rope=rope,
         config_digest="c0" * 32,
         weights_digest="d1" * 32,
     )

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.fingerprint import config_fields, model_directory, of_config, weights_digest
+from lmcache_cartridge.rope import default_frequencies
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -84,6 +85,48 @@ def test_a_dtype_is_told_with_both_values() -> None:
 def test_frequencies_may_differ_by_rounding_and_no_more() -> None:
     assert _of().differences(_of(inv_freq=[f * (1 + 5e-6) for f in INV_FREQ])) == []
     assert len(_of().differences(_of(inv_freq=[f * (1 + 5e-5) for f in INV_FREQ]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, msgspec.UNSET),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1]}, (0, 2)),
+        ({"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (0,)),
+        ({"model_type": "exaone4", "layer_types": ["full_attention"] * 3}, msgspec.UNSET),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, msgspec.UNSET),
+    ],
+)  # fmt: skip
+def test_the_layers_that_rotate_are_named_where_the_config_names_them(config: dict, layers: tuple) -> None:
+    assert _of(**config).rope.layers == layers
+
+
+def test_layers_that_rotate_count_where_both_sides_know_them() -> None:
+    known, other, unknown = (
+        msgspec.structs.replace(_of(), rope=msgspec.structs.replace(_of().rope, layers=layers))
+        for layers in ((0, 1), (0, 1, 2), msgspec.UNSET)
+    )
+    assert known.differences(other) == ["rope layers: [0, 1], not [0, 1, 2]"]
+    assert known.differences(unknown) == unknown.differences(known) == []
+
+
+@pytest.mark.parametrize("window", [0, None])
+def test_no_sliding_window_is_the_same_however_it_is_said(window: int | None) -> None:
+    assert _of().config_digest == _of(sliding_window=window).config_digest
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": True, "num_kv_heads": 4}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"multi_query": False, "num_kv_heads": 4}, 4),
+        ({"multi_query": False}, 4),
+    ],
+)
+def test_falcons_say_otherwise_how_many_kv_heads_they_have(config: dict, heads: int) -> None:
+    assert _of(num_key_value_heads=None, model_type="falcon", **config).kv_heads == heads
 
 
 def test_weights_count_where_both_sides_know_theirs() -> None:
@@ -185,8 +228,9 @@ def test_rope_of_several_kinds_is_refused_since_one_shift_would_not_fit_all_laye
         "model_type": "gemma3_text", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64,
         "vocab_size": 100, "rope_parameters": rope,
     }  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention"):
-        of_config(config, dtype="bfloat16", inv_freq=[1.0])
+    for inv_freq in ([1.0], None):  # transformers keeps frequencies of each kind, under names of their own
+        with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention.*serves no cartridges.*Gemma 3"):
+            of_config(config, dtype="bfloat16", inv_freq=inv_freq)
 
 
 def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names() -> None:
@@ -196,6 +240,15 @@ def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_nam
         config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32", inv_freq=None
     )
     assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, None)
+
+
+def test_a_config_that_names_rotating_dimensions_alone_has_rope() -> None:
+    from transformers import GPTJConfig
+
+    config = config_fields(GPTJConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, rotary_dim=8))
+    found = of_config(config, dtype="float32", inv_freq=default_frequencies(config))
+    assert (found.rope.kind, found.rope.rotary_dim, found.rope.parameters["rope_theta"]) == ("default", 8, 10000.0)
+    assert found.rope.inv_freq == pytest.approx((1.0, 0.1, 0.01, 0.001))
 
 
 def test_a_config_without_layers_is_refused_by_name() -> None:

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import make_artifact
+from making import make_artifact, make_fingerprint, make_rope
 
 from lmcache_cartridge.artifact import load_token_ids
-from lmcache_cartridge.errors import ArtifactError, ManifestError
+from lmcache_cartridge.errors import ArtifactError, ManifestError, UnsupportedModel
 from lmcache_cartridge.manifest import (
     MAX_MANIFEST_BYTES,
     Canary,
@@ -25,11 +25,14 @@ from lmcache_cartridge.manifest import (
     content_digest,
     decode,
 )  # fmt: skip
+from lmcache_cartridge.rope import check_shift
 
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return make_artifact(tmp_path_factory.mktemp("artefact") / "doc", positions=40, chunk_tokens=16).manifest
+    shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+    root = tmp_path_factory.mktemp("artefact") / "doc"
+    return make_artifact(root, positions=40, chunk_tokens=16, fingerprint=shape).manifest
 
 
 def _edited(manifest: Manifest, **changes: Any) -> bytes:
@@ -90,6 +93,25 @@ def test_a_manifest_of_a_release_that_wrote_what_it_did_not_know_as_null_is_read
     assert b"training" not in found.encode() and b"origin" not in found.encode(), "nor are new ones for old releases"
 
 
+def test_a_manifest_that_does_not_say_which_layers_rotate_is_read_as_it_was_written(manifest: Manifest) -> None:
+    rope = msgspec.structs.replace(manifest.fingerprint.rope, layers=msgspec.UNSET)
+    old = msgspec.structs.replace(manifest, fingerprint=msgspec.structs.replace(manifest.fingerprint, rope=rope))
+    old = msgspec.structs.replace(old, digest=content_digest(old))
+    assert "layers" not in json.loads(old.encode())["fingerprint"]["rope"]
+    found = decode(old.encode(), "here")
+    assert found == old
+    with pytest.raises(UnsupportedModel, match="build the cartridge again"):
+        check_shift(found.fingerprint.rope)
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (-1, 0), (1, 0), (0, 0, 1)])
+def test_layers_that_rotate_are_layers_of_the_model_in_order(manifest: Manifest, layers: tuple[int, ...]) -> None:
+    rope = msgspec.structs.replace(manifest.fingerprint.rope, layers=layers)
+    wrong = msgspec.structs.replace(manifest, fingerprint=msgspec.structs.replace(manifest.fingerprint, rope=rope))
+    with pytest.raises(ManifestError, match="layers that rotate are not some of 3, in order"):
+        decode(msgspec.structs.replace(wrong, digest=content_digest(wrong)).encode(), "here")
+
+
 @pytest.mark.parametrize("where", ["", "fingerprint__", "fingerprint__rope__", "tokens__", "payload__", "provenance__"])
 def test_an_unknown_field_is_refused_at_every_level(manifest: Manifest, where: str) -> None:
     with pytest.raises(ManifestError, match="surprise"):
@@ -126,6 +148,7 @@ def test_a_newer_minor_format_is_read(manifest: Manifest) -> None:
         {"fingerprint__rope": None},
         {"fingerprint__rope__kind": "yarn"},
         {"fingerprint__rope__rotary_dim": 62},
+        {"fingerprint__rope__layers": (0, 1)},
         {"fingerprint__rope__inv_freq__1": 0.5},
         {"fingerprint__rope__attention_factor": 1.0000001},
         {"fingerprint__rope__parameters__rope_theta": 20000.0},

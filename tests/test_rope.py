@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from families import make_model
 from making import make_rope
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     DynamicCache,
     GlmConfig,
@@ -22,7 +21,7 @@ from transformers import (
 )  # fmt: skip
 
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.fingerprint import Rope, of_config
+from lmcache_cartridge.fingerprint import of_config
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.rope import check_shift, shift_keys
@@ -65,12 +64,8 @@ MODELS = {
 
 
 def _made(directory: Path, config: PreTrainedConfig) -> CausalModel:
-    """Return a random model of a config, with the shipped tokenizer."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    for file in MODEL_DIR.glob("*token*"):
-        shutil.copy(file, directory)
-    return CausalModel(str(directory))
+    """Return a random model of a config."""
+    return CausalModel(str(make_model(directory, config)))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -85,12 +80,14 @@ def shipped() -> CausalModel:
 
 
 @torch.inference_mode()
-def _layer0(model: CausalModel, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values `[H, T, D]` of layer 0, which depend on token and position alone."""
+def _made_at(model: CausalModel, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values `[L, H, T, D]` of a text that stands at `start`."""
     cache = DynamicCache()
     positions = torch.arange(start, start + len(ids))[None]
     model.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
-    return cache.layers[0].keys[0], cache.layers[0].values[0]
+    return torch.stack([layer.keys[0] for layer in cache.layers]), torch.stack(
+        [layer.values[0] for layer in cache.layers]
+    )
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -100,18 +97,20 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("offset", [1, 64, 1000, 1051, 3000])
 def test_a_prefill_moved_by_d_is_a_prefill_at_positions_d_and_on(shipped: CausalModel, offset: int) -> None:
     ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
-    (keys, values), (there, values_there) = _layer0(shipped, ids, 0), _layer0(shipped, ids, offset)
-    assert torch.equal(values, values_there), "values know no position"
-    assert _error(shift_keys(keys, shipped.fingerprint.rope, offset), there) < BF16_NOISE
-    assert _error(keys, there) > 10 * BF16_NOISE, "keys that were not moved could not be told from those that were"
+    (keys, values), (there, values_there) = _made_at(shipped, ids, 0), _made_at(shipped, ids, offset)
+    assert torch.equal(values[0], values_there[0]), "values know no position"
+    assert _error(shift_keys(keys, shipped.fingerprint.rope, offset)[0], there[0]) < BF16_NOISE
+    assert _error(keys[0], there[0]) > 10 * BF16_NOISE, (
+        "keys that were not moved could not be told from those that were"
+    )
 
 
 def test_a_stored_prefill_moved_chunk_by_chunk_is_the_whole_one_moved(shipped: CausalModel) -> None:
     ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
-    keys, _ = _layer0(shipped, ids, 0)
+    keys, _ = _made_at(shipped, ids, 0)
     whole = shift_keys(keys, shipped.fingerprint.rope, 777)
-    pieces = [shift_keys(piece, shipped.fingerprint.rope, 777) for piece in keys.split(100, dim=1)]
-    assert torch.equal(torch.cat(pieces, dim=1), whole)
+    pieces = [shift_keys(piece, shipped.fingerprint.rope, 777) for piece in keys.split(100, dim=2)]
+    assert torch.equal(torch.cat(pieces, dim=2), whole)
 
 
 def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: tuple[CausalModel, str, int]) -> None:
@@ -119,17 +118,17 @@ def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: 
     rope = model.fingerprint.rope
     assert (rope.pairing, rope.rotary_dim) == (pairing, rotary_dim)
     ids = list(range(5, 205))
-    keys, _ = _layer0(model, ids, 0)
+    keys, _ = _made_at(model, ids, 0)
     for offset in (1, 1000):
-        there, _ = _layer0(model, ids, offset)
+        there, _ = _made_at(model, ids, offset)
         assert _error(shift_keys(keys, rope, offset), there) < FP32_NOISE
 
 
 def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, int]) -> None:
     model, pairing, _ = made
     wrong = "half" if pairing == "interleaved" else "interleaved"
-    keys, _ = _layer0(model, list(range(5, 205)), 0)
-    there, _ = _layer0(model, list(range(5, 205)), 1000)
+    keys, _ = _made_at(model, list(range(5, 205)), 0)
+    there, _ = _made_at(model, list(range(5, 205)), 1000)
     moved = shift_keys(keys, msgspec.structs.replace(model.fingerprint.rope, pairing=wrong), 1000)
     assert _error(moved, there) > 5000 * FP32_NOISE
     assert _error(keys, there) > 5000 * FP32_NOISE
@@ -139,14 +138,14 @@ def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, i
 def test_the_factor_of_yarn_is_in_the_keys_and_is_not_applied_again(tmp_path: Path) -> None:
     model = _made(tmp_path / "yarn", _llama(**YARN))
     assert model.fingerprint.rope.attention_factor > 1.1
-    keys, _ = _layer0(model, list(range(5, 105)), 0)
+    keys, _ = _made_at(model, list(range(5, 105)), 0)
     moved = shift_keys(keys, model.fingerprint.rope, 500)
     assert float(moved.norm()) == pytest.approx(float(keys.norm()), rel=1e-5)
 
 
 def test_dimensions_that_do_not_rotate_are_copied_bit_for_bit() -> None:
     keys = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rope = msgspec.structs.replace(make_rope(rotary_dim=16), pairing="half")
+    rope = msgspec.structs.replace(make_rope(rotary_dim=16), pairing="half", layers=(0, 1))
     moved = shift_keys(keys, rope, 9)
     assert torch.equal(moved[..., 16:], keys[..., 16:])
     assert not torch.equal(moved[..., :16], keys[..., :16])
@@ -154,7 +153,7 @@ def test_dimensions_that_do_not_rotate_are_copied_bit_for_bit() -> None:
 
 def test_moving_there_and_back_changes_nothing_but_rounding() -> None:
     keys = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
-    rope = msgspec.structs.replace(make_rope(), pairing="interleaved")
+    rope = msgspec.structs.replace(make_rope(), pairing="interleaved", layers=(0, 1))
     assert _error(shift_keys(shift_keys(keys, rope, 16384), rope, -16384), keys) < 1e-6
 
 
@@ -178,10 +177,29 @@ def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) 
 
 
 def test_keys_whose_pairs_nobody_knows_are_not_moved() -> None:
-    rope: Rope = make_rope()
+    rope = msgspec.structs.replace(make_rope(), layers=(0, 1))
     assert rope.pairing is None
     with pytest.raises(UnsupportedModel, match="rotate together"):
         shift_keys(torch.zeros(2, 5, 64), rope, 1)
+
+
+def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
+    keys = torch.randn(3, 2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rope = msgspec.structs.replace(make_rope(), pairing="half", layers=(0, 2))
+    moved = shift_keys(keys, rope, 9)
+    assert torch.equal(moved[1], keys[1])
+    every = shift_keys(keys, msgspec.structs.replace(rope, layers=(0, 1, 2)), 9)
+    assert torch.equal(moved[[0, 2]], every[[0, 2]])
+    assert _error(moved[[0, 2]], keys[[0, 2]]) > 0.5
+
+
+@pytest.mark.parametrize(("layers", "reason"), [(msgspec.UNSET, "not known which layers"), ((), "no rotary embedding")])
+def test_keys_are_not_moved_where_no_layer_is_known_to_rotate(layers: tuple, reason: str) -> None:
+    rope = msgspec.structs.replace(make_rope(), pairing="half", layers=layers)
+    with pytest.raises(UnsupportedModel, match=reason):
+        shift_keys(torch.zeros(2, 5, 64), rope, 1)
+    with pytest.raises(UnsupportedModel, match=reason):
+        check_shift(rope)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -15,13 +15,32 @@ from transformers.utils import logging
 
 from .. import __version__, fingerprint
 from ..errors import UnsupportedModel
-from ..fingerprint import Rope
+from ..fingerprint import Fingerprint, Rope
 from ..layout import DTYPES
 from ..manifest import Provenance
-from ..rope import shift_keys
+from ..rope import default_frequencies, rotate
 
 ROWS_BYTES = 512 << 20
 """Memory that sequences sharing one prefix may take for their copies of it."""
+_SAME = 0.1
+"""Relative error below which keys are the same but for rounding. In bfloat16 it grows with the layers; of keys that were
+not rotated it is about 1."""
+_IDS = range(1, 9)
+"""Tokens to try a model with."""
+
+
+def _is_first(first: torch.Tensor, second: torch.Tensor, found: torch.Tensor) -> bool | None:
+    """Return whether `found` is `first`, False where it is `second`; None if it is neither or they are too alike.
+
+    By the median token of `[T, ...]`, which a router that sends some tokens to other experts does not move.
+    """
+    error = [
+        float(((x - found).float().flatten(1).norm(dim=1) / found.float().flatten(1).norm(dim=1)).median())
+        for x in (first, second)
+    ]
+    if min(error) <= _SAME and 3 * min(error) <= max(error):
+        return error[0] < error[1]
+    return None
 
 
 class CausalModel:
@@ -44,35 +63,72 @@ class CausalModel:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
         self.model.to(self.device).eval().requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        rotary = [m for m in self.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
+        self.fingerprint = self._fingerprint(directory)
+        self._copies = self._copies_of_heads()
+        if (rope := self.fingerprint.rope) is not None:
+            pairing, layers = self.rotation(rope)
+            if msgspec.UNSET not in (rope.layers, layers) and rope.layers != layers:
+                layers = msgspec.UNSET  # the config says otherwise, which is what an engine goes by
+            rope = msgspec.structs.replace(rope, pairing=pairing, layers=layers)
+            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=rope)
+
+    def _fingerprint(self, directory: Path) -> Fingerprint:
         config = self.model.config
-        self.fingerprint = fingerprint.of_config(
-            fingerprint.config_fields(config.get_text_config()) | {"architectures": config.architectures},
+        fields = fingerprint.config_fields(config.get_text_config()) | {"architectures": config.architectures}
+        inv_freq, factor = None, 1.0
+        if rotary := [m for m in self.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]:
+            inv_freq, factor = rotary[0].inv_freq.tolist(), getattr(rotary[0], "attention_scaling", 1.0)
+        elif fingerprint.rope_parameters(fields).get("rope_type") == "default":  # GPT-J keeps a table of sines
+            inv_freq = default_frequencies(fields)
+        return fingerprint.of_config(
+            fields,
             dtype=str(self.model.dtype).removeprefix("torch."),
-            inv_freq=rotary[0].inv_freq.tolist() if rotary else None,
-            attention_factor=getattr(rotary[0], "attention_scaling", 1.0) if rotary else 1.0,
+            inv_freq=inv_freq,
+            attention_factor=factor,
             weights=fingerprint.weights_digest(directory),
         )
 
-        if self.fingerprint.rope is not None:
-            rope = msgspec.structs.replace(self.fingerprint.rope, pairing=self._pairing(self.fingerprint.rope))
-            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=rope)
+    @torch.inference_mode()
+    def _copies_of_heads(self) -> int:
+        """Return how often transformers caches each KV head: once, but for Falcon's newer models.
+
+        Raises `UnsupportedModel` where the cache is not what the fingerprint says engines have.
+        """
+        cache, shape = DynamicCache(), self.fingerprint
+        self.model(input_ids=torch.tensor([_IDS], device=self.device), past_key_values=cache, logits_to_keep=1)
+        found = {plane.shape[1::2] for layer in cache.layers for plane in (layer.keys, layer.values)}
+        copies = cache.layers[0].keys.shape[1] // shape.kv_heads
+        if len(cache.layers) != shape.layers or found != {(copies * shape.kv_heads, shape.head_size)}:
+            raise UnsupportedModel(
+                f"{shape.architecture} caches {len(cache.layers)} layers of {sorted(map(tuple, found))} heads and elements, "
+                f"its config says {shape.layers} of {(shape.kv_heads, shape.head_size)}"
+            )
+        return copies
 
     @torch.inference_mode()
-    def _pairing(self, rope: Rope) -> Literal["half", "interleaved"] | None:
-        """Return which dimensions rotate together, by trying: layer 0 keys depend on token and position alone."""
-        ids, offset = torch.arange(1, 9, device=self.device)[None], 100
-        here, there = (self._first_keys(ids, ids - 1 + shift) for shift in (0, offset))
-        for pairing in ("half", "interleaved"):
-            moved = shift_keys(here, msgspec.structs.replace(rope, pairing=pairing), offset)
-            if torch.nn.functional.cosine_similarity(moved.flatten().float(), there.flatten().float(), dim=0) > 0.999:
-                return pairing
-        return None
+    def rotation(self, rope: Rope) -> tuple[Literal["half", "interleaved"] | None, tuple[int, ...] | msgspec.UnsetType]:
+        """Return which dimensions of keys rotate together and in which layers, found by trying.
 
-    def _first_keys(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cache = DynamicCache()
-        self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return cache.layers[0].keys.cpu()
+        Attention knows relative positions only, so a prompt that is moved as a whole has the same hidden states, and
+        in every layer either the same keys or rotated ones. None and unset where a layer's keys are neither.
+        """
+        offset = max(1, min(1000, (self.context_tokens or 2000) - len(_IDS)))
+        here, there = self._keys(0), self._keys(offset)
+        for pairing in ("half", "interleaved"):
+            moved = rotate(here, msgspec.structs.replace(rope, pairing=pairing), offset)
+            rotates = [_is_first(*layer) for layer in zip(moved, here, there, strict=True)]
+            if not any(rotates) and None not in rotates:
+                return None, ()
+            if None not in rotates:
+                return pairing, tuple(layer for layer, does in enumerate(rotates) if does)
+        return None, msgspec.UNSET
+
+    def _keys(self, start: int) -> torch.Tensor:
+        """Return the keys `[L, T, H * D]` of a few tokens at `start` and the positions after it."""
+        ids, cache = torch.tensor([_IDS], device=self.device), DynamicCache()
+        at = start + torch.arange(len(_IDS), device=self.device)[None]
+        self.model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers]).cpu()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids; with `special` as a prompt begins (BOS where the tokenizer adds one), never with EOS."""
@@ -89,7 +145,7 @@ class CausalModel:
             part = torch.tensor([ids[start : start + slice_tokens]], device=self.device)
             self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             count = part.shape[1]
-            planes = [torch.stack([getattr(layer, name)[0, :, -count:] for layer in cache.layers])
+            planes = [torch.stack([getattr(layer, name)[0, :: self._copies, -count:] for layer in cache.layers])
                       for name in ("keys", "values")]  # fmt: skip
             yield torch.stack(planes).transpose(2, 3).cpu()
 
@@ -108,7 +164,7 @@ class CausalModel:
     def cache(self, kv: torch.Tensor, rows: int) -> DynamicCache:
         """Return canonical KV `[2, L, T, H, D]` as `past_key_values` of `rows` sequences, without copying it for each."""
         cache = DynamicCache()
-        keys, values = kv.transpose(2, 3).to(self.device)
+        keys, values = kv.transpose(2, 3).to(self.device).repeat_interleave(self._copies, dim=2)
         for layer in range(keys.shape[0]):
             shape = (rows, -1, -1, -1)
             cache.update(keys[layer : layer + 1].expand(shape), values[layer : layer + 1].expand(shape), layer)

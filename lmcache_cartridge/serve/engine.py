@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import fingerprint
 from ..errors import UnsupportedEngine, UnsupportedModel
+from ..rope import default_frequencies
 from ..store import Engine
 
 if TYPE_CHECKING:
@@ -148,20 +150,15 @@ def fingerprint_of(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> finger
     return found
 
 
-def _rope_frequencies(config: Any) -> tuple[list[float] | None, float]:
+def _rope_frequencies(config: Any) -> tuple[Sequence[float] | None, float]:
     """Return the frequencies and attention factor that transformers derives from a config; None without RoPE."""
-    parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
+    fields = fingerprint.config_fields(config)
+    kind = fingerprint.rope_parameters(fields).get("rope_type")
+    if kind is None:
         return None, 1.0
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedModel(f"layers with RoPE of their own kinds: {', '.join(sorted(parameters))}")
-    kind = parameters.get("rope_type", "default")
-    if kind != "default":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    if kind == "default":
+        return default_frequencies(fields), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
-        return inv_freq.tolist(), attention_factor
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = int(head_size * parameters.get("partial_rotary_factor", 1.0))
-    theta = parameters["rope_theta"]
-    return (1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)).tolist(), 1.0
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    return inv_freq.tolist(), attention_factor
