@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from making import make_artifact, make_fingerprint
+from making import make_artifact, make_fingerprint, make_rope
 
+from lmcache_cartridge.fingerprint import Rope
 from lmcache_cartridge.manifest import Manifest, Provenance
 from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.registry import Registry
@@ -21,6 +23,8 @@ from lmcache_cartridge.serve.request import GRANT, MAX_CHAIN, TAG, Reference, Re
 from lmcache_cartridge.serve.router import Router
 from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.writer import ArtifactWriter
+
+SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
 
 
 class Home(NamedTuple):
@@ -39,28 +43,31 @@ def home(tmp_path: Path) -> Home:
     (tmp_path / "allowed").mkdir()
     registry = Registry(settings.registry_path)
     made = {
-        "a": make_artifact(root / "c/a", positions=32, cartridge_id="a", seed=1).manifest,
-        "b": make_artifact(root / "c/b", positions=20, cartridge_id="b", seed=2).manifest,
-        "trained": make_artifact(root / "c/t", positions=16, cartridge_id="trained", kind="trained", seed=3).manifest,
+        "a": make_artifact(root / "c/a", positions=32, cartridge_id="a", seed=1, fingerprint=SHAPE).manifest,
+        "b": make_artifact(root / "c/b", positions=20, cartridge_id="b", seed=2, fingerprint=SHAPE).manifest,
+        "trained": make_artifact(
+            root / "c/t", positions=16, cartridge_id="trained", kind="trained", seed=3, fingerprint=SHAPE
+        ).manifest,
         "whole": _without_kv_or_with_document(root / "c/w", "whole", "trained", [7, 8, 9]),
         "text": _without_kv_or_with_document(root / "c/x", "text", "tokens", None),
     }
     for path in sorted((root / "c").iterdir()):
         registry.register(path)
     registry.label("current", "a")
-    made["local"] = make_artifact(tmp_path / "allowed/l", positions=16, cartridge_id="local", seed=6).manifest
+    made["local"] = make_artifact(
+        tmp_path / "allowed/l", positions=16, cartridge_id="local", seed=6, fingerprint=SHAPE
+    ).manifest
     return Home(settings, made)
 
 
 def _without_kv_or_with_document(root: Path, name: str, kind: str, document: list[int] | None) -> Manifest:
-    fingerprint = make_fingerprint()
     writer = ArtifactWriter(
-        root, cartridge_id=name, version=1, kind=kind, fingerprint=fingerprint, token_ids=np.arange(16),
+        root, cartridge_id=name, version=1, kind=kind, fingerprint=SHAPE, token_ids=np.arange(16),
         document_ids=None if document is None else np.array(document), chunk_tokens=16,
     )  # fmt: skip
     with writer:
         if kind != "tokens":
-            writer.write(bytes(16 * fingerprint.token_bytes))
+            writer.write(bytes(16 * SHAPE.token_bytes))
         return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
 
 
@@ -362,6 +369,30 @@ def test_what_must_not_be_computed_ends_with_the_last_trained_cartridge(
     home: Home, chain: list[str], positions: int
 ) -> None:
     assert home.resolve(*chain).must_inject == positions
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        (None, "has no rotary embedding"),
+        (make_rope(), "not known which layers"),
+        (msgspec.structs.replace(make_rope(), layers=(0, 1, 2)), "not known which dimensions"),
+        (msgspec.structs.replace(make_rope(), layers=()), "has no rotary embedding"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(
+    home: Home, rope: Rope | None, reason: str, kind: str
+) -> None:
+    shape = msgspec.structs.replace(SHAPE, rope=rope)
+    root = home.settings.home / "c/still"
+    make_artifact(root, positions=16, cartridge_id="still", kind=kind, seed=9, fingerprint=shape)
+    Registry(home.settings.registry_path).register(root)
+    assert home.resolve("still", "a").names == "still@1, a@1"
+    refusal = _refusal(home.resolve, "a", "still")
+    assert refusal.status == 422
+    assert str(refusal).startswith("still@1 cannot stand behind another cartridge: ")
+    assert reason in str(refusal)
 
 
 def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home: Home) -> None:

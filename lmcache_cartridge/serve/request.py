@@ -17,11 +17,12 @@ from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .. import artifact
-from ..errors import CartridgeError, CartridgeNotFound, SourceError, SourceNotFound
+from ..errors import CartridgeError, CartridgeNotFound, SourceError, SourceNotFound, UnsupportedModel
 from ..manifest import Manifest
 from ..mirror import Mirror
 from ..quarantine import Quarantine
 from ..registry import Registry
+from ..rope import check_shift
 from ..s3 import allowed
 from ..settings import Settings
 from ..sources import Sources
@@ -210,6 +211,11 @@ class Resolver:
             documents.append(document)
         if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
+        for manifest in manifests[1:]:
+            try:
+                check_shift(manifest.fingerprint.rope)
+            except UnsupportedModel as error:
+                raise Refusal(422, f"{manifest.name} cannot stand behind another cartridge: {error}") from None
         whole = None if None in documents else tuple(chain.from_iterable(documents))
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
         places = tuple((str(root), location) for root, location, _ in found)
