@@ -97,6 +97,8 @@ class Settings(BaseModel):
     """Cartridge by `model:NAME` or `key:SHA256-OF-THE-API-KEY`, and `*` for everybody else."""
     composites: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
     """Names that stand for a chain of cartridges, wherever a request may name one."""
+    required: bool = False
+    """Whether a request for an answer is refused that names no cartridge and gets none from the router."""
     on_miss: Literal["error", "document"] = "error"
     """What a request gets when a trained cartridge cannot be had: an error, or its document's text where it has one."""
     ready_timeout_s: float = Field(default=30.0, gt=0)

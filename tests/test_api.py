@@ -103,6 +103,7 @@ def test_completions_and_chat_answer_from_the_cartridge_and_count_it(served: Ser
             assert reply.prompt_tokens == positions + len(own), "a second <s>, or something lost"
             # vLLM's prefix cache may hold more: the tail of the document in blocks of 128, computed before.
             assert whole <= reply.cached_tokens <= positions
+            assert reply.injected == reply.cached_tokens
 
 
 def test_a_request_without_cartridges_is_left_alone(served: Served) -> None:
@@ -142,6 +143,7 @@ def test_a_stream_gives_the_same_answer_usage_and_header(served: Served, name: s
     assert reply.prompt_tokens == len(ward.ids) + len(encode(ask(ward.facts[1], 0)))
     assert reply.cached_tokens >= len(ward.ids) // CHUNK * CHUNK
     assert reply.used == f"{name}@1;positions={len(ward.ids)}"
+    assert reply.injected == reply.cached_tokens >= len(ward.ids) // CHUNK * CHUNK
 
 
 def test_a_chat_stream_answers_from_the_cartridge(served: Served) -> None:
@@ -233,12 +235,18 @@ def test_responses_and_messages_answer_from_the_cartridge(served: Served) -> Non
         }
         reply = served.asker.http.post("/v1/messages", json={**body, "kv_transfer_params": {"cartridge_id": "c"}})
         assert reply.json()["content"][0]["text"].strip() == fact.value
-        assert reply.headers["x-cartridges"] == "c@1;positions=1024"
+        assert reply.headers["x-cartridges"] == "c@1;positions=1024;injected=1024"
 
 
 # Where nothing would read the field.
 
 _CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+TAKING = {
+    "/v1/completions": {"model": MODEL, "prompt": "x", "max_tokens": 1},
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
+    "/v1/messages": _CHAT,
+}
 UNAWARE = {
     "/v1/chat/completions/batch": {**_CHAT, "messages": [_CHAT["messages"]]},
     "/v1/chat/completions/render": _CHAT,
@@ -259,6 +267,27 @@ def test_an_endpoint_that_would_ignore_cartridges_refuses_them(served: Served, p
         reply = served.asker.http.post(path, json=UNAWARE[path] | named)
         assert reply.status_code == 400, reply.text
         assert "cartridge" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [*TAKING, *UNAWARE])
+def test_a_slip_is_refused_on_every_route_and_never_answered_without_the_document(served: Served, path: str) -> None:
+    body = (TAKING | UNAWARE)[path]
+    assert served.asker.http.post(path, json=body).status_code == 200, "the control: without any it answers"
+    for named in ({"cartridge": ["a"]}, {"cartridge": "a"}, {"cartridge_ids": ["a"]}, {"cartridge_id": "a"}, {"Cartridges": ["a"]},
+                  {"catridges": ["a"]}, {"cartrigdes": ["a"]}, {"cartridge_label": "a"}, {"metadata": {"cartridges": "a"}},
+                  {"extra_body": {"cartridges": ["a"]}}, {"extra_body": {"kv_transfer_params": {"cartridge_id": "a"}}}):  # fmt: skip
+        reply = served.asker.http.post(path, json=body | named)
+        assert reply.status_code == 400, (named, reply.text)
+        assert "name cartridges in" in reply.json()["error"]["message"]
+    twice = json.dumps(body)[:-1] + ', "cartridges": ["a"], "cartridges": ["b"]}'
+    reply = served.asker.http.post(path, content=twice, headers={"content-type": "application/json"})
+    assert (reply.status_code, "2 times" in reply.text) == (400, True)
+
+
+def test_a_cartridge_deep_in_the_parameters_of_a_token_request_is_refused(served: Served) -> None:
+    body = UNAWARE["/inference/v1/generate"]
+    params = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"cartridge_id": "a"}}}
+    assert served.asker.http.post("/inference/v1/generate", json=body | {"sampling_params": params}).status_code == 400
 
 
 def test_messages_say_where_to_name_cartridges(served: Served) -> None:

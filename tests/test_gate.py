@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from collections.abc import AsyncIterator
 from http import HTTPStatus
@@ -61,24 +62,86 @@ def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body: bytes) 
 
 
 @pytest.mark.parametrize("path", gate.TAKES)
-def test_routes_that_take_cartridges_are_not_read(path: str) -> None:
-    assert _post(_app(), path, json={"cartridges": ["a"]}).status_code == 200
+def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
+    reply = _post(_app(), path, json={"cartridges": ["a"]})
+    assert (reply.status_code, reply.json()["body"]) == (200, '{"cartridges":["a"]}')
     assert _post(_app(), path + "/", json={"cartridges": ["a"]}).status_code == 400, "another path is another route"
 
 
-def test_a_body_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MAX_BODY_BYTES", 1000)
-    assert _post(_app(), "/anything", content=b"x" * 1001).status_code == 413
-    assert _post(_app(), "/anything", content=b"x" * 1000).status_code == 200
+ROUTES = (*gate.TAKES, gate.MESSAGES, "/v1/chat/completions/batch", "/tokenize", "/anything")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "field", ["cartridge", "cartridge_ids", "cartridge_id", "Cartridges", "catridges", "cartridge_label"]
+)
+def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path: str, field: str) -> None:
+    reply = _post(_app(), path, json={"model": "m", field: ["a"]})
+    message = reply.json()["error"]["message"]
+    assert (reply.status_code, repr(field) in message) == (400, True)
+    assert ("kv_transfer_params.cartridge_id" if path == gate.MESSAGES else "`cartridges`") in message
+    assert _post(_app(), path, json={"model": "m"}).status_code == 200, "the control: without it the route answers"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("place", ["extra_body", "metadata"])
+def test_cartridges_in_a_place_where_nothing_reads_them_are_refused(path: str, place: str) -> None:
+    assert _post(_app(), path, json={place: {"cartridges": ["a"]}}).status_code == 400
+    assert _post(_app(), path, json={place: {"topic": "cartridges"}}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_field_that_is_there_twice_is_refused(path: str) -> None:
+    for body in (b'{"cartridges": ["a"], "cartridges": ["b"]}', b'{"kv_transfer_params": {}, "kv_transfer_params": {}}',
+                 b'{"kv_transfer_params": {"cartridge_id": "a", "cartridge_id": "b"}}'):  # fmt: skip
+        reply = _post(_app(), path, content=body)
+        assert (reply.status_code, "2 times" in reply.json()["error"]["message"]) == (400, True)
+
+
+def test_a_form_with_a_field_for_cartridges_is_refused() -> None:
+    file = {"file": ("a.wav", b"cartridges", "audio/wav")}
+    assert _post(_app(), "/v1/audio/transcriptions", files=file, data={"cartridges": "a"}).status_code == 400
+    assert _post(_app(), "/v1/audio/transcriptions", files=file, data={"model": "m"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/v1/completions"])
+def test_a_large_body_that_has_nothing_to_do_with_cartridges_passes_unparsed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    parse = gate.misnamed.parse
+    monkeypatch.setattr(gate.misnamed, "parse", lambda body, names: (parsed.append(len(body)), parse(body, names))[1])
+    body = b'{"model": "m", "messages": [], "x": "' + b"x" * (65 << 20) + b'"}'
+    assert _post(_app(), path, content=body).status_code == 200
+    assert parsed == []
+    named = body.replace(b'"x":', b'"cartridge":')
+    assert _post(_app(), path, content=named).status_code == 400
+    assert parsed == [len(named)]
+
+
+def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    may_name = gate.misnamed.may_name
+    monkeypatch.setattr(
+        gate.misnamed, "may_name",
+        lambda *a: (threads.append(threading.current_thread() is threading.main_thread()), may_name(*a))[1],
+    )  # fmt: skip
+    for size in (10, 1 << 20):
+        assert _post(_app(), "/anything", content=b'{"x": "' + b"x" * size + b'"}').status_code == 200
+    assert threads == [True, False]
 
 
 def test_a_label_is_refused_where_it_would_be_dropped() -> None:
     labelled, app = {"cartridge_label": "x"}, _app(router="label")
     assert _post(app, gate.MESSAGES, json=labelled).status_code == 400
     assert _post(app, "/generative_scoring", json=labelled).status_code == 400
-    assert _post(_app(), gate.MESSAGES, json=labelled).status_code == 200, (
-        "the control: without that router it is no label"
-    )
+    assert _post(app, "/v1/completions", json=labelled).status_code == 200
+    assert _post(_app(), "/v1/completions", json=labelled).status_code == 400, "without that router nothing reads it"
+    other = {"ward": "x"}
+    assert _post(_app(router="label", label_field="ward"), gate.MESSAGES, json=other).status_code == 400
+    assert _post(_app(), gate.MESSAGES, json=other).status_code == 200, "without that router it is no label"
+    twice = b'{"ward": "x", "ward": "y"}'
+    assert _post(_app(router="label", label_field="ward"), "/v1/completions", content=twice).status_code == 400
 
 
 def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> None:
@@ -87,6 +150,14 @@ def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> N
     assert _post(app, gate.MESSAGES, json={}).status_code == 200, "messages get it"
     assert _post(app, "/tokenize", json={}).status_code == 200, "nothing is generated"
     assert _post(app, "/tokenize", json={"cartridges": ["b"]}).status_code == 400
+
+
+def test_a_route_that_takes_no_cartridges_does_not_answer_where_one_is_required() -> None:
+    for path in ("/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/audio/transcriptions"):
+        reply = _post(_app(required=True), path, json={"model": "m"})
+        assert (reply.status_code, "`required`" in reply.json()["error"]["message"]) == (400, True)
+        assert _post(_app(), path, json={"model": "m"}).status_code == 200
+    assert _post(_app(required=True), "/tokenize", json={"model": "m"}).status_code == 200, "nothing is generated"
 
 
 @pytest.mark.parametrize(("sent", "key"), [("Bearer k", "k"), ("bearer k", "k"), ("Basic k", None), (None, None)])
@@ -108,8 +179,9 @@ def test_what_is_noted_before_the_first_piece_of_a_stream_is_in_its_headers() ->
 
     @app.post("/")
     async def stream() -> StreamingResponse:
+        headers.note("first")
+
         async def pieces() -> AsyncIterator[str]:
-            headers.note("first")
             headers.note("a@1;served=document")
             headers.retry_after(0.2)
             yield "x"
@@ -120,6 +192,24 @@ def test_what_is_noted_before_the_first_piece_of_a_stream_is_in_its_headers() ->
     reply = _post(app, "/")
     assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
     assert headers.api_key() is None, "outside a request there is none"
+
+
+@pytest.mark.parametrize("has_cartridges", [True, False])
+def test_the_start_of_a_stream_waits_for_its_first_piece_only_with_cartridges(has_cartridges: bool) -> None:
+    sent: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if has_cartridges:
+            headers.note("a@1")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert sent == ([] if has_cartridges else ["http.response.start"])
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    asyncio.run(headers._Middleware(app)({"type": "http", "headers": []}, None, send))
+    assert sent == ["http.response.start", "http.response.body"]
 
 
 @pytest.mark.parametrize("action", ["preload", "pin", "unpin", "evict", "explode"])
@@ -194,8 +284,8 @@ class _Engine:
         yield _output("", "error")
 
 
-def _output(text: str, reason: str | None) -> Any:
-    return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)])
+def _output(text: str, reason: str | None, cached: int = 0) -> Any:
+    return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)], num_cached_tokens=cached)
 
 
 class _Params(SimpleNamespace):
@@ -254,12 +344,14 @@ def test_an_answer_that_has_begun_is_not_begun_again(tmp_path: Path) -> None:
     assert len(engine.prompts) == 1
 
 
-@pytest.mark.parametrize("params", [{TAG: "00"}, {GRANT: {"must_inject": 0}}, {"disagg_spec": {}}, "a", ["a"]])
+@pytest.mark.parametrize(
+    "params", [{TAG: "00"}, {GRANT: {"must_inject": 0}}, {"disagg_spec": {}}, "a", ["a"], {"cartridge_id": "a"}]
+)
 def test_parameters_that_come_past_the_router_are_refused_before_the_engine(params: Any) -> None:
     engine = _Engine()
 
     async def ask() -> None:
-        async for _ in GuardedEngine(engine, SimpleNamespace()).generate(
+        async for _ in GuardedEngine(engine, SimpleNamespace(settings=from_mapping({}))).generate(
             {"prompt_token_ids": [1]}, _Params(extra_args={"kv_transfer_params": params}), request_id="r"
         ):
             pass
@@ -268,3 +360,54 @@ def test_parameters_that_come_past_the_router_are_refused_before_the_engine(para
         asyncio.run(ask())
     assert caught.value.http_status == 400
     assert engine.prompts == []
+
+
+def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartridge() -> None:
+    """Whatever route it came by: a request that was given its document's text instead has noted that."""
+    engine, plugin = _Engine(), SimpleNamespace(settings=from_mapping({"required": True}))
+
+    async def ask() -> None:
+        async for _ in GuardedEngine(engine, plugin).generate(
+            {"prompt_token_ids": [1]}, _Params(extra_args=None), request_id="r"
+        ):
+            pass
+
+    with pytest.raises(GracefulHTTPError, match="`required`") as caught:
+        asyncio.run(ask())
+    assert (caught.value.http_status, engine.prompts) == (400, [])
+    app = FastAPI()
+    headers.attach(app)
+
+    @app.post("/")
+    async def answer() -> None:
+        headers.note("a@1;served=document")
+        await ask()
+
+    assert _post(app, "/").status_code == 200
+    assert engine.prompts == [[1]]
+
+
+@pytest.mark.parametrize(("cached", "first", "second"), [(0, 0, 0), (16, 16, 0), (20, 16, 4), (48, 16, 24)])
+def test_the_header_says_of_each_cartridge_what_was_injected(
+    tmp_path: Path, cached: int, first: int, second: int
+) -> None:
+    settings = from_mapping({"home": tmp_path})
+    for name, positions in (("a", 16), ("b", 24)):
+        make_artifact(tmp_path / name, positions=positions, cartridge_id=name, seed=positions)
+        Registry(settings.registry_path).register(tmp_path / name)
+    selection = Resolver(settings).resolve([Reference(id="a"), Reference(id="b")])
+    both = f"a@1;positions=16;injected={first}, b@1;positions=24;injected={second}"
+    assert selection.used(cached) == both
+    assert selection.replaced == "a@1;positions=16;injected=0, b@1;positions=24;injected=0;served=document"
+    app = FastAPI()
+    headers.attach(app)
+
+    @app.post("/")
+    async def answer() -> None:
+        granted = Granted({}, selection, SimpleNamespace(release=lambda: None), 2)
+        granted.note(40)
+        granted.note(cached)
+        granted.note(40)
+
+    least = selection.used(min(cached, 40))
+    assert _post(app, "/").headers["x-cartridges"] == least, "of several prompts that with the least"

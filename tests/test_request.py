@@ -198,7 +198,7 @@ def test_any_json_at_all_is_read_or_refused(cartridges: Any, params: Any) -> Non
 def test_registered_names_versions_and_labels_are_found(home: Home) -> None:
     assert home.resolve("a").manifests == home.resolve("a@1").manifests == home.resolve("current").manifests
     assert home.resolve("a", "b", "trained").names == "a@1, b@1, trained@1"
-    assert home.resolve("a", "b").used == "a@1;positions=32, b@1;positions=20"
+    assert home.resolve("a", "b").used(40) == "a@1;positions=32;injected=32, b@1;positions=20;injected=8"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,15 @@ from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.manifest import Manifest, Provenance
 from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.recall.ward import NAMES, VOCABULARY, Document, Fact, ask, encode, write_document
+from lmcache_cartridge.recall.ward import (
+    NAMES,
+    VOCABULARY,
+    Document,
+    Fact,
+    ask,
+    encode,
+    write_document,
+)
 from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.writer import ArtifactWriter
@@ -121,7 +130,9 @@ class Answer(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     used: str | None
-    """The header `X-Cartridges`."""
+    """The header `X-Cartridges`, less what it says was injected."""
+    injected: int | None
+    """What it says was injected, of all cartridges together."""
 
 
 class Asker:
@@ -164,7 +175,7 @@ class Asker:
         usage = events[-1].usage
         details = usage.prompt_tokens_details
         cached = details.cached_tokens or 0 if details else 0
-        return Answer("".join(pieces), usage.prompt_tokens, cached, raw.headers.get("x-cartridges")), pieces
+        return Answer("".join(pieces), usage.prompt_tokens, cached, *_used(raw)), pieces
 
     def right(self, fact: Fact, cartridges: Any, **extra: Any) -> bool:
         """Whether a fact is answered right."""
@@ -184,4 +195,13 @@ def _answer(raw: Any, text: str) -> Answer:
     usage = raw.parse().usage
     details = usage.prompt_tokens_details
     cached = details.cached_tokens or 0 if details else 0
-    return Answer(text, usage.prompt_tokens, cached, raw.headers.get("x-cartridges"))
+    return Answer(text, usage.prompt_tokens, cached, *_used(raw))
+
+
+def _used(raw: Any) -> tuple[str | None, int | None]:
+    header = raw.headers.get("x-cartridges")
+    if header is None:
+        return None, None
+    counts = re.findall(r";injected=(\d+)", header)
+    assert len(counts) == len(header.split(", ")), header
+    return re.sub(r";injected=\d+", "", header), sum(map(int, counts))

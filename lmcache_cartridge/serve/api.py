@@ -39,7 +39,7 @@ from . import headers, scrape
 from .admin import add_routes
 from .control import Workers
 from .gate import Gate
-from .request import GRANT, TAG, NeedsNetwork, Reference, Refusal, Resolver, Selection, check_params
+from .request import GRANT, REQUIRED, TAG, NeedsNetwork, Reference, Refusal, Resolver, Selection, check_params
 from .router import Router
 from .yaml_settings import from_environment
 
@@ -83,7 +83,13 @@ class Granted(dict):
         """`own` are the client's own parameters, `prompts` those of the request that the engine has to get."""
         super().__init__(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
         self.selection, self._claim, self._prompts = selection, claim, prompts
+        self._cached: int | None = None
         weakref.finalize(self, claim.release)
+
+    def note(self, cached_tokens: int) -> None:
+        """Tell the client how many leading positions of a prompt were not computed; of several prompts the least."""
+        self._cached = cached_tokens if self._cached is None else min(cached_tokens, self._cached)
+        headers.note(self.selection.used(self._cached))
 
     def used(self) -> None:
         """Note that the engine needs the memory for one prompt less."""
@@ -136,7 +142,9 @@ class CartridgePlugin:
             if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
                 raise UnsupportedEngine(f"vLLM's {name} has no online_renderer or engine_client to wrap; use vLLM 0.32")
             serving.online_renderer = CartridgeRenderer(serving.online_renderer, self)
-            serving.engine_client = GuardedEngine(engine_client, self)
+        for serving in state._state.values():
+            if getattr(serving, "engine_client", None) is engine_client:
+                serving.engine_client = GuardedEngine(engine_client, self)
         with requests().paused():
             await probe(state)
         self._following = asyncio.create_task(scrape.follow(self._numbers, partial(self.call, "numbers")))
@@ -268,7 +276,7 @@ class CartridgeRenderer:
             if claim is not None:
                 claim.release()
             raise
-        headers.note(selection.used if claim is not None else selection.replaced)
+        headers.note(selection.used() if claim is not None else selection.replaced)
         outcome.value = "failed" if not engine_inputs else "used" if claim is not None else "document"
         if claim is not None and selection.tag is not None:
             requests().injected(len(selection.token_ids) * len(engine_inputs))
@@ -286,6 +294,8 @@ class CartridgeRenderer:
                 getattr(request, "model_extra", None) or {}, params, getattr(request, "model", None), headers.api_key()
             )
             if not references:
+                if self._plugin.settings.required:
+                    raise Refusal(400, REQUIRED)
                 return None
             return await self._plugin.resolve(references)
         except Refusal as refusal:
@@ -333,6 +343,10 @@ class GuardedEngine:
         if not isinstance(granted, Granted):
             try:
                 check_params(granted)
+                if "cartridge_id" in (granted or ()):
+                    raise Refusal(400, "kv_transfer_params.cartridge_id is not read here; name cartridges at the top")
+                if self._plugin.settings.required and not headers.is_noted():
+                    raise Refusal(400, REQUIRED)
             except Refusal as refusal:
                 raise _http(refusal) from None
             async for output in self._inner.generate(prompt, params, request_id, **kwargs):
@@ -347,6 +361,7 @@ class GuardedEngine:
                 async for output in outputs:
                     if any(o.finish_reason == "error" for o in output.outputs):
                         break
+                    granted.note(output.num_cached_tokens or 0)
                     if not answered and not to_the_end:
                         granted.used()
                     answered = True

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
-from . import headers
-from .request import Refusal
+from . import headers, misnamed
+from .request import REQUIRED, Refusal, shorten
 
 if TYPE_CHECKING:
     from .api import CartridgePlugin
@@ -21,11 +22,18 @@ MESSAGES = "/v1/messages"
 """Its model drops `cartridges` and keeps `kv_transfer_params`."""
 _COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
-MAX_BODY_BYTES = 64 << 20
+_ANSWERS = (
+    "/v1/chat/completions/batch", "/cohere/v2/chat", "/inference/v1/generate", "/generative_scoring", "/invocations",
+    "/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations",
+)  # fmt: skip
+"""Other routes that generate: what takes no cartridges cannot answer where one is required."""
+_LARGE_BYTES = 256 << 10
+"""Bodies beyond this are looked at in a thread."""
+_FORM_FIELD = re.compile(rb'name="?[^";\r\n]{0,32}artridge')
 
 
 class Gate:
-    """ASGI middleware behind authentication. It reads the JSON bodies of the routes that are not in `TAKES`."""
+    """ASGI middleware behind authentication: looks into bodies that may have to do with cartridges, and no others."""
 
     def __init__(self, app: Any, plugin: CartridgePlugin) -> None:
         self._app, self._plugin = app, plugin
@@ -35,13 +43,20 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        form = Headers(scope=scope).get("content-type", "").startswith("multipart/")
-        if path in TAKES or path.startswith("/v1/cartridges") or form:
+        if path.startswith("/v1/cartridges"):
             await self._app(scope, receive, send)
             return
+        if self._plugin.settings.required and path in _ANSWERS:
+            await error(Refusal(400, f"{REQUIRED}; {_takes_none(path)}"))(scope, receive, send)
+            return
+        is_form = Headers(scope=scope).get("content-type", "").startswith("multipart/")
+        body = await _read(receive)
+        check = self._check_form if is_form else self._check
         try:
-            body = await _read(receive)
-            self._check(path, body)
+            if len(body) > _LARGE_BYTES:
+                await asyncio.to_thread(check, path, body)
+            else:
+                check(path, body)
         except Refusal as refusal:
             await error(refusal)(scope, receive, send)
             return
@@ -52,22 +67,42 @@ class Gate:
 
         await self._app(scope, receive_again, send)
 
+    def _check_form(self, path: str, body: bytes) -> None:
+        """Raise `Refusal` if a form has a field for cartridges: no route reads them there."""
+        if _FORM_FIELD.search(body):
+            raise Refusal(400, _takes_none(path))
+
     def _check(self, path: str, body: bytes) -> None:
-        """Raise `Refusal` if the request would get cartridges elsewhere and gets none at `path`."""
+        """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""
+        settings = self._plugin.settings
+        labels = [settings.label_field] if settings.router in ("label", "composite") else []
+        for_everybody = settings.router == "static" and path not in (*TAKES, MESSAGES, *_COUNTS)
+        if not for_everybody and not misnamed.may_name(body, *labels):
+            return
+        read = ("cartridges", *labels)
         try:
-            fields = json.loads(body)
+            fields = misnamed.parse(body, (*read, "cartridge_id", "kv_transfer_params"))
         except (ValueError, RecursionError):
             return  # the endpoint will say so
         if not isinstance(fields, Mapping):
+            return
+        right = "kv_transfer_params.cartridge_id" if path == MESSAGES else "`cartridges`, a list of names"
+        if (field := misnamed.find(fields, read)) is not None:
+            raise Refusal(400, f"nothing reads the field {shorten(field)!r} here; name cartridges in {right}")
+        if path in TAKES:
             return
         choose, params = self._plugin.router.choose, fields.get("kv_transfer_params")
         model, key = fields.get("model"), headers.api_key()
         wanted = choose(fields, params, model, key)
         if path == MESSAGES:
             if wanted != choose({}, params, model, key):
-                raise Refusal(400, f"{path} drops fields it does not know; use kv_transfer_params.cartridge_id")
+                raise Refusal(400, f"{path} drops fields it does not know; use {right}")
         elif wanted != (choose({}, None, model, key) if path in _COUNTS else []):
-            raise Refusal(400, f"{path} does not take cartridges; these do: {', '.join((*TAKES, MESSAGES))}")
+            raise Refusal(400, _takes_none(path))
+
+
+def _takes_none(path: str) -> str:
+    return f"{path} does not take cartridges; these do: {', '.join((*TAKES, MESSAGES))}"
 
 
 async def _read(receive: Any) -> bytes:
@@ -75,8 +110,6 @@ async def _read(receive: Any) -> bytes:
     while True:
         message = await receive()
         body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise Refusal(413, f"the request has more than {MAX_BODY_BYTES} bytes")
         if not message.get("more_body"):
             return bytes(body)
 

@@ -33,6 +33,12 @@ def note(used: str) -> None:
         exchange.headers[USED] = used.encode("ascii", "replace")
 
 
+def is_noted() -> bool:
+    """Whether `note` was called for the current request."""
+    exchange = _exchange.get()
+    return exchange is not None and USED in exchange.headers
+
+
 def retry_after(seconds: float) -> None:
     """Send `Retry-After` with the response of the current request."""
     if exchange := _exchange.get():
@@ -46,7 +52,8 @@ def api_key() -> str | None:
 
 
 class _Middleware:
-    """ASGI middleware that adds headers and reads none of the body."""
+    """ASGI middleware that adds headers and reads none of the body. It holds back the start of a response that has
+    cartridges until the first piece of its body, and no other."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -57,18 +64,22 @@ class _Middleware:
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         exchange = _Exchange(key if scheme.lower() == "bearer" else None)
-        started = None
+        held = None
+
+        def complete(start: Any) -> Any:
+            return {**start, "headers": [*start.get("headers", ()), *exchange.headers.items()]}
 
         async def send_with_headers(message: Any) -> None:
-            # The start waits for the first piece of the body: only with a stream's first token is it known whether
-            # the cartridge was used.
-            nonlocal started
+            nonlocal held
             if message["type"] == "http.response.start":
-                started = message
-                return
-            if started is not None:
-                start, started = started, None
-                await send({**start, "headers": [*start.get("headers", ()), *exchange.headers.items()]})
+                if USED in exchange.headers:
+                    # Only with a stream's first token is it known what was injected.
+                    held = message
+                    return
+                message = complete(message)
+            elif held is not None:
+                start, held = held, None
+                await send(complete(start))
             await send(message)
 
         token = _exchange.set(exchange)

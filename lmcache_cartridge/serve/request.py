@@ -32,6 +32,10 @@ TAG = "lmcache.tag.cartridge"
 GRANT = "cartridge"
 """The key in `kv_transfer_params` that tells our connector how many positions must be injected, not computed."""
 MAX_CHAIN = 16
+REQUIRED = (
+    "the request gets no cartridge, and this server answers with cartridges only (setting `required`); name one in "
+    "`cartridges`, or in kv_transfer_params.cartridge_id for /v1/messages"
+)
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Tags as LMCache's keys can carry them."""
 
@@ -109,15 +113,22 @@ class Selection(NamedTuple):
         """`id@version` of each, for people."""
         return ", ".join(m.name for m in self.manifests)
 
-    @property
-    def used(self) -> str:
-        """The response header: `id@version;positions=p` for each."""
-        return ", ".join(f"{m.name};positions={m.positions}" for m in self.manifests)
+    def used(self, cached_tokens: int = 0) -> str:
+        """Return the response header: `id@version;positions=p;injected=n` for each.
+
+        `cached_tokens` leading positions of the prompt were not computed; each cartridge has its share of them.
+        """
+        parts, left = [], cached_tokens
+        for manifest in self.manifests:
+            injected = min(max(left, 0), manifest.positions)
+            parts.append(f"{manifest.name};positions={manifest.positions};injected={injected}")
+            left -= manifest.positions
+        return ", ".join(parts)
 
     @property
     def replaced(self) -> str:
         """The response header where the documents' text took the cartridges' place."""
-        return f"{self.used};served=document"
+        return f"{self.used()};served=document"
 
     def salt(self, client_salt: str | None, secret: bytes = b"") -> str:
         """Return the request's `cache_salt`: another one for each chain, content and client salt.
@@ -140,7 +151,7 @@ def check_params(kv_params: Any) -> None:
     if not isinstance(kv_params, Mapping):
         raise Refusal(400, "kv_transfer_params must be an object")
     for key, value in kv_params.items():
-        name = f"kv_transfer_params.{_short(str(key))}"
+        name = f"kv_transfer_params.{shorten(str(key))}"
         if key in (TAG, GRANT):
             raise Refusal(400, f"{name} is set by the server; name cartridges in `cartridges`")
         if str(key).startswith("lmcache.tag."):
@@ -290,10 +301,10 @@ def _load(
 
 def _shown(reference: Reference) -> str:
     """Return the id for an error message: what the client sent, shortened; never a path of the server's."""
-    return repr(_short(reference.id))
+    return repr(shorten(reference.id))
 
 
-def _short(text: str) -> str:
+def shorten(text: str) -> str:
     """Return text that a response can carry: shortened, and without what is no Unicode (JSON's lone surrogates)."""
     text = text if len(text) <= 80 else text[:77] + "..."
     return text.encode("utf-8", "backslashreplace").decode()

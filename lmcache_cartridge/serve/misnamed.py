@@ -1,0 +1,105 @@
+"""Misnamed: fields by which somebody meant cartridges, and that this server would not read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import Any
+
+from .request import Refusal
+
+_WORDS = ("cartridge", "cartridges")
+_MAX_EDITS = 2
+_LONGEST = 64
+"""Characters of a name that can be a slip."""
+_INNER = {"cartridge", "cartridges", "cartridgeid", "cartridgeids", "cartridgelabel"}
+_CONTAINERS = ("extra_body", "extra_args", "metadata", "vllm_xargs", "sampling_params")
+"""Objects in a request that are for something else, where clients put fields that they know no place for."""
+_KEY = re.compile(rb'"([A-Za-z_. -]{7,14})"\s*:')
+_LETTER_ESCAPE = b"\\u00"
+
+
+def may_name(body: bytes, *others: str) -> bool:
+    """Whether a JSON body can have a field that names cartridges, or one of `others`, spelt right or nearly so.
+
+    Looks at the bytes only, so that a body that has nothing to do with cartridges need not be parsed.
+    """
+    if b"artridge" in body or b"kv_transfer_params" in body or _LETTER_ESCAPE in body:
+        return True
+    if json.detect_encoding(body) != "utf-8" or any(other.encode() in body for other in others):
+        return True
+    return any(_resembles(key.decode()) for key in set(_KEY.findall(body)))
+
+
+def parse(body: bytes, names: Collection[str]) -> Any:
+    """Return the value of a JSON body. Raises `Refusal` if an object has one of `names` twice, `ValueError` as json."""
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            for name, count in Counter(name for name, _ in pairs).items():
+                if count > 1 and name in names:
+                    raise Refusal(400, f"the request has the field `{name}` {count} times")
+        return fields
+
+    return json.loads(body, object_pairs_hook=checked)
+
+
+def find(fields: Mapping[str, Any], read: Collection[str]) -> str | None:
+    """Return the path of the first field of a request that is meant for us and is none of `read`; None without one.
+
+    A field that is null counts as not given.
+    """
+    for name, value in fields.items():
+        if value is not None and name not in read and _resembles(name):
+            return name
+    for name in ("messages", "input"):
+        if isinstance(items := fields.get(name), list):
+            for item in items:
+                if isinstance(item, Mapping) and (inner := _inner(item)):
+                    return f"{name}[].{inner}"
+    return _in_containers(fields, "")
+
+
+def _in_containers(fields: Mapping[str, Any], place: str) -> str | None:
+    for name in (*_CONTAINERS, "kv_transfer_params") if place else _CONTAINERS:
+        if isinstance(inside := fields.get(name), Mapping):
+            path = f"{place}{name}."
+            if inner := _inner(inside):
+                return path + inner
+            if (deeper := _in_containers(inside, path)) is not None:
+                return deeper
+    return None
+
+
+def _inner(fields: Mapping[str, Any]) -> str | None:
+    """Return the field of an inner object that can only be ours; such objects may have fields of any name."""
+    return next((n for n, value in fields.items() if value is not None and _letters(n) in _INNER), None)
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z]", "", name.casefold())
+
+
+def _resembles(name: str) -> bool:
+    return len(name) <= _LONGEST and _sounds_like_us(name)
+
+
+@lru_cache(maxsize=4096)
+def _sounds_like_us(name: str) -> bool:
+    letters = _letters(name)
+    return "cartridge" in letters or any(_edits(letters, word) <= _MAX_EDITS for word in _WORDS)
+
+
+def _edits(a: str, b: str) -> int:
+    """Return how many insertions, deletions and replacements turn `a` into `b` (Levenshtein)."""
+    above = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y)))
+        above = row
+    return above[-1]

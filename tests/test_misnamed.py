@@ -1,0 +1,104 @@
+"""Fields by which somebody meant cartridges: what counts as one, wherever it stands, and what does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_cartridge.serve import misnamed
+from lmcache_cartridge.serve.request import Refusal
+
+READ = ("cartridges",)
+WRONG = [
+    "cartridge", "Cartridges", "CARTRIDGES", "cartridge_id", "cartridge_ids", "cartridgeId", "kv_cartridges", "cartrdges",
+    "cartrigdes", "catridges", "catridge", "cartrige", "cartidges", "cartriges", "cart_ridges", "cartridges ", "cardridges",
+    "cartridge_label",
+]  # fmt: skip
+PLACES = [
+    "extra_body", "metadata", "vllm_xargs", "extra_args", "sampling_params", "extra_body.extra_body",
+    "sampling_params.extra_args", "sampling_params.extra_args.kv_transfer_params", "extra_body.kv_transfer_params",
+]  # fmt: skip
+VLLM = [
+    "model", "messages", "prompt", "max_tokens", "temperature", "stream", "stream_options", "tools", "tool_choice", "stop",
+    "metadata", "cache_salt", "kv_transfer_params", "response_format", "structured_outputs", "chat_template", "priority",
+    "chat_template_kwargs", "logprobs", "suffix", "echo", "include_reasoning", "parallel_tool_calls", "char", "carriages_x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_slip_is_found_in_the_bytes_and_in_the_fields(name: str) -> None:
+    assert misnamed.may_name(json.dumps({"model": "m", name: ["a"]}).encode())
+    assert misnamed.find({"model": "m", name: ["a"]}, READ) == name
+    assert misnamed.find({"model": "m", name: None}, READ) is None, "null is not given"
+    assert misnamed.find({name: ["a"]}, (*READ, name)) is None, "what is read is no slip"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["cartridges", "cartridge", "cartridge_id"])
+def test_a_field_that_stands_in_another_object_is_found(place: str, name: str) -> None:
+    fields: Any = {name: ["a"]}
+    for part in reversed(place.split(".")):
+        fields = {part: fields}
+    assert misnamed.find(fields, READ) == f"{place}.{name}"
+
+
+def test_a_field_of_a_message_is_found() -> None:
+    message = {"role": "user", "content": "x", "cartridges": ["a"]}
+    assert misnamed.find({"messages": [message]}, READ) == "messages[].cartridges"
+    assert misnamed.find({"input": [message]}, READ) == "input[].cartridges"
+
+
+def test_words_of_the_users_own_are_none_of_our_business() -> None:
+    printer = {"type": "object", "properties": {"cartridges": {"type": "integer"}, "cartridge": {"type": "string"}}}
+    fields = {
+        "messages": [{"role": "user", "content": 'Which cartridges? {"cartridge": 1}'}],
+        "tools": [{"type": "function", "function": {"name": "order_cartridges", "parameters": printer}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "cartridges", "schema": printer}},
+        "metadata": {"topic": "cartridges", "printer_cartridge_type": "301"},
+        "kv_transfer_params": {"cartridge_id": "a"},
+        "cartridges": ["a"],
+    }
+    assert misnamed.find(fields, READ) is None
+    body = json.dumps(fields).encode()
+    assert misnamed.parse(body, READ) == fields
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_vllms_own_fields_are_no_slips(name: str) -> None:
+    assert misnamed.find({name: "x"}, ()) is None
+    assert not misnamed.may_name(json.dumps({name: "x" * 1000}).encode()) or name == "kv_transfer_params"
+
+
+def test_a_field_that_is_there_twice_is_refused_where_it_matters() -> None:
+    twice = b'{"cartridges": ["a"], "x": {"y": 1, "y": 2}, "cartridges": ["b"]}'
+    with pytest.raises(Refusal, match="`cartridges` 2 times") as caught:
+        misnamed.parse(twice, READ)
+    assert caught.value.status == 400
+    assert misnamed.parse(twice, ("model",))["cartridges"] == ["b"]
+    with pytest.raises(Refusal):
+        misnamed.parse(b'{"cartridges": ["a"], "c\\u0061rtridges": ["b"]}', READ)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
+def test_a_body_in_any_encoding_that_json_may_have_is_looked_at(encoding: str) -> None:
+    assert misnamed.may_name(json.dumps({"cartridges": ["a"]}).encode(encoding))
+    assert misnamed.may_name('{"c\\u0061rtr\\u0069dge": 1}'.encode(encoding))
+
+
+@given(st.dictionaries(st.text(max_size=14), st.integers(), max_size=4), st.sampled_from(["cartridges", "catridges"]))
+def test_whatever_stands_beside_it_a_field_is_seen(fields: dict[str, int], name: str) -> None:
+    assert misnamed.may_name(json.dumps({**fields, name: 1}).encode())
+    assert misnamed.may_name(json.dumps({**fields, name: 1}, ensure_ascii=False).encode())
+
+
+def test_another_word_is_seen_where_one_is_given() -> None:
+    assert misnamed.may_name(b'{"ward": "a"}', "ward")
+    assert not misnamed.may_name(b'{"ward": "a"}')
+
+
+def test_a_name_without_end_costs_nothing() -> None:
+    assert misnamed.find({"cartridge" * 100_000: 1}, READ) is None
