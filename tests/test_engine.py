@@ -74,9 +74,24 @@ def _of_several_prefill_ranks() -> VllmConfig:
     return config
 
 
+def _of_several_engines(**values: int) -> VllmConfig:
+    """Return what an engine of several is given: of a mixture of experts, then of dense models, the last one's too."""
+    config = vllm_config()
+    for name, value in values.items():
+        setattr(config.parallel_config, name, value)
+    return config
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: _of_several_engines(data_parallel_size=2), ["data parallelism", "one server for each engine"]),
+        (lambda: _of_several_engines(data_parallel_index=1), ["data parallelism"]),
+        (lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}), ["data parallelism"]),
+        (
+            lambda: vllm_config(transfer={"kv_connector_extra_config": {"use_native": True}}),
+            ["use_native", "remove it"],
+        ),
         (lambda: vllm_config(transfer={"kv_role": "kv_both"}), ["kv_role is kv_both", '"kv_role": "kv_consumer"']),
         (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_consumer"]),
         (lambda: vllm_config(enable_lora=True), ["LoRA is enabled"]),

@@ -191,13 +191,12 @@ def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path: Path, dyin
         _wait(lambda: all(map(_gone, pids)))
 
 
-def test_vllms_exit_status_is_the_pairs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [0, 7])
+def test_vllms_exit_status_is_the_pairs(tmp_path: Path, status: int) -> None:
     file = tmp_path / "lmcache"
-    with _pair(_python(_SLEEP.format(str(file))), _python(_SEVEN.format(str(file))), [file]) as (
-        pair,
-        _,
-    ):
-        assert pair.wait(60) == 7
+    vllm = _python(_SEVEN.format(str(file)).replace("(7)", f"({status})"))
+    with _pair(_python(_SLEEP.format(str(file))), vllm, [file]) as (pair, _):
+        assert pair.wait(60) == status
 
 
 def test_the_servers_end_when_the_pair_is_killed(tmp_path: Path) -> None:

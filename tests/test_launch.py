@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lmcache_cartridge import cli
+from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, plan
 from lmcache_cartridge.serve.yaml_settings import from_environment, from_extra_config
 from lmcache_cartridge.settings import from_mapping
@@ -66,9 +68,158 @@ def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(tmp_path: Pat
     assert own.count("--kv-cache-memory-bytes") == 1
 
 
-def test_other_vllm_plugins_stay_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
-    assert plan("m", from_mapping({"home": tmp_path})).environment["VLLM_PLUGINS"] == "lora_resolver,cartridges"
+@pytest.mark.parametrize(
+    ("allowed", "then"), [("x", "x,cartridges"), ("", "cartridges"), ("cartridges,x", "cartridges,x")]
+)
+def test_other_vllm_plugins_stay_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, then: str
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert plan("m", from_mapping({"home": tmp_path})).environment["VLLM_PLUGINS"] == then
+
+
+def test_without_an_allow_list_every_plugin_that_vllm_would_load_stays_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "other-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: other\nVersion: 1.0\n")
+    groups = ("vllm.platform_plugins", "vllm.general_plugins", "vllm.stat_logger_plugins", "vllm.io_processor_plugins",
+              "vllm.endpoint_plugins", "console_scripts")  # fmt: skip
+    entries = "".join(f"[{group}]\n{group.removeprefix('vllm.')}-of-others = os:getcwd\n" for group in groups)
+    (installed / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    names = plan("m", from_mapping({"home": tmp_path})).environment["VLLM_PLUGINS"].split(",")
+    assert {f"{group.removeprefix('vllm.')}-of-others" for group in groups[:4]} <= set(names)
+    assert "cartridges" in names
+    assert not {"endpoint_plugins-of-others", "console_scripts-of-others"} & set(names), (
+        "routes must be named by a person"
+    )
+
+
+KEY = "sk-very-secret"
+
+
+@pytest.mark.parametrize("given", [["--api-key", KEY], [f"--api-key={KEY}"], ["--api_key", KEY], ["--api-key", KEY, KEY + "2"],
+                                   ["--api-k", KEY], ["--hf-token", KEY], ["--hf_token=" + KEY]])  # fmt: skip
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_no_secret_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture, given: list[str], mode: str) -> None:
+    assert cli.main(["serve", "m", "--home", str(tmp_path), "--mode", mode, "--print", *given, "--port", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert KEY not in printed
+    assert "***" in printed
+    assert "--port 1" in printed
+
+
+def test_the_key_is_no_argument_of_any_process(tmp_path: Path) -> None:
+    settings = from_mapping({"home": tmp_path})
+    for mode in ("in-process", "multiprocess"):
+        launch = plan("m", settings, mode=mode, vllm_args=["--port", "1", f"--api-key={KEY}", "--seed", "2"])
+        assert KEY not in " ".join(launch.program)
+        assert launch.environment["VLLM_API_KEY"] == KEY
+        assert launch.command[-4:] == ["--port", "1", "--seed", "2"]
+    both = plan("m", settings, vllm_args=["--api-key", KEY, "other"])
+    assert both.command[-3:] == ["--api-key", KEY, "other"]
+    assert "VLLM_API_KEY" not in both.environment, "the variable holds one key only"
+
+
+REFUSED = {
+    "--enable-lora": "LoRA|adapter", "--pipeline-parallel-size 2": "tensor-parallel", "-pp 2": "tensor-parallel",
+    "--pipeline_parallel_size=2": "tensor-parallel", "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
+    "--data-parallel-size 2": "one server for each", "-dp 2": "one server for each", "-dp=2": "one server for each",
+    '--speculative-config {"method":"ngram"}': "draft", "--speculative-config.method ngram": "draft", "-sc {}": "draft",
+    "--spec-method ngram": "draft", "--kv-cache-dtype fp8": "quantised", "--kv_cache_dtype=fp8_e4m3": "quantised",
+    "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",
+    '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
+    '--kv-transfer-config {"kv_role":"kv_both"}': "kv_role 'kv_both'", "--kv-transfer-config.kv_role kv_both": "kv_role",
+    '--kv-transfer-config {"kv_connector_module_path":"x"}': "leave it out", "--kv-transfer-config [1]": "JSON object",
+    "--kv-transfer-config {": "kv-transfer-config",
+    '--kv-transfer-config {"kv_connector_extra_config":{"lmcache.max_tokens_per_load":512}}': "in the middle",
+    '--kv-transfer-config {"kv_connector_extra_config":{"use_native":true}}': "older LMCache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture, given: str
+) -> None:
+    assert cli.main(["serve", "m", "--home", str(tmp_path), *given.split(" "), "--port", "1"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(REFUSED[given], error), error
+    assert error.count("\n") == 1, "one line"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["-pp 1", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--no-enable-lora", "--max-lora-rank 8",
+     '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1"],
+)  # fmt: skip
+def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
+    plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
+
+
+def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
+    settings, file = from_mapping({"home": tmp_path}), tmp_path / "vllm.yaml"
+    options = ["--config", str(file)]
+    for text, reason in (("enable-lora: true", "adapter"), ("data_parallel_size: 2", "one server for each"),
+                         ("speculative-config:\n  method: ngram", "draft")):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(UnsupportedEngine, match=reason):
+            plan("m", settings, vllm_args=options)
+    file.write_text("data-parallel-size: 2\nenable-lora: false\n")
+    plan("m", settings, vllm_args=[*options, "-dp", "1"])  # the command line holds over the file
+    file.write_text("kv-transfer-config:\n  kv_connector_extra_config: {mine: 1}\napi-key: [one]\n")
+    launch = plan("m", settings, vllm_args=[*options, "--api-key", KEY])
+    assert json.loads(_option(launch.command, "--kv-transfer-config"))["kv_connector_extra_config"] == {"mine": 1}
+    assert _option(launch.command, "--api-key") == KEY, "a variable would not hold over the file"
+    for wrong in ("", "[1]", ": : :"):
+        file.write_text(wrong)
+        if not wrong:
+            plan("m", settings, vllm_args=options)
+            continue
+        with pytest.raises(SettingsError, match="--config"):
+            plan("m", settings, vllm_args=options)
+    with pytest.raises(SettingsError, match="--config"):
+        plan("m", settings, vllm_args=["--config", str(tmp_path / "none.yaml")])
+
+
+def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path: Path) -> None:
+    given = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer", "engine_id": "mine",
+             "kv_connector_extra_config": {"lmcache.x": 1}}  # fmt: skip
+    for mode in ("in-process", "multiprocess"):
+        if mode == "multiprocess":
+            given["kv_connector"] = "LMCacheMPConnector"
+        arguments = ["--kv-transfer-config", json.dumps(given), "--kv-transfer-config.kv_rank", "3", "--port", "1"]
+        command = plan("m", from_mapping({"home": tmp_path}), mode=mode, vllm_args=arguments).command
+        assert [a for a in command if a.startswith("--kv-transfer-config")] == ["--kv-transfer-config"]
+        transfer = json.loads(_option(command, "--kv-transfer-config"))
+        assert transfer["kv_connector_module_path"].startswith("lmcache_cartridge.serve.")
+        assert (transfer["engine_id"], transfer["kv_rank"], transfer["kv_load_failure_policy"]) == ("mine", 3, "fail")
+        assert transfer["kv_connector_extra_config"]["lmcache.x"] == 1
+        assert ("lmcache.mp.port" in transfer["kv_connector_extra_config"]) == (mode == "multiprocess")
+    clash = {"kv_connector_extra_config": {"lmcache.mp.port": 1}}
+    with pytest.raises(UnsupportedEngine, match="lmcache.mp.port"):
+        plan("m", from_mapping({"home": tmp_path}), mode="multiprocess",
+             vllm_args=["--kv-transfer-config", json.dumps(clash)])  # fmt: skip
+
+
+def test_a_lost_chunk_ends_the_request_whatever_is_registered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for given, policy in (([], "fail"), (["--on-load-failure", "recompute"], "recompute")):
+        assert cli.main(["serve", "m", "--home", str(tmp_path), "--print", *given]) == 0
+        assert f'"kv_load_failure_policy": "{policy}"' in capsys.readouterr().out
+
+
+def test_a_size_may_be_set_either_way_and_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    serve = ["serve", "m", "--home", str(tmp_path), "--print"]
+    for given, size in (([], 1 << 30), (["--cpu-bytes", "2MiB"], 2 << 20), (["--set", "cpu_bytes=3MiB"], 3 << 20)):
+        assert cli.main([*serve, *given]) == 0
+        assert f"cpu_bytes: {size}" in capsys.readouterr().out
+    for name in ("cpu_bytes", "disk_bytes", "home"):
+        option = ["--" + name.replace("_", "-"), str(tmp_path / "x") if name == "home" else "1MiB"]
+        assert cli.main([*serve, *option, "--set", f"{name}=3MiB"]) == 1
+        assert name in capsys.readouterr().err
 
 
 def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(

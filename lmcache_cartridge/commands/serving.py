@@ -16,13 +16,15 @@ def add(verb: Verb) -> None:
     serve.set_defaults(passes_on=True)
     serve.add_argument("model", help="as for `vllm serve`")
     serve.add_argument("--chunk-size", type=int, default=256, help="LMCache's chunk size in tokens (default 256)")
-    serve.add_argument("--cpu-bytes", default="1GiB", help="memory for resident cartridges (default 1GiB)")
-    serve.add_argument("--disk-bytes", default="16GiB", help="local disk for what comes from S3 (default 16GiB)")
+    serve.add_argument("--cpu-bytes", help="memory for resident cartridges (default 1GiB)")
+    serve.add_argument("--disk-bytes", help="local disk for what comes from S3 (default 16GiB)")
     serve.add_argument(
         "--on-load-failure",
-        choices=("recompute", "fail"),
-        help="what vLLM does when a chunk cannot be loaded after all: compute its tokens, or end the request with an "
-        "error. Trained cartridges need fail (default: fail if any is registered, else recompute)",
+        choices=("fail", "recompute"),
+        default="fail",
+        help="what vLLM does with a request whose chunk cannot be loaded after all. fail: vLLM ends it, and this server "
+        "asks again with the document's own text, or tells the client; recompute: vLLM computes the tokens, and no "
+        "trained cartridge is served, whose tokens mean nothing (default fail)",
     )
     serve.add_argument(
         "--set", action="append", default=[], metavar="SETTING=VALUE",
@@ -62,21 +64,21 @@ def add(verb: Verb) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from ..registry import Registry
+    from ..errors import SettingsError
     from ..serve.launch import plan
 
-    settings = settings_of(
-        arguments,
-        cpu_bytes=arguments.cpu_bytes,
-        disk_bytes=arguments.disk_bytes,
-        **dict(map(_assignment, arguments.set)),
-    )
-    trained = any(row.kind == "trained" for row in Registry(settings.registry_path, read_only=True).all())
+    given = {"cpu_bytes": arguments.cpu_bytes, "disk_bytes": arguments.disk_bytes, "home": arguments.home}
+    values = {name: value for name, value in given.items() if value is not None and name != "home"}
+    for name, value in map(_assignment, arguments.set):
+        if given.get(name) is not None:
+            raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
+        values[name] = value
+    settings = settings_of(arguments, **values)
     launch = plan(
         arguments.model,
         settings,
         chunk_tokens=arguments.chunk_size,
-        on_load_failure=arguments.on_load_failure or ("fail" if trained else "recompute"),
+        on_load_failure=arguments.on_load_failure,
         vllm_args=[a for a in arguments.rest if a != "--"],
         mode=arguments.mode,
         l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from .. import fingerprint
 from ..errors import UnsupportedEngine, UnsupportedModel
 from ..rope import default_frequencies
 from ..store import Engine
+from .arguments import PLAIN_CACHES, REFUSED_EXTRA
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -33,18 +35,33 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
     if config.parallel_config.pipeline_parallel_size > 1:
         raise refuse("pipeline parallelism is not supported; use --tensor-parallel-size instead")
+    if _is_one_of_several(config):
+        raise refuse(
+            "data parallelism is not supported: vLLM lets the API server reach the first engine only, so the others would "
+            "have no cartridges. Start one server for each engine, and a router before them"
+        )
     if config.parallel_config.prefill_context_parallel_size > 1 or (
         config.parallel_config.decode_context_parallel_size > 1
     ):
         raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
     if config.speculative_config is not None:
         raise refuse("speculative decoding adds draft layers whose KV no cartridge has; switch it off")
-    if config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16"):
+    if config.cache_config.cache_dtype not in PLAIN_CACHES:
         raise refuse(f"the KV cache is quantised ({config.cache_config.cache_dtype}); remove --kv-cache-dtype")
     if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
         raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
-    if int(transfer.get_from_extra_config("lmcache.max_tokens_per_load", 0)):
-        raise refuse("lmcache.max_tokens_per_load cuts cartridges in the middle (LMCache 0.5.6); remove it")
+    for key, why in REFUSED_EXTRA.items():
+        if transfer.get_from_extra_config(key, None):
+            raise refuse(f"{key} {why}; remove it from kv_connector_extra_config")
+
+
+def _is_one_of_several(config: VllmConfig) -> bool:
+    """Whether the engine is one of several under data parallelism.
+
+    Engines of dense models are told that they are alone; the name that vLLM gives each for KV transfer is what is left.
+    """
+    parallel, name = config.parallel_config, config.kv_transfer_config.engine_id or ""
+    return parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0 or bool(re.search(r"_dp\d+$", name))
 
 
 def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:

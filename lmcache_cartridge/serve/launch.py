@@ -10,19 +10,22 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
 from ..errors import UnsupportedEngine
 from ..registry import Registry
 from ..settings import Settings
+from .arguments import TRANSFER, Arguments, redacted
 from .multiprocess import CONTROL, as_parameters, control_path, free_port, l1_size_bytes, lmcache_command
 
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
 API_PLUGIN = "cartridges"
 """The name of our entry point among vLLM's endpoint plugins."""
+_KEY_VARIABLE = "VLLM_API_KEY"
+_EXTRA = "kv_connector_extra_config"
 CPU_KV_BYTES = 1 << 30
 """vLLM's KV cache on CPU where the user names no size: vLLM's own default is a share of the machine's memory."""
 
@@ -40,9 +43,11 @@ class Launch(NamedTuple):
     """The command of LMCache's server, which runs beside it in multiprocess mode."""
 
     def __str__(self) -> str:
-        variables = " \\\n".join(f"{k}={shlex.quote(v)}" for k, v in self.environment.items())
+        """Everything but secrets, which are `***` as in vLLM's own log."""
+        shown = self.environment | ({_KEY_VARIABLE: "***"} if _KEY_VARIABLE in self.environment else {})
+        variables = " \\\n".join(f"{k}={shlex.quote(v)}" for k, v in shown.items())
         beside = f"{variables} \\\n{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
-        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{variables} \\\n{shlex.join(self.command)}"
+        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{variables} \\\n{shlex.join(redacted(self.command))}"
 
     @property
     def program(self) -> list[str]:
@@ -67,7 +72,7 @@ def plan(
     settings: Settings,
     *,
     chunk_tokens: int = 256,
-    on_load_failure: str = "recompute",
+    on_load_failure: Literal["fail", "recompute"] = "fail",
     vllm_args: Sequence[str] = (),
     mode: Literal["in-process", "multiprocess"] = "in-process",
     l1_bytes: int = 0,
@@ -78,8 +83,10 @@ def plan(
     In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`; 0 is as
     much as the registered cartridges need, and a free port.
 
-    Raises `UnsupportedEngine` if vLLM is not installed.
+    Raises `UnsupportedEngine` if vLLM is not installed, and for options of vLLM's that do not go with cartridges.
     """
+    arguments = Arguments(vllm_args)
+    arguments.check()
     yaml = lmcache_yaml(settings, chunk_tokens)
     # Named by content: servers with other settings may share the home.
     path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
@@ -87,8 +94,7 @@ def plan(
         "LMCACHE_CONFIG_FILE": str(path),
         "LMCACHE_TRACK_USAGE": "false",
         "VLLM_NO_USAGE_STATS": "1",
-        # An allow-list for every kind of vLLM plugin; without our name in it the request API would not be there.
-        "VLLM_PLUGINS": ",".join(filter(None, [os.environ.get("VLLM_PLUGINS"), API_PLUGIN])),
+        "VLLM_PLUGINS": allowed_plugins(),
     }
     transfer = {
         "kv_connector": "CartridgeConnector",
@@ -111,13 +117,18 @@ def plan(
                 CONTROL: control_path(port),
             },
         }
+    transfer = _merged(transfer, arguments.mapping(TRANSFER))
+    rest, key = arguments.without_key()
+    if key is not None:
+        environment[_KEY_VARIABLE] = key  # `ps` shows commands to everybody, and no variables
     command = [
-        *_server(model), "--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details",
+        *_server(model), f"--{TRANSFER}", json.dumps(transfer), "--enable-prompt-tokens-details",
         "--worker-extension-cls", "lmcache_cartridge.serve.worker.CartridgeWorker",
     ]  # fmt: skip
-    if _on_cpu() and not any(a.startswith(("--kv-cache-memory", "--gpu-memory")) for a in vllm_args):
+    sized = any(arguments.get(name) is not None for name in ("kv-cache-memory-bytes", "gpu-memory-utilization"))
+    if _on_cpu() and not sized:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    return Launch(path, yaml, environment, [*command, *vllm_args], lmcache)
+    return Launch(path, yaml, environment, [*command, *rest], lmcache)
 
 
 def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
@@ -142,6 +153,43 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
         *(f"  {key}: {json.dumps(value)}" for key, value in extra.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def allowed_plugins() -> str:
+    """Return `VLLM_PLUGINS` with our name in it: without that vLLM loads no request API.
+
+    It is an allow-list for every kind of vLLM plugin. Where the caller has none, all stay allowed that are installed,
+    but for others' routes, which vLLM wants to be named.
+    """
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = allowed.split(",") if allowed is not None else _installed_plugins()
+    return ",".join(dict.fromkeys([*filter(None, names), API_PLUGIN]))
+
+
+def _installed_plugins() -> list[str]:
+    entries = metadata.entry_points()
+    groups = sorted(g for g in entries.groups if g.startswith("vllm.") and g != "vllm.endpoint_plugins")
+    return [entry.name for group in groups for entry in entries.select(group=group)]
+
+
+def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the transfer configuration with what the user adds to it. Raises `UnsupportedEngine` where they differ."""
+    merged = given | ours
+    stock = {"CartridgeConnector": "LMCacheConnectorV1", "CartridgeMPConnector": "LMCacheMPConnector"}
+    for name in ("kv_connector", "kv_connector_module_path", "kv_role"):
+        is_stock = name == "kv_connector" and given.get(name) == stock[ours[name]]
+        if name in given and given[name] != ours[name] and not is_stock:
+            raise UnsupportedEngine(
+                f"--{TRANSFER} has {name} {given[name]!r}, and cartridges need {ours[name]!r}; leave it out"
+            )
+    own, extra = ours.get(_EXTRA, {}), given.get(_EXTRA) or {}
+    if clash := sorted(key for key in own.keys() & extra.keys() if own[key] != extra[key]):
+        raise UnsupportedEngine(f"--{TRANSFER}: `serve` sets {', '.join(clash)} in {_EXTRA} itself; leave it out")
+    if own or extra:
+        merged[_EXTRA] = extra | own
+    if "kv_load_failure_policy" in given:
+        merged["kv_load_failure_policy"] = given["kv_load_failure_policy"]
+    return merged
 
 
 def _l1_bytes(settings: Settings) -> int:

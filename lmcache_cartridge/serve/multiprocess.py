@@ -109,7 +109,8 @@ class Pair:
                 for name, child in self._children.items():
                     if child.poll() is not None:
                         print(f"lmcache-cartridge: {name} ended with {child.returncode}; ending", file=sys.stderr)
-                        return self._children["vLLM"].poll() or 1
+                        status = self._children["vLLM"].poll()
+                        return 1 if status is None else status
             return 0
         finally:
             self._end()

@@ -1,0 +1,187 @@
+"""Arguments: what the options that `serve` passes on to vLLM say, read without vLLM, whose parser takes half a minute.
+
+`--option value`, `--option=value`, underscores for dashes, short names, `--option.key value` for JSON and
+`--config FILE` are read as vLLM 0.32 reads them; the command line holds over the file, and the last word over the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import SettingsError, UnsupportedEngine
+
+TRANSFER = "kv-transfer-config"
+SECRETS = ("api-key", "hf-token", "watermark-config")
+"""Options whose values vLLM prints as `***` too."""
+_SHORT = {
+    "pp": "pipeline-parallel-size", "tp": "tensor-parallel-size", "dp": "data-parallel-size",
+    "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size", "sc": "speculative-config",
+}  # fmt: skip
+_ONE_RANK = {
+    "pipeline-parallel-size": "pipeline parallelism is not supported; use --tensor-parallel-size instead",
+    "prefill-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
+    "decode-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
+    "data-parallel-size": "vLLM lets the API server reach the first engine only, so the others would have no cartridges; "
+    "start one server for each engine, and a router before them",
+}
+_NEVER = {
+    "enable-lora": "LMCache's keys ignore the adapter, so it would get the base model's KV",
+    "speculative-config": "speculative decoding adds draft layers whose KV no cartridge has",
+    "spec-method": "speculative decoding adds draft layers whose KV no cartridge has",
+    "spec-model": "speculative decoding adds draft layers whose KV no cartridge has",
+    "worker-extension-cls": "`serve` needs that place for lmcache_cartridge.serve.worker.CartridgeWorker",
+    "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
+}
+REFUSED_EXTRA = {
+    "lmcache.max_tokens_per_load": "cuts cartridges in the middle (LMCache 0.5.6)",
+    "use_native": "takes vLLM's copy of an older LMCache",
+}
+"""Keys of `kv_connector_extra_config` that may not be set, and why."""
+PLAIN_CACHES = ("auto", "float16", "bfloat16")
+"""Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
+
+
+class Arguments:
+    """The options of one vLLM command line."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Raises `SettingsError` for a `--config` file that cannot be read."""
+        self._tokens = list(arguments)
+        self._values: dict[str, str | None] = {}
+        self._nested: dict[str, dict[str, Any]] = {}
+        given = _options(self._tokens)
+        for file in (option.value for option in given if option.name == "config"):
+            self._note(_options(_from_file(file)))
+        self._note(given)
+
+    def _note(self, options: list[_Option]) -> None:
+        for option in options:
+            name, *keys = option.name.split(".")
+            if keys:
+                inside = self._nested.setdefault(name, {})
+                for key in keys[:-1]:
+                    inside = inside.setdefault(key, {})
+                inside[keys[-1]] = _value(option.value or "")
+            else:
+                self._values[name] = option.value
+
+    def get(self, name: str) -> str | None:
+        """Return an option's value: empty where it has none, None where it is not given."""
+        value = self._values.get(name)
+        return "" if value is None and name in self._values else value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return the value of an option that is a JSON object, empty without it. Raises `SettingsError` for others."""
+        text = self.get(name)
+        try:
+            found = json.loads(text) if text else {}
+        except ValueError as error:
+            raise SettingsError(f"--{name}: {error}") from None
+        if not isinstance(found, dict):
+            raise SettingsError(f"--{name} must be a JSON object")
+        return found | self._nested.get(name, {})
+
+    def without_key(self) -> tuple[list[str], str | None]:
+        """Return the arguments less `--kv-transfer-config` and the one `--api-key`, and that key.
+
+        Several keys stay where they are, and so does one that a `--config` file may have its say about.
+        """
+        keys = [v for option in _options(self._tokens) if option.name == "api-key" for v in option.values]
+        key = keys[0] if len(keys) == 1 and "config" not in self._values else None
+        drop = {TRANSFER} if key is None else {TRANSFER, "api-key"}
+        left = [
+            token
+            for option, tokens in _grouped(self._tokens)
+            if option is None or option.name.split(".")[0] not in drop
+            for token in tokens
+        ]
+        return left, key
+
+    def check(self) -> None:
+        """Raise `UnsupportedEngine`, with the reason, for what `engine.check_vllm` would refuse once a model is loaded."""
+        for name, why in _NEVER.items():
+            if self.get(name) is not None or name in self._nested:
+                raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")
+        for name, why in _ONE_RANK.items():
+            if (size := self.get(name)) not in (None, "1"):
+                raise UnsupportedEngine(f"--{name} {size} does not go with cartridges: {why}")
+        kind = self.get("kv-cache-dtype")
+        if kind is not None and kind not in PLAIN_CACHES:
+            raise UnsupportedEngine(f"the KV cache is quantised ({kind}); remove --kv-cache-dtype")
+        extra = self.mapping(TRANSFER).get("kv_connector_extra_config") or {}
+        for key in REFUSED_EXTRA.keys() & extra.keys():
+            if extra[key]:
+                raise UnsupportedEngine(f"{key} {REFUSED_EXTRA[key]}; remove it from --{TRANSFER}")
+
+
+def redacted(arguments: Sequence[str]) -> list[str]:
+    """Return arguments as they may be shown: `***` for every value of an option in `SECRETS`."""
+    shown: list[str] = []
+    for option, tokens in _grouped(arguments):
+        if option is None or not any(_may_mean(option.name.split(".")[0], secret) for secret in SECRETS):
+            shown += tokens
+            continue
+        head, equals, _ = tokens[0].partition("=")
+        shown += [f"{head}=***" if equals else head, *("***" for _ in tokens[1:])]
+    return shown
+
+
+class _Option:
+    """One option as given: its name in full, with dashes, and its values."""
+
+    def __init__(self, token: str, values: Sequence[str]) -> None:
+        name, equals, value = token.lstrip("-").partition("=")
+        head, dot, keys = name.partition(".")
+        head = head.replace("_", "-") if token.startswith("--") else _SHORT.get(head, head)
+        self.name = head + dot + keys
+        self.values = [value] if equals else list(values)
+        self.value = self.values[0] if self.values else None
+
+
+def _options(tokens: Sequence[str]) -> list[_Option]:
+    return [option for option, _ in _grouped(tokens) if option is not None]
+
+
+def _grouped(tokens: Sequence[str]) -> list[tuple[_Option | None, list[str]]]:
+    """Return each option with the tokens that it and its values take; None beside those before the first."""
+    groups: list[list[str]] = [[]]
+    for token in tokens:
+        if token.startswith("-") and not token[1:2].isdecimal():
+            groups.append([])
+        groups[-1].append(token)
+    return [(_Option(group[0], group[1:]) if group[0].startswith("-") else None, group) for group in groups if group]
+
+
+def _may_mean(name: str, option: str) -> bool:
+    """Whether vLLM's parser may take `name` for an option: it understands the beginnings of names."""
+    return len(name) > 2 and option.startswith(name)
+
+
+def _from_file(file: str | None) -> list[str]:
+    try:
+        fields = yaml.safe_load(Path(file or "").read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config {file}: {error}") from None
+    if not isinstance(fields, dict):
+        raise SettingsError(f"--config {file} must have a name and a value on each line")
+    tokens: list[str] = []
+    for name, value in fields.items():
+        if isinstance(value, list):
+            tokens += [f"--{name}", *map(str, value)] if value else []
+        elif not isinstance(value, bool):
+            tokens.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+        elif value:
+            tokens.append(f"--{name}")
+    return tokens
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
