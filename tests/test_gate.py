@@ -284,8 +284,9 @@ class _Engine:
         yield _output("", "error")
 
 
-def _output(text: str, reason: str | None, cached: int = 0) -> Any:
-    return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)], num_cached_tokens=cached)
+def _output(text: str, reason: str | None, cached: int = 0, index: int = 0) -> Any:
+    answer = SimpleNamespace(text=text, finish_reason=reason, index=index)
+    return SimpleNamespace(outputs=[answer], num_cached_tokens=cached)
 
 
 class _Params(SimpleNamespace):
@@ -321,6 +322,86 @@ def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_
     assert _guarded(tmp_path, "prefill", on_miss, engine) == ["answer"]
     assert engine.prompts[0] == engine.prompts[1]
     assert GRANT not in engine.params[1]
+
+
+class _Engine3:
+    """Streams three answers; of the first request, some end by an error, before or after their first token."""
+
+    def __init__(self, *events: tuple[int, str | None]) -> None:
+        self.asked: list[tuple[int, int | None, Any]] = []
+        self._events = events
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((params.n, params.seed, params.extra_args["kv_transfer_params"].get(TAG)))
+        if len(self.asked) == 1:
+            for index, reason in self._events:
+                yield _output(f"{index}", reason, index=index)
+            return
+        for index in range(params.n):
+            yield _output("again", "stop", index=index)
+
+
+def _streamed(tmp_path: Path, kind: str, engine: _Engine3) -> list[tuple[int, str]]:
+    settings = from_mapping({"home": tmp_path})
+    make_artifact(tmp_path / "c", positions=16, kind=kind, cartridge_id="c")
+    Registry(settings.registry_path).register(tmp_path / "c")
+    selection = Resolver(settings).resolve([Reference(id="c")])
+    released: list[bool] = []
+    granted = Granted({}, selection, SimpleNamespace(release=lambda: released.append(True)), 1)
+    params = _Params(extra_args={"kv_transfer_params": granted}, n=3, seed=40)
+    prompt = {"prompt_token_ids": [*selection.token_ids, 7]}
+    seen: list[tuple[int, str]] = []
+
+    async def collect() -> None:
+        async for output in GuardedEngine(engine, SimpleNamespace(settings=settings)).generate(prompt, params, "r"):
+            seen.extend((o.index, o.text) for o in output.outputs)
+
+    try:
+        asyncio.run(collect())
+    finally:
+        assert released
+    return seen
+
+
+def test_of_several_answers_those_that_lost_their_chunks_are_asked_for_again_alone(tmp_path: Path) -> None:
+    engine = _Engine3((0, None), (2, "error"), (0, "stop"), (1, "error"))
+    assert _streamed(tmp_path, "prefill", engine) == [(0, "0"), (0, "0"), (2, "again"), (1, "again")]
+    assert [(n, seed) for n, seed, _ in engine.asked] == [(3, 40), (1, 42), (1, 41)]
+    assert {tag for _, _, tag in engine.asked[1:]} == {"computed"}
+
+
+def test_of_several_answers_all_are_asked_for_again_where_none_has_begun(tmp_path: Path) -> None:
+    engine = _Engine3((1, "error"), (0, None))
+    assert _streamed(tmp_path, "prefill", engine) == [(0, "again"), (1, "again"), (2, "again")]
+    assert [n for n, _, _ in engine.asked] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_trained_one_beside_others(tmp_path: Path, kind: str) -> None:
+    events = [(0, None), (0, "error")] if kind == "prefill" else [(0, None), (1, "error")]
+    engine = _Engine3(*events)
+    with pytest.raises(RetryableRequestError):
+        _streamed(tmp_path, kind, engine)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_chunks(tokens: int) -> None:
+    """A document at the head of a prompt is injected without being named, and may be lost as others are."""
+    engine, own, seen = _Engine(tokens), {"lmcache.tag.mine": "x"}, []
+
+    async def ask() -> None:
+        guard = GuardedEngine(engine, SimpleNamespace(settings=from_mapping({})))
+        params = _Params(extra_args={"kv_transfer_params": own})
+        async for output in guard.generate({"prompt_token_ids": [1, 2]}, params, request_id="r"):
+            seen.append(output.outputs[0].finish_reason)
+
+    asyncio.run(ask())
+    if tokens:
+        assert (seen, len(engine.prompts)) == ([None, None, "error"], 1), "what has begun is not begun again"
+    else:
+        assert (seen, engine.prompts) == (["stop"], [[1, 2], [1, 2]])
+        assert engine.params == [own, own | {TAG: "computed"}]
 
 
 def test_a_lost_trained_cartridge_is_replaced_by_its_document_if_the_settings_say_so(tmp_path: Path) -> None:
@@ -384,7 +465,7 @@ def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartri
         await ask()
 
     assert _post(app, "/").status_code == 200
-    assert engine.prompts == [[1]]
+    assert engine.prompts[0] == [1]
 
 
 @pytest.mark.parametrize(("cached", "first", "second"), [(0, 0, 0), (16, 16, 0), (20, 16, 4), (48, 16, 24)])

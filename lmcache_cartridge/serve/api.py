@@ -349,30 +349,37 @@ class GuardedEngine:
                     raise Refusal(400, REQUIRED)
             except Refusal as refusal:
                 raise _http(refusal) from None
-            async for output in self._inner.generate(prompt, params, request_id, **kwargs):
+            async for output in self._generate_plain(prompt, params, request_id, kwargs):
                 yield output
             return
-        selection, answered = granted.selection, False
+        selection, begun, lost = granted.selection, set(), []
         # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one prompt
         # the first may come before the last has begun.
         to_the_end = selection.must_inject > 0 or (getattr(params, "n", 1) or 1) > 1
         try:
             async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
-                    if any(o.finish_reason == "error" for o in output.outputs):
-                        break
+                    if gone := _lost(output):
+                        if not begun or selection.must_inject or not begun.isdisjoint(gone):
+                            break
+                        lost += gone  # of several answers, those that have not begun can be asked for alone
+                        output.outputs = [o for o in output.outputs if o.index not in gone]
+                        if not output.outputs:
+                            continue
                     granted.note(output.num_cached_tokens or 0)
-                    if not answered and not to_the_end:
+                    if not begun and not to_the_end:
                         granted.used()
-                    answered = True
+                    begun.update(o.index for o in output.outputs)
                     yield output
                 else:
-                    return
+                    if not lost:
+                        return
         finally:
-            if to_the_end or not answered:
+            if to_the_end or not begun:
                 granted.used()
         needs_leave = selection.must_inject > 0
-        if answered or selection.document_ids is None or (needs_leave and self._plugin.settings.on_miss != "document"):
+        is_broken = bool(begun) and not lost
+        if is_broken or selection.document_ids is None or (needs_leave and self._plugin.settings.on_miss != "document"):
             headers.retry_after(1)
             requests().lost("error")
             raise RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
@@ -380,10 +387,52 @@ class GuardedEngine:
         requests().lost("document")
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
         prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
-        plain = params.clone()
-        plain.extra_args = params.extra_args | {"kv_transfer_params": {TAG: "computed"}}  # no cartridge has this tag
-        async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
+        async for output in self._compute(prompt, params, {}, request_id, kwargs, lost):
             yield output
+
+    async def _generate_plain(
+        self, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Generate for a request that names no cartridge. Its prompt may still begin with a document that has KV, and
+        what of that is lost on the way is computed."""
+        begun = False
+        async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                if not begun and _lost(output) and isinstance(prompt, dict):
+                    break
+                begun = True
+                yield output
+            else:
+                return
+        requests().lost("document")
+        own = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+        async for output in self._compute(prompt, params, own, request_id, kwargs):
+            yield output
+
+    async def _compute(
+        self, prompt: Any, params: Any, own: dict[str, Any], request_id: str, kwargs: dict[str, Any],
+        only: Sequence[int] = (),
+    ) -> AsyncIterator[Any]:  # fmt: skip
+        """Generate with nothing injected: all answers, or of several `only` these, one after the other."""
+        plain = params.clone()
+        plain.extra_args = (params.extra_args or {}) | {"kv_transfer_params": own | {TAG: "computed"}}  # nobody's tag
+        if not only:
+            async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
+                yield output
+        for index in only:
+            alone = plain.clone()
+            alone.n = 1
+            if plain.seed is not None:
+                alone.seed = plain.seed + index  # as vLLM gives each of several answers its own
+            async for output in self._inner.generate(prompt, alone, f"{request_id}-document-{index}", **kwargs):
+                for answer in output.outputs:
+                    answer.index = index
+                yield output
+
+
+def _lost(output: Any) -> list[int]:
+    """Return which of a prompt's answers the engine has ended because it could not load what it had promised."""
+    return [answer.index for answer in output.outputs if answer.finish_reason == "error"]
 
 
 async def probe(state: State) -> None:
