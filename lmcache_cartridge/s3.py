@@ -1,4 +1,4 @@
-"""S3Source: artefacts in S3 buckets, read by ranged GETs in parallel, retried, each read under one deadline."""
+"""S3Source: artefacts in S3 buckets, read by ranged GETs in parallel, retried, given up where nothing comes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from .bytesource import ByteRange, Seen, Small
 from .errors import MalformedLocation, SourceError, TruncatedPayload
-from .s3_call import Broken, Call, cause_of, final, status_of
+from .s3_call import Broken, Call, Progress, cause_of, final, status_of
 from .workers import Workers
 
 SCHEME = "s3://"
@@ -61,8 +61,7 @@ class S3Source:
 
     Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests run
     at once, on as many threads, however many callers wait, and the client keeps as many connections, so that a request
-    neither waits for one nor has to open it. A read that was given up at its deadline leaves its threads at their next
-    byte.
+    neither waits for one nor has to open it. A read that was given up leaves its threads at their next byte.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class S3Source:
             retries={"total_max_attempts": 1},
         )
         self._endpoint = f"at {self._client.meta.endpoint_url}"
-        self._workers = Workers(connections, "s3")
+        self._workers, self._progress = Workers(connections, "s3"), Progress()
         self._closed = False
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
@@ -161,8 +160,9 @@ class S3Source:
         if self._closed:
             raise SourceError(f"{location}/{file}: the source was closed")
         return Call(
-            f"{location}/{file} {self._endpoint}", self._workers, self._timeout_s, self._attempts, self._backoff_s
-        )
+            f"{location}/{file} {self._endpoint}", self._workers, self._timeout_s, self._attempts, self._backoff_s,
+            self._progress,
+        )  # fmt: skip
 
     def _once(self, location: str, file: str, request: Callable[[], object]) -> None:
         """Run a request that botocore repeats where it may pass."""
@@ -200,7 +200,7 @@ class S3Source:
         with response["Body"] as body:
             while len(data) <= limit_bytes >= (length or 0):
                 piece = body.read1(min(_STEP_BYTES, limit_bytes + 1 - len(data)))
-                call.check()
+                call.came(len(piece))
                 if not piece:
                     break
                 data += piece

@@ -1,4 +1,4 @@
-"""Call: one call to S3, its deadline, its retries, and what foreign errors mean for them."""
+"""Call: one call to S3, what ends it when nothing comes, its retries, and what foreign errors mean for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
 from typing import TypeVar
 
 from .errors import CartridgeError, SourceDenied, SourceError, SourceNotFound, SourceTimeout, TruncatedPayload
@@ -16,6 +17,8 @@ from .workers import Workers
 T = TypeVar("T")
 
 _LONGEST_BACKOFF_S = 5.0
+_LEAST_BYTES = 1 << 16
+"""What must come within a timeout, so that a server that sends a byte now and then is waited for no longer than that."""
 
 
 class Broken(SourceError):
@@ -26,13 +29,37 @@ class GivenUp(Exception):
     """The call that a thread works for has ended."""
 
 
-class Call:
-    """One call, a context manager: its deadline, its retries, and that nothing is written for it once it has ended."""
+class Progress:
+    """When a read last went on: `_LEAST_BYTES` came, or it is done. Safe from any thread."""
 
-    def __init__(self, name: str, workers: Workers, timeout_s: float, attempts: int, backoff_s: float) -> None:
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, size_bytes: int = _LEAST_BYTES) -> None:
+        """Note that so many bytes came."""
+        with self._lock:
+            self._bytes += size_bytes
+            if self._bytes >= _LEAST_BYTES:
+                self.at_s, self._bytes = time.monotonic(), 0
+
+
+class Call:
+    """One call, a context manager: its end when nothing comes, its retries, and that nothing is written for it afterwards.
+
+    It ends `timeout_s` after it last went on, so one over a slow link that it shares takes as long as that needs. While
+    none of its tasks has a thread it waits for others, as long as they go on.
+    """
+
+    def __init__(
+        self, name: str, workers: Workers, timeout_s: float, attempts: int, backoff_s: float, others: Progress
+    ) -> None:
+        """`others` is the progress of all calls that share `workers`."""
         self.name = name
         self._workers, self._attempts, self._backoff_s = workers, attempts, backoff_s
-        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s, self._own, self._others = timeout_s, Progress(), others
+        self._running = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._last: Exception | None = None
@@ -46,21 +73,51 @@ class Call:
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Run tasks on the workers and return their results; raise the first error, or `SourceTimeout`."""
-        futures = [self._workers.submit(task) for task in tasks]
+        futures = [self._workers.submit(partial(self._work, task)) for task in tasks]
         try:
-            done, waiting = wait(futures, max(0.0, self._deadline - time.monotonic()), FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if waiting:
-                last = f"; last: {self._last}" if self._last else ""
-                raise SourceTimeout(f"{self.name} was not read within s3_timeout_s, {self._timeout_s:g} s{last}")
-            return [future.result() for future in futures]
+            while True:
+                done, waiting = wait(futures, max(0.0, self._left_s()), FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if not waiting:
+                    return [future.result() for future in futures]
+                if self._left_s() <= 0:
+                    last = f"; last: {self._last}" if self._last else ""
+                    raise SourceTimeout(
+                        f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
+                        f"{self._timeout_s:g} s{last}"
+                    )
         finally:
             for future in futures:
                 future.cancel()
 
+    def _work(self, task: Callable[[], T]) -> T:
+        with self._lock:
+            self._running += 1
+        self._own.add()
+        try:
+            result = task()
+        finally:
+            with self._lock:
+                self._running -= 1
+        self._own.add()
+        self._others.add()
+        return result
+
+    def _left_s(self) -> float:
+        with self._lock:
+            at_s = self._own.at_s if self._running else max(self._own.at_s, self._others.at_s)
+        return at_s + self._timeout_s - time.monotonic()
+
+    def came(self, size_bytes: int) -> None:
+        """Note that bytes came. Raises `GivenUp` if the call has ended."""
+        self.check()
+        self._own.add(size_bytes)
+        self._others.add(size_bytes)
+
     def write(self, outs: Sequence[memoryview], start: int, data: bytes) -> None:
         """Copy to `start` of the caller's buffers in a row, which stay the caller's alone once the call has ended."""
+        self.came(len(data))
         rest = memoryview(data)
         with self._lock:
             self.check()

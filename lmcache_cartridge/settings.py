@@ -80,7 +80,7 @@ class Settings(BaseModel):
     s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
     """What one request asks for; larger reads are split and their parts read at once."""
     s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """How long one read may take with all its retries."""
+    """How long a read may go on without 64 KiB, with all its retries; one over a slow link takes as long as it needs."""
 
     # What requests may ask for; read by the API server.
 

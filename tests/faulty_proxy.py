@@ -153,6 +153,23 @@ def trickle(every_s: float, count: int = 1) -> Fault:
     return send
 
 
+class Link:
+    """Answer as the server did, over a link of `rate` bytes a second that all answers share."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate, self._free_s, self._lock = rate, 0.0, threading.Lock()
+
+    def __call__(self, handler: Handler, answer: Answer) -> None:
+        handler.head(answer)
+        for start in range(0, len(answer.body), 4096):
+            piece = answer.body[start : start + 4096]
+            with self._lock:
+                self._free_s = max(self._free_s, time.monotonic()) + len(piece) / self._rate
+                turn_s = self._free_s
+            time.sleep(max(0.0, turn_s - time.monotonic()))
+            handler.wfile.write(piece)
+
+
 def trickle_headers(every_s: float) -> Fault:
     """Begin a header that never ends, a byte every `every_s`."""
 

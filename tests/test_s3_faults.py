@@ -1,4 +1,4 @@
-"""Faults of an S3 server cost time within a deadline or are an error that says what; never wrong bytes, never a leak."""
+"""Faults of an S3 server cost time within bounds or are an error that says what; never wrong bytes, never a leak."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from faulty_proxy import (
     Fault,
     FaultyProxy,
+    Link,
     another_range,
     cut,
     endless,
@@ -190,10 +191,35 @@ def test_a_read_ends_by_its_deadline_however_slow_the_server(
         "size": lambda: source.size(location, "payload"),
     }  # fmt: skip
     began = time.monotonic()
-    with pytest.raises(SourceTimeout, match="payload at http.* not read within s3_timeout_s, 1 s") as caught:
+    with pytest.raises(
+        SourceTimeout, match="payload at http.* not read: less than 64 KiB came within s3_timeout_s, 1 s"
+    ) as caught:
         calls[call]()
     assert 0.9 < time.monotonic() - began < SOON_S
     assert isinstance(caught.value, TimeoutError)
+    source.close()
+
+
+def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy: FaultyProxy, location: str) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=1, timeout_s=3)
+    proxy.always = Link(1 << 19)
+    got: dict[int, bytes] = {}
+    run_threads(4, lambda number: got.update({number: _read(source, location)}), timeout_s=120)
+    assert set(got.values()) == {CONTENT}
+    source.close()
+
+
+def test_reads_that_wait_for_those_that_hang_end_with_them(proxy: FaultyProxy, location: str) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=1, attempts=1, timeout_s=1)
+    proxy.always = silence
+
+    def read(_: int) -> None:
+        with pytest.raises(SourceError):
+            _read(source, location)
+
+    began = time.monotonic()
+    run_threads(40, read, timeout_s=60)
+    assert time.monotonic() - began < SOON_S, "not one after the other"
     source.close()
 
 
