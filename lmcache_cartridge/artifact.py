@@ -30,7 +30,7 @@ from .errors import (
 )
 from .fingerprint import Fingerprint
 from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
-from .sources import LocalSource
+from .sources import LocalSource, open_regular
 
 MANIFEST = "manifest.json"
 PAYLOAD = "payload.safetensors"
@@ -172,7 +172,7 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
 
 def _read_at_most(path: Path, limit_bytes: int) -> bytes:
     """Return the first bytes of a file. Allocates no more than it has, whatever the limit: a manifest may set that."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         return file.read(min(limit_bytes, os.fstat(file.fileno()).st_size))
 
 

@@ -151,6 +151,15 @@ class Catalog:
         """Whether a cartridge can be served, were it not for a quarantine."""
         return digest in self._rows
 
+    def is_at_hand(self, tag: str) -> bool:
+        """Whether `require` answers without reading anything."""
+        digests = tag.split(".")
+        return len(digests) == 1 or self.index.has(tag) or not all(map(self.knows, digests))
+
+    def locations(self, tag: str) -> set[str]:
+        """Return where those cartridges of a tag lie that are known."""
+        return {row.location for digest in tag.split(".") if (row := self._rows.get(digest)) is not None}
+
     def quarantine(self, digest: str, reason: str) -> None:
         """Serve a cartridge no more, in this process and in those that see the same quarantine."""
         with self._lock:

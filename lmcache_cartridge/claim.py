@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .errors import CartridgeError, ModelMismatch
@@ -28,6 +29,8 @@ class Readiness(NamedTuple):
     """Why loading it failed last; it is tried again."""
     eta_s: float | None = None
     """Seconds until it is resident at the pace so far, None before the first chunk."""
+    opening: bool = False
+    """Whether its manifest is still being read; it has no chunks until then."""
 
     @classmethod
     def never(cls, error: CartridgeError) -> Readiness:
@@ -37,25 +40,45 @@ class Readiness(NamedTuple):
     @property
     def ready(self) -> bool:
         """Whether all of it is resident."""
-        return self.refused is None and self.resident == self.chunks
+        return self.refused is None and not self.opening and self.resident == self.chunks
+
+
+_OPENING = Readiness(0, 0, 0, opening=True)
+_FAILED = Readiness(0, 0, 0, "it could not be read; the log of its engine says why")
 
 
 class Claim:
     """Somebody's claim on a cartridge or chain: what is loaded of it stays in memory until `close()`."""
 
     def __init__(
-        self, tag: str, hold: Hold | None, refusal: Callable[[], Readiness | None], clock: Callable[[], float]
+        self,
+        tag: str,
+        opening: Iterator[Hold | Readiness | None],
+        refusal: Callable[[], Readiness | None],
+        clock: Callable[[], float],
+        closed: Callable[[Claim], None],
     ) -> None:
-        """`refusal` tells why it will never be, None if it may; without a `hold` it always must."""
-        self.tag, self.closed = tag, False
-        self._hold, self._refusal, self._clock = hold, refusal, clock
-        self._started_at, self._before = clock(), None
+        """`opening` yields None while there is something to read, then the hold, or why there never will be one.
+
+        `refusal` tells why what is held will never be, None if it may; `closed` is called once. Starts opening.
+        """
+        self.tag, self.started_at, self.closed = tag, clock(), False
+        self._opening, self._refusal, self._clock, self._on_close = opening, refusal, clock, closed
+        self._held: Hold | Readiness | None = None
+        self._before: int | None = None
+        self._lock = threading.Lock()
+        self._open()
 
     def poll(self) -> Readiness:
         """Start loading what is missing, as far as memory allows, and return how far it is; does not wait."""
-        if (refused := self._refusal()) or self._hold is None:
+        held = self._open()
+        if held is None:
+            return _OPENING
+        if isinstance(held, Readiness):
+            return held
+        if refused := self._refusal():
             return refused
-        state = self._hold.poll()
+        state = held.poll()
         if self._before is None:
             self._before = state.resident
         return Readiness(state.resident, state.admitted, state.chunks, problem=state.problem, eta_s=self._eta_s(state))
@@ -64,17 +87,27 @@ class Claim:
         """Whether there is no use in polling on: it is all there, never will be, or is as far as memory allows."""
         state = self.poll()
         stuck = state.problem is None and 0 < state.admitted == state.resident
-        return state.ready or state.refused is not None or stuck or self._clock() > self._started_at + _GIVE_UP_S
+        return state.ready or state.refused is not None or stuck or self._clock() > self.started_at + _GIVE_UP_S
 
     def close(self) -> None:
         """Let it go. Closing twice is no change."""
-        self.closed = True
-        if self._hold is not None:
-            self._hold.close()
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            if isinstance(self._held, Hold):
+                self._held.close()
+        self._on_close(self)
+
+    def _open(self) -> Hold | Readiness | None:
+        with self._lock:
+            if self._held is None and not self.closed:
+                self._held = next(self._opening, _FAILED)
+            return self._held
 
     def _eta_s(self, state: HoldState) -> float | None:
         if state.ready:
             return 0.0
         loaded = state.resident - self._before
-        elapsed_s = self._clock() - self._started_at
+        elapsed_s = self._clock() - self.started_at
         return elapsed_s / loaded * (state.chunks - state.resident) if loaded > 0 else None

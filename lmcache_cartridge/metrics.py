@@ -52,6 +52,8 @@ RANK_NUMBERS = (
     Number("quarantined_cartridges", "gauge", "Cartridges set aside since their bytes were wrong; `lmcache-cartridge verify` lifts it.", "quarantined"),
     Number("pinned_cartridges", "gauge", "Cartridges pinned into memory.", "pinned"),
     Number("waiting_claims", "gauge", "Cartridges and chains that are claimed and not whole in memory yet.", "loading"),
+    Number("open_claims", "gauge", "Claims that requests have on cartridges and chains, so that these stay in memory.", "claims"),
+    Number("oldest_claim_seconds", "gauge", "Age of the oldest of these claims; far above the longest answer: a leak.", "oldest_claim_s"),
 )  # fmt: skip
 """By rank."""
 _LOAD_HELP = "Time a load of one chunk into a tier took, failed ones too."

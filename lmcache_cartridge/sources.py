@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,9 +163,18 @@ def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen:
             shown = done
 
 
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """Open a file, which must be a regular one: to open or read a FIFO or device may block for ever. Raises `OSError`."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_IFMT(os.fstat(descriptor).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
 def _open(path: Path | str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         raise _mapped(error, path) from error
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +17,13 @@ from .claim import Claim, Readiness
 from .disk import DiskTier
 from .errors import ArtifactError, CartridgeError, OverBudget
 from .fingerprint import Fingerprint
+from .hold import Hold
 from .keys import ChunkKey, Hasher
 from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
 from .mirror import Mirror
 from .quarantine import Quarantine
+from .reads import Reads
 from .registry import Registry
 from .residency import Loan, ResidencyStats
 from .settings import Settings
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often fetches in the background are looked after."""
+_MAX_READS = 32
+"""Artefacts that are read at once for those who claim them."""
 
 
 class Engine(NamedTuple):
@@ -104,7 +107,8 @@ class CartridgeStore:
         )
         self._catalog.refresh()
         self._tiers.add_device(engine.device, self._device_bytes())
-        self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
+        self._reads = Reads(_MAX_READS)
+        self._open: set[Claim] = set()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
         self._lock = threading.RLock()  # taken again by `claim` within `pin`
@@ -178,35 +182,61 @@ class CartridgeStore:
 
     # What the request layer asks.
 
-    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
-        """Return a claim on a cartridge or chain, the caller's to poll and close.
+    def claim(self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None = None) -> Claim:
+        """Return a claim on a cartridge or chain, the caller's to poll and close. Does not block: what there is to read
+        is read in the background.
 
-        `places` tells by digest where those lie that the registry did not know of when it was last looked at.
+        `places` tells by digest where those lie that the registry did not know of when it was last looked at. `room`
+        returns why so many chunks are too many for whoever copies them, None if they are not.
         """
-        for digest, place in places.items():
-            if not self._catalog.knows(digest):
-                self._catalog.add(None, digest, *place)
-        self._catalog.keep(tag)
-        try:
-            needed = self._catalog.require(tag)
-        except CartridgeError as error:
-            never = Readiness.never(error)
-            return Claim(tag, None, lambda: never, self._clock)
-        keys = self._catalog.index.chunks(tag)
-        size_bytes = len(keys) * self.shape.size_bytes
-        if size_bytes > self._tiers.cpu.budget_bytes:
-            reason = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
-            return Claim(tag, None, lambda: Readiness(0, 0, len(keys), reason), self._clock)
-        claim = Claim(tag, self._tiers.hold(keys, whole=needed > 0), partial(self._refusal, tag), self._clock)
+        opening = self._opening(tag, dict(places), room)
+        claim = Claim(tag, opening, partial(self._refusal, tag), self._clock, self._forget)
         with self._lock:
             self._open.add(claim)
         return claim
+
+    def _opening(
+        self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None
+    ) -> Iterator[Hold | Readiness | None]:
+        """See `Claim`."""
+        self._catalog.keep(tag)
+        unknown = {digest: place for digest, place in places.items() if not self._catalog.knows(digest)}
+        try:
+            if unknown or not self._catalog.is_at_hand(tag):
+                where = {place.location for place in unknown.values()} | self._catalog.locations(tag)
+                task = tag, tuple(unknown.items())
+                while (reading := self._reads.join(task, where, partial(self._read, tag, unknown))) is None:
+                    yield None
+                while not reading.done():
+                    yield None
+                needed = reading.result()
+            else:
+                needed = self._catalog.require(tag)
+        except CartridgeError as error:
+            yield Readiness.never(error)
+            return
+        keys = self._catalog.index.chunks(tag)
+        size_bytes = len(keys) * self.shape.size_bytes
+        why = room(len(keys)) if room is not None else None
+        if size_bytes > self._tiers.cpu.budget_bytes:
+            why = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
+        if why is not None:
+            yield Readiness(0, 0, len(keys), why)
+        else:
+            yield self._tiers.hold(keys, whole=needed > 0)
+
+    def _read(self, tag: str, places: Mapping[str, Place]) -> int:
+        """Read what a tag names, and return what `Catalog.require` does. Blocks."""
+        for digest, place in places.items():
+            if not self._catalog.knows(digest):
+                self._catalog.add(None, digest, *place)
+        return self._catalog.require(tag)
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
         """Start bringing a cartridge or chain into memory in the background; return how far it is."""
         claim = self._claims.get(tag)
         if claim is None:
-            mine = self.claim(tag, places)  # may hash a chain, for which nobody else has to wait
+            mine = self.claim(tag, places)
             with self._lock:
                 claim = self._claims.setdefault(tag, mine)
             if claim is not mine:
@@ -270,7 +300,6 @@ class CartridgeStore:
         """Return what this rank serves and holds, as plain values. Polls every claim that is open."""
         with self._lock:
             pinned = list(self._pins)
-        loading = {claim.tag: claim.poll() for claim in self._claimed()}
         return {
             "rank": self.engine.rank,
             "chunk_tokens": self.engine.chunk_tokens,
@@ -280,7 +309,8 @@ class CartridgeStore:
             "quarantined": len(self._catalog.quarantined),
             "resident": self._tiers.resident_by_digest(),
             "pinned": pinned,
-            "loading": {tag: state._asdict() for tag, state in loading.items() if not state.ready},
+            "loading": {tag: state._asdict() for tag, state in self._waiting().items()},
+            **self._claim_numbers(),
             "tiers": self.tiers(),
         }
 
@@ -295,7 +325,8 @@ class CartridgeStore:
             "refused": refused,
             "quarantined": len(self._catalog.quarantined),
             "pinned": pinned,
-            "loading": sum(not claim.poll().ready for claim in self._claimed()),
+            "loading": len(self._waiting()),
+            **self._claim_numbers(),
             "tiers": self.tiers(),
         }
 
@@ -329,7 +360,24 @@ class CartridgeStore:
 
     def _claimed(self) -> list[Claim]:
         with self._lock:
-            return [claim for claim in list(self._open) if not claim.closed]
+            return list(self._open)
+
+    def _forget(self, claim: Claim) -> None:
+        with self._lock:
+            self._open.discard(claim)
+
+    def _waiting(self) -> dict[str, Readiness]:
+        """Return how far everything is, by tag, that is claimed and not whole in memory but may be yet."""
+        states = {claim.tag: claim.poll() for claim in self._claimed()}
+        return {tag: state for tag, state in states.items() if not state.ready and state.refused is None}
+
+    def _claim_numbers(self) -> dict[str, Any]:
+        """Return how many claims requests have, and the age of the oldest."""
+        with self._lock:
+            own = {*self._claims.values(), *self._pins.values()}
+            started_at = [claim.started_at for claim in self._open if claim not in own]
+        age_s = self._clock() - min(started_at) if started_at else 0.0
+        return {"claims": len(started_at), "oldest_claim_s": age_s}
 
     def _refusal(self, tag: str) -> Readiness | None:
         error = self._catalog.refusal(tag)

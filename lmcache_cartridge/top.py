@@ -246,7 +246,10 @@ def _requests(summary: Mapping[str, Any]) -> list[str]:
         return f"{counter['total']:.0f}" if per_s is None else f"{counter['total']:.0f} ({per_s:.1f}/s)"
 
     outcomes = ", ".join(f"{name} {shown(c)}" for name, c in summary["requests"].items())
-    waits = f"requests waiting {summary['waiting_requests']:.0f}, claims {summary['waiting_claims']:.0f}"
+    waits = f"requests waiting {summary['waiting_requests']:.0f}, claims {summary['open_claims']:.0f}"
+    if summary["open_claims"]:
+        waits += f" (oldest {_duration(summary['oldest_claim_seconds'])})"
+    waits += f", loading {summary['waiting_claims']:.0f}"
     mean_s = summary["mean_request_wait_seconds"]
     return [
         f"requests: {outcomes}",

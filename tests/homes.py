@@ -11,6 +11,7 @@ import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
 
 from lmcache_cartridge.artifact import PAYLOAD, load_token_ids
+from lmcache_cartridge.claim import Claim
 from lmcache_cartridge.fingerprint import Fingerprint
 from lmcache_cartridge.layout import rank_heads
 from lmcache_cartridge.registry import Registry
@@ -124,6 +125,12 @@ def assert_served(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
         assert lent(store, chunk_hash, prompt.tag) == chunk_bytes(made, chunk), chunk
         assert store.release(chunk_hash, prompt.tag) is True
     assert store.release(prompt.hashes[0], prompt.tag) is False
+
+
+def read(claim: Claim) -> Claim:
+    """Wait until what a claim is on was read, and return the claim."""
+    until(lambda: not claim.poll().opening)
+    return claim
 
 
 def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:

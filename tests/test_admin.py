@@ -11,7 +11,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from homes import until
+from homes import read, until
 from rich.console import Console
 from watching import CHUNK, Watched, serving
 
@@ -77,7 +77,7 @@ def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_
     assert _names(_get(url, "?active=true")) == []
     rows = {row.name: row for row in Registry(watched.settings.registry_path).all()}
     claims = [store.claim(rows["d@1"].digest, {}) for store in watched.stores]
-    chain = watched.stores[0].claim(f"{rows['b@1'].digest}.{rows['c@1'].digest}", {})
+    chain = read(watched.stores[0].claim(f"{rows['b@1'].digest}.{rows['c@1'].digest}", {}))
     assert chain.poll().refused is None
     for claim in claims:
         claim.poll()
@@ -86,10 +86,14 @@ def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_
         assert _names(_get(url, "?active=true&limit=1")) == ["b@1", "c@1", "d@1", "e@1"]
         until(lambda: not any(store.status()["loading"] for store in watched.stores))
         assert _names(_get(url, "?active=true")) == ["b@1", "c@1", "d@1", "e@1"], "not loading any more, but resident"
+        open_claims = _get(url)["claims"]
+        assert open_claims["open"] == 2, "of the rank that has most; a pin is none"
+        assert 0 < open_claims["oldest_s"] < 600
     finally:
         watched.stores[0].unpin(rows["e@1"].digest)
         for claim in (*claims, chain):
             claim.close()
+    assert _get(url)["claims"] == {"open": 0, "oldest_s": 0.0}
 
 
 def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, until
+from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope, run_threads
 
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
@@ -234,7 +234,7 @@ def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opene
     )
     tag = f"{first.manifest.digest}.{second.manifest.digest}"
     store = opened(fingerprint=shape)
-    with_claim = store.claim(tag, {})
+    with_claim = read(store.claim(tag, {}))
     assert with_claim.poll().chunks == 4
     home.registry.remove("b")
     clock.now += 2 * GRACE_S
@@ -601,7 +601,7 @@ def test_a_cartridge_that_was_forgotten_meanwhile_is_quarantined_all_the_same(ho
 def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home: Home, opened: Callable) -> None:
     made = make_artifact(home.root(), positions=72)
     store, prompt = opened(), prompt_for(home, made)
-    claim = store.claim(made.manifest.digest, {made.manifest.digest: Place(home.root(), str(home.root()))})
+    claim = read(store.claim(made.manifest.digest, {made.manifest.digest: Place(home.root(), str(home.root()))}))
     until(lambda: claim.poll().ready)
     assert (store.names(), store.refused()) == ([], {})
     assert store.lookup(prompt.hashes) == 0
@@ -621,7 +621,7 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
     if not sound:
         shutil.rmtree(home.root())
     store = opened()
-    claim = store.claim(digest, {digest: place})
+    claim = read(store.claim(digest, {digest: place}))
     assert (claim.poll().refused is None) == sound
     for _ in range(3):
         clock.now += GRACE_S - 1
@@ -640,7 +640,7 @@ def test_a_claim_by_path_alone_keeps_its_cartridge_for_the_grace(home: Home, ope
     digest, place = made.manifest.digest, Place(home.root(), str(home.root()))
     store = opened()
     for _ in range(3):
-        store.claim(digest, {digest: place}).close()
+        read(store.claim(digest, {digest: place})).close()
         clock.now += GRACE_S - 1
         store.refresh()
         assert _digests(store) == {digest}
@@ -652,7 +652,7 @@ def test_what_is_used_by_its_path_outlives_its_removal(home: Home, opened: Calla
     home.registry.remove("doc")
     store.refresh()
     clock.now += GRACE_S - 1
-    claim = store.claim(made.manifest.digest, place)
+    claim = read(store.claim(made.manifest.digest, place))
     clock.now += GRACE_S - 1
     store.refresh()
     assert_served(store, made, prompt_for(home, made))
@@ -660,7 +660,7 @@ def test_what_is_used_by_its_path_outlives_its_removal(home: Home, opened: Calla
     clock.now += GRACE_S
     store.refresh()
     assert store.claim(made.manifest.digest, {}).poll().refused
-    again = store.claim(made.manifest.digest, place)
+    again = read(store.claim(made.manifest.digest, place))
     until(lambda: again.poll().ready)
     again.close()
 

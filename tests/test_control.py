@@ -10,7 +10,6 @@ import socket
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from homes import STILL, Home, assert_served, prompt_for, until
 from making import Made, make_artifact, run_threads
 
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
-from lmcache_cartridge.serve import frames
+from lmcache_cartridge.serve import control, frames
 from lmcache_cartridge.serve.control import ControlServer, Workers
 from lmcache_cartridge.store import CartridgeStore
 
@@ -185,7 +184,7 @@ def test_a_client_that_talks_nonsense_is_disconnected_and_loses_its_claims_only(
     store.refresh()
     _claimed(workers, "mine", made.manifest.digest)
     with _raw(server) as connection:
-        connection.sendall(_frame(["claim", "its", other.manifest.digest, {}]))
+        connection.sendall(_frame([1, "claim", "its", other.manifest.digest, {}]))
         assert connection.recv(4)
         until(lambda: store.stats().held == 6)
         connection.sendall(data)
@@ -205,9 +204,9 @@ def test_a_client_that_goes_in_the_middle_of_a_frame_loses_its_claims(
     server: ControlServer, store: CartridgeStore, made: Made, sent: int
 ) -> None:
     with _raw(server) as connection:
-        connection.sendall(_frame(["claim", "its", made.manifest.digest, {}]))
+        connection.sendall(_frame([1, "claim", "its", made.manifest.digest, {}]))
         until(lambda: store.stats().held == 4)
-        connection.sendall(_frame(["release", "its"])[:sent])
+        connection.sendall(_frame([2, "release", "its"])[:sent])
         time.sleep(0.05)
         assert store.stats().held == 4
     until(lambda: store.stats().held == 0)
@@ -217,9 +216,9 @@ def test_a_client_that_says_half_a_frame_keeps_nobody_waiting(
     server: ControlServer, connect: Callable, made: Made
 ) -> None:
     with _raw(server) as connection:
-        connection.sendall(_frame(["status"])[:5])
+        connection.sendall(_frame([1, "status"])[:5])
         assert connect(server).call("status")[0]["rank"] == 0
-        connection.sendall(_frame(["status"])[5:])
+        connection.sendall(_frame([1, "status"])[5:])
         assert connection.recv(4), "its own answer comes too"
 
 
@@ -314,7 +313,7 @@ def test_a_rank_that_was_never_there_is_an_error(connect: Callable, server: Cont
 def test_a_worker_that_does_not_answer_in_time_is_an_error(
     workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
     release, evict = threading.Event(), store.evict
     store.evict = lambda digest: (release.wait(20), evict(digest))[1]
     with pytest.raises(UnsupportedEngine, match="timed out"):
@@ -334,50 +333,40 @@ def test_thirty_two_threads_get_their_own_answers(workers: Workers, home: Home, 
     def work(number: int) -> None:
         digest = list(sizes)[number % 4]
         for turn in range(10):
-            name = f"{number}-{turn}"
-            assert workers.call("claim", name, digest, {})[0]["chunks"] == sizes[digest]
+            claim = workers.claim(digest, {})
+            assert claim.poll()[0]["chunks"] == sizes[digest]
             with pytest.raises(CartridgeError, match=f"m{number}x{turn}"):
                 workers.call(f"m{number}x{turn}")
             assert workers.call("unpin", digest) == [0]
-            workers.release(name)
+            claim.release()
 
     run_threads(32, work)
     until(lambda: store.stats().held == 0)
 
 
-def test_a_release_in_a_finalizer_or_in_the_middle_of_a_call_never_waits(
+def test_a_claim_that_nobody_refers_to_is_released_wherever_that_is_found_out(
     workers: Workers, store: CartridgeStore, made: Made
 ) -> None:
     class Request:
-        def __init__(self, name: str) -> None:
+        def __init__(self) -> None:
             self.itself = self  # only the garbage collector ends it
-            weakref.finalize(self, workers.release, name).atexit = False
+            self.claim = workers.claim(made.manifest.digest, {})
+            until(lambda: self.claim.poll()[0]["ready"])
 
-    names = [f"r{n}" for n in range(40)]
-    for name in names:
-        _claimed(workers, name, made.manifest.digest)
-        Request(name)
-    held, status = threading.Event(), store.status
-    store.status = lambda: (held.wait(20), status())[1]
-
-    def work(number: int) -> None:
-        if number == 0:
-            workers.call("status")  # holds the lock of `workers` meanwhile
-        else:
-            until(workers._lock.locked)
-            gc.collect()
-            held.set()
-
-    run_threads(2, work)
+    for _ in range(40):
+        Request()
+    assert store.stats().held == 4
+    gc.collect()
     until(lambda: store.stats().held == 0)
 
 
 def test_a_release_comes_through_from_the_thread_that_is_in_a_call(
     workers: Workers, store: CartridgeStore, made: Made
 ) -> None:
-    _claimed(workers, "mine", made.manifest.digest)
-    with workers._lock:  # as a garbage collection would, anywhere within `call`
-        workers.release("mine")
+    claim = workers.claim(made.manifest.digest, {})
+    until(lambda: claim.poll()[0]["ready"])
+    with workers._lock:  # as a garbage collection would, anywhere within a call
+        claim.release()
     until(lambda: store.stats().held == 0)
     assert workers.call("status")[0]["rank"] == 0
 
@@ -385,9 +374,10 @@ def test_a_release_comes_through_from_the_thread_that_is_in_a_call(
 def test_after_closing_a_late_release_does_not_connect_again(
     workers: Workers, store: CartridgeStore, made: Made
 ) -> None:
-    _claimed(workers, "mine", made.manifest.digest)
+    claim = workers.claim(made.manifest.digest, {})
+    until(lambda: claim.poll()[0]["ready"])
     workers.close()
-    workers.release("mine")
+    claim.release()
     time.sleep(0.1)
     assert workers._connections == []
     until(lambda: store.stats().held == 0)
@@ -460,3 +450,100 @@ def test_a_bug_in_the_store_is_an_error_for_its_caller_and_in_the_log(
     store.status = status
     assert workers.call("status")[0]["rank"] == 0
     assert_served(store, made, prompt_for(home, made))
+
+
+# Claims that end while they are asked for.
+
+
+def test_what_was_released_is_not_claimed_again_by_a_poll_that_comes_later(
+    workers: Workers, store: CartridgeStore, made: Made
+) -> None:
+    """A client that leaves while it is asked how far its claim is: its release may reach the worker first."""
+    workers.call("release", "mine")
+    (state,) = workers.call("claim", "mine", made.manifest.digest, {})
+    assert "released" in state["refused"]
+    assert store.stats().held == 0
+    assert _claimed(workers, "another", made.manifest.digest)["ready"], "the control: another name holds its chunks"
+    assert store.stats().held == 4
+
+
+def test_a_release_while_a_poll_is_on_its_way_is_said_again_after_it(
+    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same race on the client's side, for a worker that remembers nothing: the last word must be the release."""
+    monkeypatch.setattr(control, "_MAX_RELEASED", 0)
+    claim, begin = workers.claim(made.manifest.digest, {}), workers.begin
+
+    def release_first(*call: Any) -> Any:
+        claim.release()
+        return begin(*call)
+
+    monkeypatch.setattr(workers, "begin", release_first)
+    claim.poll()
+    workers.call("status")
+    assert store.status()["claims"] == 0
+    assert store.stats().held == 0
+
+
+def test_a_worker_drops_what_nobody_has_any_more_and_keeps_what_is_not_polled(
+    serve: Callable, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may be generated for minutes, in which its claim is not polled."""
+    monkeypatch.setattr(control, "_STILL_S", 0.05)
+    workers = Workers([serve(store).path])
+    kept = workers.claim(made.manifest.digest, {})
+    until(lambda: kept.poll()[0]["ready"])
+    workers.call("claim", "nobody's", made.manifest.digest, {})
+    assert store.status()["claims"] == 2
+    until(lambda: store.status()["claims"] == 1)
+    time.sleep(0.3)
+    assert (store.status()["claims"], store.stats().held) == (1, 4)
+    assert kept.poll()[0]["ready"]
+    workers.close()
+    until(lambda: store.status()["claims"] == 0)
+
+
+# Calls beside each other.
+
+
+def test_a_call_that_hangs_ends_no_claim_and_holds_up_no_other_call(
+    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = workers.claim(made.manifest.digest, {})
+    until(lambda: claim.poll()[0]["ready"])
+    go_on, hangs = threading.Event(), threading.Event()
+    monkeypatch.setattr(store, "evict", lambda digest: (hangs.set(), go_on.wait(60), 7)[2])
+    late = workers.begin("evict", made.manifest.digest)
+    assert hangs.wait(20)
+    try:
+        assert claim.poll()[0]["ready"]
+        other = workers.claim(made.manifest.digest, {})
+        assert other.poll()[0]["ready"]
+        assert workers.call("numbers")[0]["claims"] == 2
+        with monkeypatch.context() as short:
+            short.setattr(control, "TIMEOUT_S", 0.2)
+            with pytest.raises(UnsupportedEngine, match="does not answer evict: timed out"):
+                workers.call("evict", made.manifest.digest)
+        assert (store.status()["claims"], store.stats().held) == (2, 4), "claims ended with the call"
+    finally:
+        go_on.set()
+    assert late.result(20) == [7], "its answer comes when there is one"
+
+
+def test_calls_that_hang_are_bounded_and_claims_go_on(
+    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_MAX_CALLS", 3)
+    go_on = threading.Event()
+    monkeypatch.setattr(store, "evict", lambda digest: go_on.wait(60))
+    hanging = [workers.begin("evict", "x") for _ in range(3)]
+    try:
+        with pytest.raises(CartridgeError, match="3 calls are under way already"):
+            workers.call("numbers")
+        claim = workers.claim(made.manifest.digest, {})
+        until(lambda: claim.poll()[0]["ready"])
+    finally:
+        go_on.set()
+    assert [call.result(20) for call in hanging] == [[True]] * 3
+    until(lambda: not [t for t in threading.enumerate() if t.name == "cartridge-call"])
+    assert workers.call("numbers")[0]["rank"] == 0

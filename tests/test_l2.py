@@ -215,9 +215,10 @@ def packed(made: Made, chunk: int, layout: str = LAYOUT, heads: slice = slice(No
 def claimed(server: Server, tag: str) -> str:
     """Claim a cartridge or chain as the API server does, and return the salt of its keys."""
     workers = Workers([server.confirm()])
+    claim = workers.claim(tag, {})
 
     def ready() -> bool:
-        (state,) = workers.call("claim", "c", tag, {})
+        (state,) = claim.poll()
         assert state["refused"] is None
         return state["ready"]
 
@@ -373,7 +374,7 @@ def test_an_engine_that_recomputes_what_it_loses_is_served_no_trained_cartridge(
     with serving(home) as server:
         tag = home.made["trained"].manifest.digest
         workers = Workers([server.confirm(allow_trained=False)])
-        assert "kv_load_failure_policy" in workers.call("claim", "c", tag, {})[0]["refused"]
+        assert "kv_load_failure_policy" in workers.claim(tag, {}).poll()[0]["refused"]
         workers.close()
         assert server.ask(prompt(home, "trained"), tag_salt(tag)) == 0
 
@@ -467,7 +468,7 @@ def test_a_cartridge_of_another_model_is_not_served(home: Home) -> None:
     with serving(home) as server:
         workers = Workers([server.confirm(fingerprint=msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64))])
         assert server.ask(prompt(home, "doc")) == 0
-        assert workers.call("claim", "c", home.made["doc"].manifest.digest, {})[0]["mismatch"] is True
+        assert workers.claim(home.made["doc"].manifest.digest, {}).poll()[0]["mismatch"] is True
         workers.close()
 
 
@@ -610,7 +611,7 @@ def test_a_claim_on_what_lmcache_has_no_room_for_is_refused_with_the_reason(home
     with serving(home, l1_bytes=3 * chunk_bytes) as server:
         workers = Workers([server.confirm()])
         for name, fits in (("doc", False), ("trained", True)):
-            (state,) = workers.call("claim", name, home.made[name].manifest.digest, {})
+            (state,) = workers.claim(home.made[name].manifest.digest, {}).poll()
             assert (state["refused"] is None) is fits
             assert fits or "--l1-size-gb" in state["refused"]
         workers.close()

@@ -103,9 +103,13 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched: Watche
     for claim in claims:
         while not claim.poll().ready:
             time.sleep(0.01)
+    again = watched.stores[0].claim(made.manifest.digest, {})
     assert watched.value("waiting_claims", **rank) == 0
-    for claim in claims:
+    assert watched.value("open_claims", **rank) == 3
+    assert watched.value("oldest_claim_seconds", **rank) > 0
+    for claim in (*claims, again):
         claim.close()
+    assert (watched.value("open_claims", **rank), watched.value("oldest_claim_seconds", **rank)) == (0, 0)
     for store in watched.stores:
         store.evict(made.manifest.digest)
     payload = watched.settings.cartridges_dir / "a" / "1" / "payload.safetensors"

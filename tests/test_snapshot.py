@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, until
+from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads, sha256_hasher
 
 from lmcache_cartridge import artifact, backlog, catalog, reader
@@ -183,7 +183,7 @@ def test_a_chain_of_what_was_not_read_yet_is_served(home: Home, opened: Callable
     made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
     _start_once(opened, fingerprint=shape)
     tag = ".".join(one.manifest.digest for one in made)
-    claim = opened(fingerprint=shape).claim(tag, {})
+    claim = read(opened(fingerprint=shape).claim(tag, {}))
     until(lambda: claim.poll().ready)
     assert claim.poll().chunks == 4
     claim.close()
@@ -570,7 +570,7 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
     store = opened()
     assert (store.names(), store.refused()) == ([], {})
     digest = made["b"].manifest.digest
-    claim = store.claim(digest, {digest: Place(home.root("b"), str(home.root("b")))})
+    claim = read(store.claim(digest, {digest: Place(home.root("b"), str(home.root("b")))}))
     until(lambda: claim.poll().ready)
     claim.close()
     monkeypatch.undo()

@@ -64,10 +64,11 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
             ranks = await plugin.call("preload", selection.tag, selection.located)
             if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
                 return error(Refusal(409, f"{selection.names} cannot be served: {_PATH.sub('', refused)}"))
-            slowest = min(ranks, key=lambda rank: rank["resident"])
+            slowest = min(ranks, key=lambda rank: (not rank["opening"], rank["resident"]))
             body = result | {"chunks": slowest["chunks"], "resident_chunks": slowest["resident"]}
             body["eta_s"] = slowest["eta_s"]
-            return JSONResponse(body, 200 if slowest["resident"] == slowest["chunks"] else 202)
+            done = slowest["resident"] == slowest["chunks"] and not slowest["opening"]
+            return JSONResponse(body, 200 if done else 202)
         try:
             counts = await plugin.call(action, selection.tag)
         except CartridgeError as problem:
@@ -94,7 +95,11 @@ def _page(plugin: CartridgePlugin, ranks: list[dict[str, Any]], limit: int, afte
         rows = _registry(plugin).page(limit + 1, after)
         rows, more = rows[:limit], len(rows) > limit
     data = _states(plugin, ranks, rows)
-    return {"object": "list", "data": data, "has_more": more, "last_id": rows[-1].name if rows else None}
+    claims = {
+        name: max(rank[key] for rank in ranks) for name, key in (("open", "claims"), ("oldest_s", "oldest_claim_s"))
+    }
+    last = rows[-1].name if rows else None
+    return {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
 
 
 def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[Location]) -> list[dict[str, Any]]:

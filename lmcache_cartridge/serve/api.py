@@ -11,8 +11,6 @@ import asyncio
 import math
 import secrets
 import time
-import uuid
-import weakref
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,44 +31,30 @@ from vllm.logger import init_logger
 
 from ..errors import CartridgeError, UnsupportedEngine
 from ..metrics import Outcome, StatusCollector, requests
+from ..reads import Reads
 from ..residency import LOAD_SECONDS
 from ..settings import Settings
 from . import headers, scrape
 from .admin import add_routes
-from .control import Workers
+from .control import Claimed, Workers
 from .gate import Gate
-from .request import GRANT, REQUIRED, TAG, NeedsNetwork, Reference, Refusal, Resolver, Selection, check_params
+from .request import GRANT, REQUIRED, TAG, Found, NeedsReading, Reference, Refusal, Resolver, Selection, check_params
 from .router import Router
 from .yaml_settings import from_environment
 
 logger = init_logger("vllm.lmcache_cartridge.api")
 
-_NETWORK_THREADS = 16
-"""Requests that may wait for manifests from S3 at once; all others are resolved in threads of their own."""
+_MAX_READS = 64
+"""Manifests that are read at once, one of each location; requests for what was read before wait for none of them."""
+_ASK_AGAIN_S = 0.05
+"""How often a read is asked for that another one keeps from starting."""
+_LAST_POLL_S = 0.5
+"""How long the workers may take to say how far a claim is, when its time is up."""
 _HANDLERS = (
     "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
     "anthropic_serving_messages", "cohere_serving_chat_v2", "serving_tokens",
 )  # fmt: skip
 """vLLM's request handlers that take what a client says of KV transfer to the engine."""
-
-
-class Claimed:
-    """A request's claim on its cartridges' memory in every worker; made by `CartridgePlugin.admit`."""
-
-    def __init__(self, workers: Workers, selection: Selection) -> None:
-        self._workers, self._selection = workers, selection
-        self._name = uuid.uuid4().hex
-        self._released = False
-
-    def poll(self) -> list[dict[str, Any]]:
-        """Return how far each worker is with it; see `CartridgeStore.claim`. Blocks for the answers."""
-        return self._workers.call("claim", self._name, self._selection.tag, self._selection.located)
-
-    def release(self) -> None:
-        """Let the memory go. Does not wait; releasing twice is no change."""
-        if not self._released:
-            self._released = True
-            self._workers.release(self._name)
 
 
 class Granted(dict):
@@ -84,7 +68,6 @@ class Granted(dict):
         super().__init__(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
         self.selection, self._claim, self._prompts = selection, claim, prompts
         self._cached: int | None = None
-        weakref.finalize(self, claim.release)
 
     def note(self, cached_tokens: int) -> None:
         """Tell the client how many leading positions of a prompt were not computed; of several prompts the least."""
@@ -128,11 +111,9 @@ class CartridgePlugin:
             raise self._failed
         self.engine = engine_client
         self.resolver, self.router = Resolver(self.settings), Router(self.settings)
-        paths = await self._control_paths()
-        self._hot, self._calm = Workers(paths), Workers(paths)
+        self._workers = Workers(await self._control_paths())
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
-        self._network = ThreadPoolExecutor(_NETWORK_THREADS, thread_name_prefix="cartridge-network")
-        self._calls = ThreadPoolExecutor(1, thread_name_prefix="cartridge-call")  # `Workers` takes one at a time
+        self._reads = Reads(_MAX_READS)
         for rank in await self.call("numbers"):
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         for name in _HANDLERS:
@@ -160,22 +141,30 @@ class CartridgePlugin:
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call every worker's store, past all requests that wait for something, and return each rank's result."""
-        return await asyncio.get_running_loop().run_in_executor(self._calls, self._calm.call, method, *args)
+        return await self._workers.ask(method, *args)
 
     async def resolve(self, references: Sequence[Reference]) -> Selection:
-        """Return the selection; only those whose manifest must be fetched wait for the network.
+        """Return the selection; only those whose manifest is not at hand wait for it to be read.
 
         Raises `Refusal`, 503 where that takes longer than `ready_timeout_s`.
         """
-        loop = asyncio.get_running_loop()
+        loop, found = asyncio.get_running_loop(), {}
         try:
-            return await loop.run_in_executor(self._pool, partial(self.resolver.resolve, references, network=False))
-        except NeedsNetwork:
-            fetch = loop.run_in_executor(self._network, self.resolver.resolve, references)
-        try:
-            return await asyncio.wait_for(fetch, self.settings.ready_timeout_s)
+            async with asyncio.timeout(self.settings.ready_timeout_s):
+                while True:
+                    try:
+                        return await loop.run_in_executor(self._pool, self.resolver.resolve, references, found)
+                    except NeedsReading as needed:
+                        found[needed.reference] = await self._read(needed)
         except TimeoutError:
-            raise Refusal(503, "the cartridge's manifest is still being fetched", retry_after_s=5) from None
+            raise Refusal(503, "the cartridge's manifest is still being read", retry_after_s=5) from None
+
+    async def _read(self, needed: NeedsReading) -> Found:
+        """Read a manifest that is not at hand, together with all others that want it. Raises `Refusal`."""
+        read = partial(self.resolver.find, needed.reference)
+        while (reading := self._reads.join(needed.reference, [needed.location], read)) is None:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return await asyncio.wrap_future(reading)
 
     async def admit(self, selection: Selection) -> Claimed | None:
         """Return a claim on the KV once it may be used, None where the documents' text takes its place.
@@ -184,9 +173,10 @@ class CartridgePlugin:
         computed is not waited for where memory is short or its source fails. Raises `Refusal` where there is no text,
         or the settings do not allow it.
         """
-        for digest in (*selection.afresh, selection.tag) if selection.afresh else ():
-            await self.call("evict", digest)
-        claim = Claimed(self._hot, selection)
+        if self.settings.admin and selection.afresh and selection.tag is not None:
+            for tag in dict.fromkeys((*selection.afresh, selection.tag)):
+                await self.call("evict", tag)
+        claim = self._workers.claim(selection.tag, selection.located)
         try:
             if selection.tag is None or await self._wait(claim, selection):
                 return claim
@@ -198,17 +188,21 @@ class CartridgePlugin:
 
     async def _wait(self, claim: Claimed, selection: Selection) -> bool:
         """Wait until a claim may be used, True, or the documents' text has to do, False. Raises `Refusal`."""
-        loop = asyncio.get_running_loop()
         deadline, pause = time.monotonic() + self.settings.ready_timeout_s, 0.002
         while True:
-            ranks = await loop.run_in_executor(self._pool, claim.poll)
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), _LAST_POLL_S)):
+                    ranks = await asyncio.wrap_future(claim.begin())
+            except TimeoutError:
+                ranks = []  # not told in time
             refused = next((rank for rank in ranks if rank["refused"]), None)
             if refused is not None and refused["mismatch"]:
                 raise Refusal(409, f"{selection.names} cannot be used with the model served here")
             late = time.monotonic() > deadline
-            if all(rank["ready"] for rank in ranks):
+            if ranks and all(rank["ready"] for rank in ranks):
                 return True
-            stuck = any(rank["resident"] == rank["admitted"] for rank in ranks if not rank["ready"])
+            loading = [rank for rank in ranks if not rank["ready"] and not rank["opening"]]
+            stuck = any(rank["resident"] == rank["admitted"] for rank in loading)
             if selection.must_inject == 0 and (late or refused is not None or stuck):
                 return True  # what is missing is computed, from the documents' own tokens
             if late or refused is not None:
@@ -216,7 +210,7 @@ class CartridgePlugin:
                     return False
                 if refused is not None:
                     raise Refusal(422, f"{selection.names} cannot be served; `lmcache-cartridge describe` says why")
-                eta_s = max(5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks)
+                eta_s = max((5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks), default=5.0)
                 raise Refusal(
                     503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
                 )

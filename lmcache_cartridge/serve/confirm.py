@@ -199,7 +199,7 @@ class Desk:
 def _answer(connection: Any, accept: Callable[[Report, str], str]) -> None:
     try:
         if (frame := frames.receive(connection)) is not None:
-            frames.reply(connection, lambda: accept(*_report(frame)), logger, "taking a report")
+            frames.send(connection, frames.result(lambda: accept(*_report(frame)), logger, "taking a report"))
     except OSError as error:
         logger.debug("a report broke off: %s", error)
 

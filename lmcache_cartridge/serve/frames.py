@@ -27,10 +27,15 @@ def connect(path: str) -> socket.socket:
     return connection
 
 
+def encode(message: Any) -> bytes:
+    """Return one message as a frame."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
 def send(connection: socket.socket, message: Any) -> None:
     """Send one message. Blocks; raises `OSError`."""
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
+    connection.sendall(encode(message))
 
 
 def receive(connection: socket.socket) -> bytes | None:
@@ -44,16 +49,15 @@ def receive(connection: socket.socket) -> bytes | None:
     return _receive_exactly(connection, size)
 
 
-def reply(connection: socket.socket, call: Callable[[], Any], logger: logging.Logger, what: str) -> None:
-    """Send `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged as `what` too."""
+def result(call: Callable[[], Any], logger: logging.Logger, what: str) -> list[Any]:
+    """Return `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged as `what` too."""
     try:
-        message = [None, call()]
+        return [None, call()]
     except CartridgeError as error:
-        message = [str(error), None]
+        return [str(error), None]
     except Exception as error:
         logger.exception("%s failed", what)
-        message = [f"{type(error).__name__}: {error}", None]
-    send(connection, message)
+        return [f"{type(error).__name__}: {error}", None]
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:

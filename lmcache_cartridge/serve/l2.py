@@ -24,7 +24,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
-from ..claim import Claim, Readiness
+from ..claim import Claim
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..keys import Hasher
 from ..layout import DTYPES, rank_heads
@@ -279,20 +279,21 @@ class _Named:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim | _Refused:
+    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
         """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
         self._note(tag)
-        claim = self._store.claim(tag, places)
-        chunks = claim.poll().chunks
-        if self._l1_bytes is None or chunks * self._store.shape.size_bytes <= self._l1_bytes:
-            return claim
-        claim.close()
+        return self._store.claim(tag, places, self._room)
+
+    def _room(self, chunks: int) -> str | None:
+        chunk_bytes = self._store.shape.size_bytes
+        if self._l1_bytes is None or chunks * chunk_bytes <= self._l1_bytes:
+            return None
         why = (
-            f"its {chunks} chunks of {self._store.shape.size_bytes} bytes do not fit into the {self._l1_bytes} bytes that "
-            "LMCache's server has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
+            f"its {chunks} chunks of {chunk_bytes} bytes do not fit into the {self._l1_bytes} bytes that LMCache's server "
+            "has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
         )
-        logger.warning("%s is not served: %s", tag, why)
-        return _Refused(Readiness(0, 0, chunks, why))
+        logger.warning("a cartridge is not served: %s", why)
+        return why
 
     def evict(self, digest: str) -> int:
         """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
@@ -306,19 +307,6 @@ class _Named:
         if tag is not None and digest != tag and digest not in tag.split("."):
             return False
         return self._store.resident([_hash(key)], tag) == 0
-
-
-class _Refused:
-    """A claim on what will never be served."""
-
-    def __init__(self, readiness: Readiness) -> None:
-        self._readiness = readiness
-
-    def poll(self) -> Readiness:
-        return self._readiness
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
 
 
 def _rows(keys: Sequence[ObjectKey]) -> list[list[int]]:

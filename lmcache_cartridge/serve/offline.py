@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import uuid
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 from ..errors import CartridgeError
 from ..settings import Settings
-from .control import Workers
+from .control import Claimed, Workers
 from .launch import plan
 from .request import GRANT, TAG, Resolver, Selection, read
 
@@ -75,16 +74,18 @@ def with_cartridges(
 class Prompt(dict):
     """A prompt for `LLM.generate` that keeps its cartridges in memory."""
 
+    claim: Claimed | None = None
+
 
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
     """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
     if llm not in _workers:
         _workers[llm] = Workers(llm.collective_rpc("cartridge_control"))
-    workers, name = _workers[llm], uuid.uuid4().hex
-    weakref.finalize(prompt, workers.release, name).atexit = False
+    claim = _workers[llm].claim(selection.tag, selection.located)
+    prompt.claim = claim
     deadline = time.monotonic() + settings.ready_timeout_s
     while True:
-        ranks = workers.call("claim", name, selection.tag, selection.located)
+        ranks = claim.poll()
         if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
             raise CartridgeError(f"{selection.names} cannot be served: {refused}")
         if all(rank["ready"] for rank in ranks):

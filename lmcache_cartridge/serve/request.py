@@ -6,7 +6,10 @@ only, from S3 too.
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -36,6 +39,8 @@ REQUIRED = (
     "the request gets no cartridge, and this server answers with cartridges only (setting `required`); name one in "
     "`cartridges`, or in kv_transfer_params.cartridge_id for /v1/messages"
 )
+_MAX_REGISTERED = 128
+"""Registered cartridges whose token ids are kept."""
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Tags as LMCache's keys can carry them."""
 
@@ -188,8 +193,24 @@ def read(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list
         raise Refusal(400, f"cartridges{'.' if place else ''}{place}: {first['msg']}") from None
 
 
-class NeedsNetwork(Exception):
-    """A cartridge's manifest is not here yet, or may be out of date."""
+class Found(NamedTuple):
+    """What one reference stands for."""
+
+    manifest: Manifest
+    root: Path
+    """The directory of its manifest and token ids."""
+    location: str
+    """Where its payload is."""
+    token_ids: tuple[int, ...]
+    document_ids: tuple[int, ...] | None
+
+
+class NeedsReading(Exception):
+    """Something has to be read of a cartridge that is not at hand; it may take long, or for ever."""
+
+    def __init__(self, reference: Reference, location: str) -> None:
+        super().__init__(location)
+        self.reference, self.location = reference, location
 
 
 class Resolver:
@@ -200,21 +221,20 @@ class Resolver:
         self._registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
         self._mirror = Mirror(settings.mirror_dir, Sources(settings))
+        self._registered: OrderedDict[tuple[str, str], Found] = OrderedDict()
+        """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
+        self._lock = threading.Lock()
 
-    def resolve(self, references: Sequence[Reference], *, network: bool = True) -> Selection:
+    def resolve(self, references: Sequence[Reference], found: Mapping[Reference, Found] | None = None) -> Selection:
         """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had now.
 
-        Without `network` it raises `NeedsNetwork` where a manifest would have to be fetched, instead of waiting.
+        Blocks for as long as sources do. With `found`, what `find` returned of some, it raises `NeedsReading` instead of
+        reading any other, and blocks for the server's own directories only.
         """
-        found = [self._find(reference, network) for reference in references]
+        known = found or {}
+        each = [known.get(reference) or self.find(reference, wait=found is None) for reference in references]
         manifests, ids, documents = [], [], []
-        for reference, (root, location, digest) in zip(references, found, strict=True):
-            try:
-                manifest, own, document = _load(root, location == str(root), digest, _stamp(root))
-            except CartridgeError:
-                raise Refusal(
-                    422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`"
-                ) from None
+        for manifest, _, _, own, document in each:
             if self._quarantine.reason(manifest.digest) and manifest.kind == "trained" and document is None:
                 raise Refusal(422, f"cartridge {manifest.name} is quarantined; see `lmcache-cartridge describe`")
             manifests.append(manifest)
@@ -229,13 +249,40 @@ class Resolver:
                 raise Refusal(422, f"{manifest.name} cannot stand behind another cartridge: {error}") from None
         whole = None if None in documents else tuple(chain.from_iterable(documents))
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
-        places = tuple((str(root), location) for root, location, _ in found)
+        places = tuple((str(one.root), one.location) for one in each)
         return Selection(tuple(manifests), places, tuple(ids), whole, afresh)
+
+    def find(self, reference: Reference, *, wait: bool = True) -> Found:
+        """Return what one reference stands for. Raises as `resolve` does; `NeedsReading` for what may hang, unless it is
+        to `wait`.
+        """
+        root, location, digest = self._find(reference, wait)
+        remote = Sources.is_remote(location)  # of which `root` has a copy, in a directory of ours
+        if digest is not None and not remote and not reference.force_redownload:
+            with self._lock:
+                if found := self._registered.get((location, digest)):
+                    self._registered.move_to_end((location, digest))
+                    return found
+        if not wait and not remote:
+            raise NeedsReading(reference, location)
+        try:
+            manifest, ids, document = _load(root, location == str(root), digest, _stamp(root))
+        except CartridgeError:
+            raise Refusal(422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`") from None
+        found = Found(manifest, root, location, ids, document)
+        if digest is not None and not remote:
+            with self._lock:
+                self._registered[location, digest] = found
+                while len(self._registered) > _MAX_REGISTERED:
+                    self._registered.popitem(last=False)
+        return found
 
     def _find(self, reference: Reference, network: bool) -> tuple[Path, str, str | None]:
         """Return where a cartridge's manifest is, where the cartridge is, and the digest it must have."""
         where = reference.where()
         if where == "local":
+            if not network:
+                raise NeedsReading(reference, os.path.normpath(reference.id))
             root = self._local(reference)
             return root, str(root), None
         if where == "s3":
@@ -255,7 +302,7 @@ class Resolver:
         """Return the local copy of the manifest of an artefact in S3, as fresh as the mirror keeps them."""
         force = reference.force_redownload
         if not network and (force or not self._mirror.is_fresh(location)):
-            raise NeedsNetwork
+            raise NeedsReading(reference, location)
         try:
             return self._mirror.fetch(location, force=force)
         except SourceNotFound:

@@ -1,0 +1,328 @@
+"""Requests wait for their own cartridges only: no client that leaves, no file that hangs and no slow source costs others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blocks import quietly
+from homes import CHUNK, STILL, Home, read, until
+from making import make_artifact, make_fingerprint
+
+with quietly():
+    from lmcache_cartridge.serve.api import CartridgePlugin
+
+from lmcache_cartridge import artifact
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
+from lmcache_cartridge.manifest import Provenance
+from lmcache_cartridge.reads import Reads
+from lmcache_cartridge.serve.control import ControlServer, Workers
+from lmcache_cartridge.serve.request import Reference, Refusal, Resolver
+from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.store import CartridgeStore, Place
+from lmcache_cartridge.writer import ArtifactWriter
+
+
+@pytest.fixture
+def store(home: Home) -> CartridgeStore:
+    home.make("hot", kind="trained", positions=4 * CHUNK)
+    return home.open(settings=STILL)
+
+
+@pytest.fixture
+def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., CartridgePlugin]]:
+    """Return a function that makes the plugin of an API server over the store, as `init_state` does but for vLLM."""
+    server, opened = ControlServer(lambda: store), []
+
+    def make(**settings: Any) -> CartridgePlugin:
+        plugin = object.__new__(CartridgePlugin)
+        roots = [str(home.path / "roots")]
+        plugin.settings = from_mapping({"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings)
+        plugin.resolver, plugin._workers = Resolver(plugin.settings), Workers([server.path])
+        plugin._pool, plugin._reads = ThreadPoolExecutor(8), Reads(64)
+        opened.append(plugin)
+        return plugin
+
+    yield make
+    for plugin in opened:
+        plugin._workers.close()
+        plugin._pool.shutdown()
+    until(lambda: store.status()["claims"] == 0)
+    threading.Thread(target=server.close).start()
+
+
+def _run(coroutine: Coroutine) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def _admit(plugin: CartridgePlugin, *ids: str, **options: Any) -> None:
+    """Let a request in and out again."""
+    claim = await plugin.admit(await plugin.resolve([Reference(id=i, **options) for i in ids]))
+    assert claim is not None
+    claim.release()
+
+
+async def _status(plugin: CartridgePlugin, *ids: str) -> int:
+    try:
+        await _admit(plugin, *ids)
+    except Refusal as refusal:
+        return refusal.status
+    return 200
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("when", ["before the worker has it", "after the worker has it"])
+def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
+    serve: Callable, store: CartridgeStore, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    plugin, asked, go_on = serve(), threading.Event(), threading.Event()
+    claim = store.claim
+
+    def slow(*args: Any) -> Any:
+        made = claim(*args) if when.startswith("after") else None
+        asked.set()
+        assert go_on.wait(60)
+        return made or claim(*args)
+
+    monkeypatch.setattr(store, "claim", slow)
+
+    async def leave() -> None:
+        selection = await plugin.resolve([Reference(id="hot")])
+        request = asyncio.create_task(plugin.admit(selection))
+        assert await asyncio.to_thread(asked.wait, 60)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+    _run(leave())
+    go_on.set()
+    monkeypatch.undo()
+    _run(_admit(plugin, "hot"))  # so that everything before it was answered
+    until(lambda: store.status()["claims"] == 0)
+    assert store.stats().held == 0
+
+
+def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Callable, store: CartridgeStore) -> None:
+    plugin = serve()
+
+    async def leave() -> None:
+        selection = await plugin.resolve([Reference(id="hot")])
+        with plugin._workers._lock:  # nothing is sent meanwhile
+            request = asyncio.create_task(plugin.admit(selection))
+            await asyncio.sleep(0.05)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+        await _admit(plugin, "hot")
+
+    _run(leave())
+    until(lambda: store.status()["claims"] == 0)
+    assert store.stats().held == 0
+
+
+def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store: CartridgeStore, home: Home) -> None:
+    plugin = serve()
+    home.make("large", kind="trained", positions=16 * CHUNK, seed=4)  # with all of the memory held by nobody it fits
+    store.refresh()
+
+    async def leave(number: int) -> None:
+        request = asyncio.create_task(_admit(plugin, ("hot", "large")[number % 2]))
+        await asyncio.sleep(number % 17 / 1000)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+    async def all_leave() -> None:
+        for turn in range(20):
+            await asyncio.gather(*(leave(turn + number) for number in range(16)))
+
+    _run(all_leave())
+    until(lambda: store.status()["claims"] == 0)
+    assert (store.stats().held, store.stats().leased, store.stats().lent) == (0, 0, 0)
+    _run(_admit(plugin, "large"))
+
+
+# Files and sources that hang.
+
+
+@pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy", PAYLOAD])
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_fifo_in_the_place_of_a_file_is_refused_at_once_and_keeps_nobody_waiting(
+    serve: Callable, store: CartridgeStore, home: Home, file: str, registered: bool
+) -> None:
+    plugin = serve(ready_timeout_s=5)
+    root = home.path / "roots" / "doc"
+    make_artifact(root, cartridge_id="doc", positions=5 * CHUNK)  # whose ids have a file of their own
+    if registered:
+        home.registry.register(root)
+    (root / file).unlink()
+    os.mkfifo(root / file)
+    statuses = [_run(_status(plugin, "doc" if registered else str(root))) for _ in range(2)]
+    assert statuses == [422, 422]
+    assert _run(_status(plugin, "hot")) == 200
+    if registered:
+        store.refresh()
+        assert "doc@1" in store.refused()
+
+
+class _Hanging:
+    """Artefacts whose manifests are read once `go_on` is set: on a mount that hangs until then."""
+
+    def __init__(self, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self.go_on, self.waiting = home.path / "roots" / "nfs", threading.Event(), []
+        load = artifact.load_manifest
+
+        def slow(root: Path, *args: Any, **kwargs: Any) -> Any:
+            if root.is_relative_to(self.directory):
+                self.waiting.append(root)
+                assert self.go_on.wait(100)
+            return load(root, *args, **kwargs)
+
+        for number in range(4):
+            make_artifact(
+                self.directory / str(number), cartridge_id=f"n{number}", positions=CHUNK, kind="trained", seed=number
+            )
+        monkeypatch.setattr(artifact, "load_manifest", slow)
+
+    def root(self, number: int) -> str:
+        return str(self.directory / str(number))
+
+
+@pytest.fixture
+def hanging(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hanging]:
+    hanging = _Hanging(home, monkeypatch)
+    yield hanging
+    hanging.go_on.set()
+
+
+def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_requests_time(
+    serve: Callable, hanging: _Hanging
+) -> None:
+    plugin = serve()
+    plugin._reads = Reads(3)
+
+    async def live() -> None:
+        await _admit(plugin, "hot")
+        stuck = [asyncio.create_task(_status(plugin, hanging.root(n % 2))) for n in range(24)]
+        await asyncio.to_thread(until, lambda: len(hanging.waiting) == 2)
+        for _ in range(20):
+            await _admit(plugin, "hot")
+        stuck += [asyncio.create_task(_status(plugin, hanging.root(n))) for n in (2, 3)]
+        await asyncio.to_thread(until, lambda: len(hanging.waiting) == 3)
+        for _ in range(20):
+            await _admit(plugin, "hot")
+        assert len(hanging.waiting) == 3, "each takes one thread, and all together as many as they may"
+        assert not any(task.done() for task in stuck)
+        hanging.go_on.set()
+        assert await asyncio.gather(*stuck) == [200] * 26
+
+    _run(live())
+
+
+def test_a_manifest_that_is_not_read_in_time_is_a_503(serve: Callable, hanging: _Hanging) -> None:
+    plugin = serve(ready_timeout_s=0.5)
+    plugin._reads = Reads(1)
+    assert [_run(_status(plugin, hanging.root(n))) for n in (0, 0, 1)] == [503] * 3
+    assert len(hanging.waiting) == 1
+    assert _run(_status(serve(), "hot")) == 200
+
+
+class _Shelf:
+    """Stands in for the copies of manifests on S3: some are fetched once `go_on` is set, one at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.go_on, self.asked = root, threading.Event(), []
+
+    def is_fresh(self, location: str) -> bool:
+        return False
+
+    def fetch(self, location: str, *, force: bool = False) -> Path:
+        self.asked.append(location)
+        if "slow" in location:
+            assert self.go_on.wait(100)
+        return self.root
+
+
+def test_sixteen_slow_manifests_on_s3_hold_up_no_seventeenth(serve: Callable, home: Home) -> None:
+    plugin = serve(buckets=["bucket"])
+    plugin.resolver._mirror = shelf = _Shelf(home.root("hot"))
+
+    async def live() -> None:
+        named = [f"s3://bucket/slow{n % 16}" for n in range(32)]
+        slow = [asyncio.create_task(plugin.resolve([Reference(id=name)])) for name in named]
+        await asyncio.to_thread(until, lambda: len(shelf.asked) == 16)
+        await plugin.resolve([Reference(id="s3://bucket/fast")])
+        assert len(shelf.asked) == 17, "those who want one manifest wait for one answer"
+        assert not any(task.done() for task in slow)
+        shelf.go_on.set()
+        await asyncio.gather(*slow)
+
+    _run(live())
+
+
+def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(
+    store: CartridgeStore, home: Home, hanging: _Hanging
+) -> None:
+    hanging.go_on.set()
+    digests = [artifact.load_manifest(Path(hanging.root(n))).digest for n in range(2)]
+    hanging.go_on.clear()
+    del hanging.waiting[:]
+    hot = home.registry.find("hot").digest
+    claims = [
+        store.claim(digests[n % 2], {digests[n % 2]: Place(Path(hanging.root(n % 2)), hanging.root(n % 2))})
+        for n in range(6)
+    ]
+    until(lambda: len(hanging.waiting) == 2)
+    with_hot = store.claim(hot, {})
+    until(lambda: with_hot.poll().ready)
+    assert [claim.poll().opening for claim in claims] == [True] * 6
+    assert not any(claim.poll().ready or claim.is_done() for claim in claims)
+    assert (len(hanging.waiting), store.status()["claims"]) == (2, 7)
+    claims.pop().close()
+    hanging.go_on.set()
+    for claim in claims:
+        until(lambda: claim.poll().ready)  # noqa: B023
+        claim.close()
+    with_hot.close()
+    assert (store.stats().held, store.status()["claims"]) == (0, 0)
+
+
+# What a client may have dropped.
+
+
+def test_force_redownload_drops_what_is_in_memory_for_administrators_only(
+    serve: Callable, store: CartridgeStore, home: Home
+) -> None:
+    home.make("other", positions=2 * CHUNK, seed=2)
+    store.refresh()
+    plain, admin = serve(), serve(admin=True)
+    for name in ("hot", "other"):
+        _run(_admit(plain, name))
+        assert read(store.claim(home.registry.find(name).digest, {})).poll().ready
+    for claim in store._claimed():
+        claim.close()
+    assert store.stats().resident == 6
+    _run(_admit(plain, "hot", force_redownload=True))
+    assert (store.stats().evicted, store.stats().resident) == (0, 6)
+    _run(_admit(admin, "hot", force_redownload=True))
+    assert store.stats().evicted == 4
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve: Callable, home: Home, admin: bool) -> None:
+    writer = ArtifactWriter(
+        home.root("text"), cartridge_id="text", version=1, kind="tokens", fingerprint=make_fingerprint(),
+        token_ids=np.arange(16), chunk_tokens=16,
+    )  # fmt: skip
+    with writer:
+        writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+    home.registry.register(home.root("text"))
+    _run(_admit(serve(admin=admin), "text", force_redownload=True))
