@@ -19,6 +19,7 @@
     ├── UnsupportedModel    (ValueError)        the model's KV cannot be a cartridge, with the reason
     ├── UnsupportedEngine   (RuntimeError)      this engine would corrupt or lose cartridges, with the fix
     ├── CanaryFailed        (RuntimeError)      the stored KV does not answer as the document does
+    ├── TrainingDiverged    (ArithmeticError)   the loss of a training is not finite
     ├── SourceError         (OSError)           a byte source failed; the foreign error is the cause
     │   ├── SourceNotFound  (FileNotFoundError) there is no such file, object or bucket
     │   ├── SourceDenied    (PermissionError)   the source may not be read, or without other credentials
@@ -113,6 +114,10 @@ class UnsupportedEngine(CartridgeError, RuntimeError):
 
 class CanaryFailed(CartridgeError, RuntimeError):
     """The model with the stored KV does not predict what it predicts with the document."""
+
+
+class TrainingDiverged(CartridgeError, ArithmeticError):
+    """The loss of a training is no longer finite; its learning rate is too high."""
 
 
 class SourceError(CartridgeError, OSError):

@@ -67,6 +67,10 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_out_exact: float
     """Share of them answered right."""
     seconds: float
+    rate: float | None = None
+    """Peak learning rate, given or found."""
+    kept: float | None = None
+    """Share of what the document adds to the answers of the held-out questions; None where that was not to be told."""
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

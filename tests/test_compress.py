@@ -94,7 +94,8 @@ def test_train_stores_int8_and_scores_what_is_served(run: _Cli, tmp_path: Path) 
     ward = write_ward(CausalModel(MODEL), patients(1, 8), "int8", tokens=128)
     (tmp_path / "ward.txt").write_text(ward.document.text)
     common = ("train", "--model", MODEL, "--document", str(tmp_path / "ward.txt"), "--positions", "32", "--chunk-size",
-              "16", "--template", str(write_template(tmp_path / "template.json")), "--steps", "4")  # fmt: skip
+              "16", "--template", str(write_template(tmp_path / "template.json")), "--steps", "4",
+              "--rate", "0.02", "--accept", "0")  # fmt: skip
     plain, made = run(*common, "--id", "plain"), run(*common, "--id", "small", "--payload", "int8")
     assert made["loss"] == plain["loss"], "the training is the same"
     assert 0 < abs(made["held_out_loss"] - plain["held_out_loss"]) < 0.1

@@ -24,6 +24,7 @@ from lmcache_cartridge.make.initial import prefilled
 from lmcache_cartridge.make.judge import PROMPT, Judge, read_score
 from lmcache_cartridge.make.questions import Question, ServerWriter, save, self_study
 from lmcache_cartridge.manifest import Provenance
+from lmcache_cartridge.recall import MODEL_DIR
 from lmcache_cartridge.recall.ward import ask
 from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
@@ -204,6 +205,7 @@ def test_people_get_a_table_and_files(home: Home, evaluate: Any, tmp_path: Path)
     [
         ("nobody", ("--model", MODEL), "nobody"),
         ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
+        ("half", ("--model", MODEL, "--document", str(MODEL_DIR / "model.safetensors")), "is no UTF-8 text"),
         ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
         ("half", ("--model", MODEL, "--questions", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
         ("half", ("--model", MODEL, "--limit", "0"), "--limit 0"),

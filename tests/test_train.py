@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,17 @@ import torch
 from lessons import MODEL, School, answered, school, tokens_of, write_template
 
 from lmcache_cartridge import __version__, artifact, cli
-from lmcache_cartridge.errors import ArtifactError, CartridgeError
-from lmcache_cartridge.make import lesson, stored, trained
+from lmcache_cartridge.commands import training
+from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged
+from lmcache_cartridge.make import lesson, retention, stored, trained
 from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
 from lmcache_cartridge.make.job import HELD_OUT, QUESTIONS
 from lmcache_cartridge.make.ordinary import ordinary_ids
 from lmcache_cartridge.make.packed import pack, unpack
-from lmcache_cartridge.make.packing import answer_logits, pack_examples
+from lmcache_cartridge.make.packing import Example, answer_logits, pack_examples
 from lmcache_cartridge.make.questions import Question, read, save
+from lmcache_cartridge.make.retention import Answered, Retention, count
+from lmcache_cartridge.make.sweep import RATES
 from lmcache_cartridge.make.train import CHECKPOINT, LOSS, Recipe, Result, Trainer, divergence, positions_of, wrap
 from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.recall.ward import ask, write_document
@@ -97,7 +102,7 @@ def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
 
 @pytest.mark.parametrize("change", [{"objective": "next-token"}, {"autocast": True}, {"accumulate": 2}], ids=str)
 def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> None:
-    recipe = replace(RECIPE, steps=40, check_every=40, **change)
+    recipe = replace(RECIPE, steps=60, check_every=60, **change)
     trainer = _trainer(made, "sci", recipe)
     before = trainer.score(trainer.examples)
     result = trainer.run()
@@ -134,12 +139,12 @@ def test_every_question_is_trained_on_once_a_round_and_none_that_is_held_out(mad
 
 
 def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made: School) -> None:
-    with pytest.raises(CartridgeError, match="loss of step 1 is not finite; try a lower rate"):
+    with pytest.raises(TrainingDiverged, match="loss of step 1 is not finite; try a lower rate"):
         _trainer(made, log_probs=made.lesson.log_probs * math.nan).run()
 
 
 def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
-    recipe = Recipe(steps=100, warmup=9, rate=1.0)
+    recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
     rates = [recipe.rate_at(step) for step in range(100)]
     assert rates[:9] == pytest.approx([0.1 * i for i in range(1, 10)])
     assert rates[9] == max(rates) == 1.0
@@ -185,10 +190,37 @@ def test_a_checkpoint_that_is_a_program_is_not_run(made: School, tmp_path: Path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_training_stops_when_the_held_out_questions_get_no_better(made: School) -> None:
-    recipe = replace(RECIPE, rate=1e-9, check_every=2, patience=3)
-    result = _trainer(made, recipe=recipe).run()
-    assert (result.steps, result.step) == (6, 0)
+@pytest.mark.parametrize(("schedule", "steps"), [("plateau", 12), ("constant", 6), ("cosine", 6)])
+def test_training_stops_when_the_held_out_questions_get_no_better(made: School, schedule: str, steps: int) -> None:
+    recipe = replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule)
+    trainer = _trainer(made, recipe=recipe)
+    result = trainer.run()
+    assert (result.steps, result.step, result.why) == (steps, 0, "held-out")
+    if schedule == "plateau":
+        rates = [1e9 * row["rate"] for row in trainer.rows if "rate" in row]
+        assert rates == pytest.approx([*(i / 6 for i in range(1, 6)), 1, *(i / 6 for i in range(6, 0, -1))])
+    assert replace(recipe, patience=0).end(None) == RECIPE.steps
+
+
+def test_a_training_that_gets_better_to_the_last_step_lowers_its_rate_over_the_second_half(
+    made: School, run: Any
+) -> None:
+    trainer, result, _, _ = run
+    rates = [row["rate"] for row in trainer.rows if "rate" in row]
+    half = RECIPE.steps // 2
+    assert rates[RECIPE.warmup : half] == [RECIPE.rate] * (half - RECIPE.warmup)
+    assert rates[half:] == pytest.approx([RECIPE.rate * i / half for i in range(half, 0, -1)])
+    assert (result.steps, result.why) == (RECIPE.steps, "steps")
+
+
+def test_the_rate_falls_from_the_best_kv_and_not_from_the_last(made: School) -> None:
+    trainer = _trainer(made, "first-k", replace(RECIPE, check_every=1, patience=2, rate=50.0, warmup=0))
+    start = trainer.kv()
+    trainer.train(None, lambda step, loss: None, 2)
+    assert not torch.equal(trainer.kv(), start), "such steps can only harm"
+    trainer.recipe = replace(trainer.recipe, rate=1e-12)
+    trainer.train(None, lambda step, loss: None, 3)
+    assert torch.allclose(trainer.kv(), start, atol=1e-6)
 
 
 def test_the_best_kv_is_kept_and_not_the_last(made: School) -> None:
@@ -471,10 +503,20 @@ class _Cli:
         status = cli.main(
             ["train", "--home", str(self.home), "--model", MODEL, "--document", document, "--id", "a", "--chunk-size",
              "16", "--compress", "4x", "--template", template, "--steps", "6", "--check-every", "2", "--rate", "0.2",
-             "--answer-tokens", "4", "--format", form, *argv]
+             "--accept", "0", "--answer-tokens", "4", "--format", form, *argv]
         )  # fmt: skip
         out, err = self._capsys.readouterr()
         return status, json.loads(out) if out and form == "json" else out, err
+
+
+@pytest.fixture(scope="module")
+def readme() -> dict[str, list[str]]:
+    """The commands of the README, by their name; of each the first."""
+    found: dict[str, list[str]] = {}
+    for line in (Path(__file__).parents[1] / "README.md").read_text().splitlines():
+        if line.startswith("lmcache-cartridge "):
+            found.setdefault(line.split()[1], shlex.split(line)[1:])
+    return found
 
 
 @pytest.fixture
@@ -509,6 +551,109 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(mad
     assert losses.with_name("loss.png").read_bytes().startswith(b"\x89PNG")
     assert not losses.with_name(CHECKPOINT).exists()
     assert train()[1]["name"] == "a@2"
+
+
+def test_by_its_defaults_it_finds_the_rate_ends_by_itself_and_keeps_what_the_document_adds(
+    made: School, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sheet.txt").write_text(made.document.text)
+    template = str(write_template(tmp_path / "template.json"))
+    status = cli.main(
+        ["train", "--home", str(tmp_path), "--model", MODEL, "--document", str(tmp_path / "sheet.txt"), "--id", "a",
+         "--chunk-size", "16", "--compress", "4x", "--template", template, "--answer-tokens", "4"]
+    )  # fmt: skip
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    record = artifact.load_manifest(tmp_path / "cartridges" / "a" / "1").provenance.training
+    assert record.rate in RATES
+    assert f"rate {record.rate:g}, found in" in err
+    assert record.steps < Recipe().steps
+    assert f"ended after {record.steps} steps: held-out questions got no better" in err
+    assert "held-out questions got no better" in out
+    assert record.kept >= 0.9
+    assert f"it keeps {record.kept:.0%} of what the document adds" in err
+
+
+def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(
+    train: _Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = train("--accept", "0.8")
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    for words in ("a@1 is not registered", "of what the document adds", "after the document", "must keep 80%",
+                  "--restart", "--positions", "--accept", "--steps"):  # fmt: skip
+        assert words in err
+    assert not Registry(train.home / "registry.sqlite").all()
+    assert not (train.home / "cartridges").exists()
+    accept = re.search(r"with --accept ([\d.]+)\.", err)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_take_step", None)  # nothing is trained again
+        status, out, err = train("--accept", accept, form="terminal")
+    assert status == 0
+    assert f"registered as --accept {float(accept):g} says" in err
+    assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
+
+
+def test_the_gate_judges_by_what_the_document_adds() -> None:
+    def kept(nothing: float, document: float, cartridge: float) -> float | None:
+        return Retention(*(Answered(0.0, right) for right in (nothing, document, cartridge))).kept
+
+    assert kept(0.05, 1.0, 0.29) == pytest.approx(0.2526, abs=1e-4)
+    assert kept(0.5, 0.9, 0.9) == pytest.approx(1.0)
+    assert kept(0.5, 0.9, 0.5) == pytest.approx(0.0)
+    assert kept(0.5, 0.54, 0.54) is None, "such questions tell nothing"
+
+
+def test_a_short_answer_is_right_or_wrong_and_a_long_one_in_part() -> None:
+    short, long = Example([1], [2] * 8, 0), Example([1], [2] * 10, 8)
+    right = [*[True] * 7, False, *[True] * 9, False]
+    assert count([short, long], right) == Answered(0.0, 0.45)
+    assert count([short, long], [True] * 18) == Answered(1.0, 1.0)
+
+
+def test_what_the_document_and_nothing_answer_is_measured(made: School, run: Any) -> None:
+    trainer, result, start, _ = run
+    found = retention.measure(made.model, start, made.lesson, trainer.held_out, result.score.answered)
+    assert found.document.exact == 1.0
+    assert found.nothing.exact <= 0.3
+    assert found.kept >= 0.8
+    none = retention.measure(made.model, start, made.lesson, trainer.held_out, found.nothing)
+    assert none.kept == 0.0
+
+
+def test_training_a_document_that_is_served_leaves_its_id_to_what_is_served(
+    train: _Cli, readme: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The README's own commands: built and served, trained under the same id, promoted when it is found good."""
+    files = {
+        "./llama": MODEL,
+        "handbook.txt": str(tmp_path / "sheet.txt"),
+        "questions.jsonl": str(tmp_path / "q.jsonl"),
+    }
+    facts = write_document(random.Random("school"), 120).facts
+    save([Question(ask(f, 0)[3:-3], f.value) for f in facts], tmp_path / "q.jsonl")
+
+    def run(name: str, *argv: str) -> int:
+        return cli.main([*(files.get(word, word) for word in readme[name]), "--home", str(train.home), *argv])
+
+    registry = Registry(train.home / "registry.sqlite")
+    assert run("build", "--chunk-size", "16") == 0
+    short = ("--chunk-size", "16", "--steps", "2", "--rate", "0.1")
+    assert run("train", *short) == 1, "two steps are too few for the gate"
+    assert [one.name for one in registry.all()] == ["handbook@1"]
+    assert run("train", *short, "--accept", "0") == 0
+    assert [one.name for one in registry.all()] == ["handbook@1", "handbook@2"]
+    assert registry.find("handbook").name == "handbook@1"
+    assert run("promote") == 0
+    assert registry.find("handbook").name == "handbook@2"
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers", "peft"])
+def test_a_missing_package_is_one_line(train: _Cli, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    find = training.find_spec
+    monkeypatch.setattr(training, "find_spec", lambda name: None if name == missing else find(name))
+    status, _, err = train()
+    assert (status, err) == (1, f"lmcache-cartridge: training needs {missing}; install lmcache-cartridge[train]\n")
 
 
 def test_the_command_says_how_p_was_rounded_and_how_it_goes(train: _Cli) -> None:
@@ -553,7 +698,7 @@ def test_an_interrupted_command_goes_on_and_ends_as_if_it_had_not_been(
 def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
     train: _Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
@@ -598,6 +743,7 @@ def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
         (("--model", "nowhere"), "nowhere is neither a directory"),
         (("--chunk-size", "0"), "--chunk-size 0"),
         (("--rate", "0"), "--rate 0"),
+        (("--accept", "80"), "--accept 80 must be a share from 0 to 1"),
         (("--dtype", "int8"), "--dtype int8 is not one of auto, bfloat16"),
         (("--steps", "0"), "--steps 0"),
         (("--self-study", "0"), "--self-study 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 from ..errors import CartridgeError, ModelMismatch
 from ..output import fields, show, size, table
-from .authoring import add_payload, check_dtype, check_files, check_numbers
+from .authoring import add_no_promote, add_payload, check_dtype, check_files, check_numbers
 from .context import Verb, local_root, settings_of
 
 INITIALS = ("random", "vocab", "first-k", "sci")
@@ -69,18 +70,25 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--objective", choices=("distill", "next-token"), default="distill",
                      help="match the predictions of the model with the document in context, or the answers alone")  # fmt: skip
     how.add_argument("--top-k", type=int, default=32, help="likeliest tokens to match; 0: all (default 32)")
-    how.add_argument("--steps", type=int, default=400, help="(default 400)")
+    how.add_argument("--steps", type=int, default=4000,
+                     help="at most; it ends before when the held-out questions get no better (default 4000)")  # fmt: skip
     how.add_argument("--batch", type=int, default=32, help="questions in a forward pass (default 32)")
     how.add_argument("--accumulate", type=int, default=1, help="forward passes a step (default 1)")
-    how.add_argument("--rate", type=float, default=0.02, help="peak learning rate of AdamW (default 0.02)")
-    how.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
-    how.add_argument("--warmup", type=int, default=20, help="steps to the peak (default 20)")
+    how.add_argument("--rate", type=_rate, default="auto",
+                     help="peak learning rate of AdamW; auto: that of a few short trainings which does the held-out "
+                     "questions most good (default auto)")  # fmt: skip
+    how.add_argument("--schedule", choices=("plateau", "cosine", "constant"), default="plateau",
+                     help="the rate after the warm-up; plateau: constant until patience ends, or half of --steps are done, "
+                     "then down to 0 in as many steps again (default plateau)")  # fmt: skip
+    how.add_argument("--warmup", type=int, default=10, help="steps to the peak (default 10)")
     how.add_argument("--jitter", type=int, default=32,
                      help="positions that half of the questions stand further back in training, at random; wordings not "
                      "trained on do better so (default 32)")  # fmt: skip
     how.add_argument("--check-every", type=int, default=25,
                      help="steps between checkpoints and looks at the held-out questions (default 25)")  # fmt: skip
-    how.add_argument("--patience", type=int, default=8, help="looks without progress before it stops; 0: never (8)")
+    how.add_argument("--patience", type=int, default=8,
+                     help="looks without progress before the rate falls, or training ends where the schedule is another; "
+                     "0: never (default 8)")  # fmt: skip
     how.add_argument("--precision", choices=("float32", "bfloat16"),
                      help="of the computation (default bfloat16 on a GPU, float32 elsewhere); the cartridge is float32 "
                      "until it is stored")  # fmt: skip
@@ -89,6 +97,13 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
+    then = train.add_argument_group("what becomes of it")
+    then.add_argument(
+        "--accept", type=float, default=0.8, metavar="SHARE",
+        help="register it if it keeps at least this share of what the document adds to the answers of the held-out "
+        "questions; 0: in any case (default 0.8)",
+    )  # fmt: skip
+    add_no_promote(then)
 
 
 def _add_evaluate(verb: Verb) -> None:
@@ -122,6 +137,10 @@ def _factor(text: str) -> float:
     return factor
 
 
+def _rate(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
 def _train(arguments: argparse.Namespace) -> None:
     from ..manifest import check_id
 
@@ -133,14 +152,16 @@ def _train(arguments: argparse.Namespace) -> None:
         ),
         at_least_zero=("top_k", "warmup", "patience", "jitter"),
     )  # fmt: skip
-    if arguments.rate <= 0:
-        raise CartridgeError(f"--rate {arguments.rate} must be above 0")
+    if arguments.rate is not None and not 0 < arguments.rate < math.inf:
+        raise CartridgeError(f"--rate {arguments.rate:g} must be above 0")
+    if not 0 <= arguments.accept <= 1:
+        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
     if not (arguments.questions or arguments.template or arguments.self_study):
         raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
     if arguments.writer_url and not arguments.self_study:
         raise CartridgeError("--writer-url writes questions for --self-study; say how many")
-    if find_spec("peft") is None:
-        raise CartridgeError("training needs PEFT; install lmcache-cartridge[train]")
+    if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
+        raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     check_dtype(arguments)
     check_files(arguments.document, arguments.questions, arguments.template, arguments.held_out)
     from tqdm import tqdm
@@ -157,7 +178,7 @@ def _train(arguments: argparse.Namespace) -> None:
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
     job = Job(task, settings, registry, say=partial(_say, quiet=quiet), bar=partial(tqdm, disable=quiet))
-    result = job.run(restart=arguments.restart)
+    result = job.run(restart=arguments.restart, accept=arguments.accept, promote=arguments.promote)
     show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
 
 
@@ -194,11 +215,12 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     from .. import artifact
     from ..make.ask import ModelAsker, ServerAsker
     from ..make.chat import Server
+    from ..make.questions import text_of
 
     root = local_root(location)
     manifest = artifact.load_manifest(root, location.digest)
     if arguments.document:
-        document = arguments.document.read_text(encoding="utf-8")
+        document = text_of(arguments.document)
     elif manifest.kind == "trained" and manifest.document is None:
         raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +15,26 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from ..errors import CartridgeError, CartridgeExists
+from ..errors import CanaryFailed, CartridgeError, CartridgeExists
 from ..manifest import Manifest, Training
 from ..registry import Registry
 from ..settings import Settings
-from . import lesson, plot, questions, trained
+from . import lesson, plot, questions, retention, trained
 from .chat import Server
 from .document import read_fitting
 from .initial import initial_kv
 from .model import CausalModel
 from .questions import ModelWriter, Question, ServerWriter, Writer
+from .retention import Retention
 from .stored import as_served
+from .sweep import Try, find_rate
 from .train import CHECKPOINT, LOSS, Recipe, Result, Trainer, positions_of
 
 RUN = "run.json"
 QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
 MOST_HELD_OUT = 256
+ACCEPT = 0.8
+"""Share of what the document adds to the answers of held-out questions that a cartridge must keep to be registered."""
 
 Bar = Callable[..., Any]
 """tqdm, or what looks like it."""
@@ -76,10 +81,12 @@ class Job:
         self.directory = settings.home / "training" / task.id / str(self.version)
         self.root = settings.cartridges_dir / task.id / str(self.version)
 
-    def run(self, *, restart: bool = False) -> dict[str, Any]:
+    def run(self, *, restart: bool = False, accept: float = ACCEPT, promote: bool = True) -> dict[str, Any]:
         """Train, write, register; return what came out. Raises `CartridgeError`, and a second run then goes on.
 
-        With `restart` what an interrupted run has left is removed first.
+        A cartridge that keeps less than `accept` of what the document adds is not registered: `CanaryFailed`, and a
+        second run that accepts it registers it. With `restart` what an earlier run has left is removed first; without
+        `promote` the id goes on to mean what it means.
         """
         if restart:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -104,20 +111,27 @@ class Job:
             model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe,
             lambda kv: as_served(kv, model.fingerprint, self.task.payload, self.task.chunk_tokens),
         )  # fmt: skip
+        tries = self._find_rate(trainer) if recipe.rate is None else []
         result = self._train(trainer)
+        result = result._replace(
+            seconds=result.seconds + sum(t.seconds for t in tries if t.rate != trainer.recipe.rate)
+        )
+        kept = self._gate(
+            retention.measure(model, kv, lessons, trainer.held_out, result.score.answered), trainer, result, accept
+        )
         if not self.root.exists():  # else a run that ended before it could register it wrote it
             trained.write(
                 model, result.kv, self.root,
                 model.provenance(
                     "train", document=document.path.name, document_blake3=document.blake3,
-                    training=self._training(result, len(to_train), len(held_out)),
+                    training=self._training(trainer, result, len(to_train), len(held_out), kept),
                 ),
                 cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
                 encoding=self.task.payload,
             )  # fmt: skip
-        manifest = self.registry.register(self.root)
+        manifest = self.registry.register(self.root, promote=promote)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
-        return self._summary(manifest, result, len(ids))
+        return self._summary(manifest, trainer, result, len(ids), kept)
 
     def _model(self) -> tuple[CausalModel, Recipe]:
         model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device)
@@ -188,17 +202,65 @@ class Job:
                 found += questions.self_study(write, text, task.self_study, task.recipe.seed, progress)
         return questions.distinct(found)
 
+    def _find_rate(self, trainer: Trainer) -> list[Try]:
+        with self.bar(unit=" steps", desc="find the rate") as bar:
+
+            def progress(rate: float) -> Callable[[int, float], None]:
+                def step(step: int, loss: float) -> None:
+                    bar.set_postfix(
+                        rate=rate, loss=f"{loss:.4f}", held_out=f"{trainer.held_out_loss:.4f}", refresh=False
+                    )
+                    bar.update(1)
+
+                return step
+
+            tries = find_rate(trainer, self.directory, progress)
+        found = ", ".join(f"{t.rate:g}: {t.loss:.4f}" for t in sorted(tries))
+        self.say(
+            f"rate {trainer.recipe.rate:g}, found in {sum(t.seconds for t in tries):.0f} s by held-out losses after a few "
+            f"steps ({found})"
+        )
+        return tries
+
     def _train(self, trainer: Trainer) -> Result:
         try:
             with self.bar(total=trainer.recipe.steps, unit=" steps", desc="train") as bar:
 
                 def progress(step: int, loss: float) -> None:
-                    bar.set_postfix(loss=f"{loss:.4f}", held_out=f"{trainer.last_look.loss:.4f}", refresh=False)
+                    bar.set_postfix(loss=f"{loss:.4f}", held_out=f"{trainer.held_out_loss:.4f}", refresh=False)
+                    bar.total = trainer.recipe.end(trainer.fall)
                     bar.update(step - bar.n)
 
-                return trainer.run(self.directory, progress)
+                result = trainer.run(self.directory, progress)
         finally:
             plot.losses(trainer.rows, self.directory / "loss.png", self.task.id)
+        self.say(f"ended after {result.steps} steps: {_reason(result)}; the best were the first {result.step}")
+        return result
+
+    def _gate(self, found: Retention, trainer: Trainer, result: Result, accept: float) -> float | None:
+        """Return the share that the cartridge keeps; raise `CanaryFailed` where that is less than `accept`."""
+        held_out, kept = len(trainer.held_out), found.kept
+        figures = ", ".join(
+            f"{getattr(found, way).exact:.1%} after {after}"
+            for way, after in (("cartridge", "it"), ("document", "the document"), ("nothing", "neither"))
+        )
+        if kept is None:
+            verdict = f"the document adds next to nothing to the answers of the {held_out} held-out questions"
+        else:
+            verdict = f"it keeps {max(0.0, kept):.0%} of what the document adds to the answers of {held_out} held-out questions"
+        verdict += f" (exact: {figures})"
+        if (kept or 0.0) >= ACCEPT:
+            self.say(verdict)
+        elif accept <= (kept or 0.0) or accept == 0:
+            self.say(f"registered as --accept {accept:g} says, though {verdict}; {ACCEPT:.0%} is the rule")
+        else:
+            steps = ", more --steps" if result.why == "steps" else ""
+            raise CanaryFailed(
+                f"{self.task.id}@{self.version} is not registered: {verdict}, and must keep {accept:.0%}. Train anew with "
+                f"--restart and more --positions, more questions or more wordings of them{steps}; or register it as it is: "
+                f"the same command with --accept {max(0.0, math.floor(100 * (kept or 0.0)) / 100):g}. It lies in {self.directory}"
+            )
+        return None if kept is None else round(kept, 4)
 
     @contextmanager
     def _progress(self, name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
@@ -210,30 +272,43 @@ class Job:
 
             yield progress
 
-    def _training(self, result: Result, questions: int, held_out: int) -> Training:
-        recipe = self.task.recipe
+    def _training(
+        self, trainer: Trainer, result: Result, questions: int, held_out: int, kept: float | None
+    ) -> Training:
+        recipe = trainer.recipe
         return Training(
             recipe.objective, self.task.init, recipe.seed, questions, held_out, result.steps, result.step,
-            result.loss if result.steps else None, result.score.loss, result.score.exact, round(result.seconds, 1),
+            result.loss if result.steps else None, result.score.loss, result.score.answered.exact,
+            round(result.seconds, 1), recipe.rate, kept,
         )  # fmt: skip
 
-    def _summary(self, manifest: Manifest, result: Result, tokens: int) -> dict[str, Any]:
+    def _summary(
+        self, manifest: Manifest, trainer: Trainer, result: Result, tokens: int, kept: float | None
+    ) -> dict[str, Any]:
         return {
             "name": manifest.name,
+            "promoted": manifest.name in self.registry.current([manifest.id]),
             "positions": manifest.positions,
             "compression": round(tokens / manifest.positions, 2),
             "bytes": manifest.payload.size_bytes,
             "digest": manifest.digest,
             "init": self.task.init,
             "objective": self.task.recipe.objective,
+            "rate": trainer.recipe.rate,
             "steps": result.steps,
+            "ended": _reason(result),
             "best_step": result.step,
             "loss": result.loss,
             "held_out_loss": result.score.loss,
-            "held_out_exact": result.score.exact,
+            "held_out_exact": result.score.answered.exact,
+            "kept": kept,
             "seconds": round(result.seconds, 1),
             "losses": str(self.directory / LOSS),
         }
+
+
+def _reason(result: Result) -> str:
+    return "held-out questions got no better" if result.why == "held-out" else "all --steps are done"
 
 
 def _hold_out(found: Sequence[Question]) -> list[Question]:

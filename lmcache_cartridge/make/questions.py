@@ -54,7 +54,7 @@ def read(path: Path) -> list[Question]:
 
     A file that is one JSON list of such objects is taken too. Raises `CartridgeError` naming the line that is wrong.
     """
-    text = _text(path)
+    text = text_of(path)
     try:
         rows = json.loads(text) if text.lstrip().startswith("[") else None
         rows = rows if rows is not None else [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -92,7 +92,7 @@ def from_template(path: Path, document: str) -> list[Question]:
     `CartridgeError` for a file of another form, or a template that makes no question.
     """
     try:
-        template = json.loads(_text(path))
+        template = json.loads(text_of(path))
         fields = {name: _values(value, document) for name, value in template["fields"].items()}
         where, made = template.get("where"), []
         for values in itertools.product(*fields.values()):
@@ -181,7 +181,8 @@ class ServerWriter:
         return self._server.reply(f"{text}\n\n{instruction} {RULES}", tokens=128, temperature=0.7, seed=seed)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text in a file. Raises `CartridgeError` for one that is no UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

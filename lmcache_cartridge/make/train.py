@@ -8,19 +8,20 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import CartridgeConfig, PeftModelForCausalLM, get_peft_model
 
-from ..errors import CartridgeError
+from ..errors import CartridgeError, TrainingDiverged
 from .initial import FROZEN
 from .lesson import Lesson
 from .model import CausalModel
 from .packed import pack, unpack
 from .packing import Example, Packed, answer_ids, answer_logits, pack_examples, target_rows
+from .retention import Answered, count
 from .trained import rounded
 
 CHECKPOINT = "checkpoint.pt"
@@ -39,20 +40,23 @@ class Recipe:
     """How to train. The same recipe on the same lesson and machine gives the same losses."""
 
     objective: Literal["distill", "next-token"] = "distill"
-    steps: int = 400
+    steps: int = 4000
+    """At most; training ends before when the held-out questions get no better."""
     batch: int = 32
     """Questions in one forward pass."""
     accumulate: int = 1
     """Forward passes a step."""
-    rate: float = 0.02
-    """Peak learning rate of AdamW."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    warmup: int = 20
+    rate: float | None = None
+    """Peak learning rate of AdamW; None where `find_rate` is to find it."""
+    schedule: Literal["plateau", "cosine", "constant"] = "plateau"
+    """`plateau` stays at the peak while the held-out questions get better, and for half of the steps at most; then the
+    rate falls to 0 in as many steps as were done."""
+    warmup: int = 10
     """Steps over which the rate grows to its peak."""
     check_every: int = 25
     """Steps between two looks at the held-out questions, and between two checkpoints."""
-    patience: int = 0
-    """Looks without a better held-out loss after which to stop; 0 trains all steps."""
+    patience: int = 8
+    """Looks without a better held-out loss after which the rate falls, or training ends; 0 trains all steps."""
     jitter: int = 32
     """Positions that half of the questions may stand behind the cartridge in training, drawn anew every time; fewer
     where the model's context ends."""
@@ -60,22 +64,27 @@ class Recipe:
     """Whether to compute in bfloat16 where torch holds it for safe."""
     seed: int = 0
 
-    def rate_at(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 0 on."""
-        warm = min(1.0, (step + 1) / (self.warmup + 1))
+    def rate_at(self, step: int, fall: int | None = None) -> float:
+        """Return the learning rate of step `step`, from 0 on; with `plateau` it falls from step `fall` on."""
+        rate = self.rate * min(1.0, (step + 1) / (self.warmup + 1))
+        if self.schedule == "plateau":
+            return rate if fall is None else rate * (self.end(fall) - step) / (self.end(fall) - fall)
         if self.schedule == "constant" or step < self.warmup:
-            return self.rate * warm
+            return rate
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.rate * 0.5 * (1 + math.cos(math.pi * done))
+        return rate * 0.5 * (1 + math.cos(math.pi * done))
+
+    def end(self, fall: int | None) -> int:
+        """Return the last step of a training whose rate falls from step `fall` on, as far as is known yet."""
+        return self.steps if fall is None else min(self.steps, 2 * fall)
 
 
 class Score(NamedTuple):
-    """How held-out questions were answered."""
+    """How questions were answered."""
 
     loss: float
     """Nats an answer token."""
-    exact: float
-    """Share of questions every answer token of which is the first choice."""
+    answered: Answered
 
 
 class Result(NamedTuple):
@@ -92,6 +101,8 @@ class Result(NamedTuple):
     loss: float
     """Of the last step."""
     seconds: float
+    why: Literal["held-out", "steps"]
+    """Why it ended: the held-out questions got no better, or the steps were done."""
 
 
 class Trainer:
@@ -123,12 +134,20 @@ class Trainer:
         self.jitter = max(0, min(recipe.jitter, room))
         self.peft = wrap(model, kv)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.rate, betas=BETAS, weight_decay=0.0)
-        self.step, self.seconds, self.waited = 0, 0.0, 0
-        self.loss = math.inf
-        self.best_loss, self.best_step, self.best = math.inf, 0, self.kv()
-        self.rows: list[dict[str, float]] = []
+        self._start = self.kv()
         self._round, self._shuffled = -1, list[int]()
+        self.begin(recipe.rate)
+
+    def begin(self, rate: float | None) -> None:
+        """Forget what was trained, and stand at the start again, to train at `rate`."""
+        self.recipe = replace(self.recipe, rate=rate)
+        self._put(self._start)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate or 0.0, betas=BETAS, weight_decay=0.0)
+        self.step, self.seconds, self.waited = 0, 0.0, 0
+        self.fall: int | None = None
+        self.loss = math.inf
+        self.best_loss, self.best_step, self.best = math.inf, 0, self._start
+        self.rows: list[dict[str, float]] = []
 
     def kv(self) -> torch.Tensor:
         """Return a copy of the KV as it stands, canonical, float32, on the CPU."""
@@ -140,43 +159,48 @@ class Trainer:
 
         With a `directory`, its checkpoint is gone on from and new ones are written, and every loss goes to `LOSS`.
         """
+        self.train(directory, progress, self.recipe.steps)
+        self._put(self._as_served(rounded(self.best, self.model.fingerprint)))
+        score, why = self.score(self.held_out), "steps" if self.step == self.recipe.steps else "held-out"
+        return Result(self.best, self.best_step, self.step, score, self.loss, self.seconds, why)
+
+    def train(self, directory: Path | None, progress: Progress, until: int) -> None:
+        """Train as `run` does, but `until` so many steps are done."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self._load(directory)
         if not self.rows:
             self._look()
-        while self.step < self.recipe.steps and not self._out_of_patience():
+        while self.step < until and not self._ended():
             start = time.monotonic()
             self._take_step()
-            looks = self.step % self.recipe.check_every == 0 or self.step == self.recipe.steps
+            looks = self.step % self.recipe.check_every == 0 or self._ended() or self.step == until
             if looks:
                 self._look()
             self.seconds += time.monotonic() - start
             if looks and directory is not None:
                 self._save(directory)
             progress(self.step, self.loss)
-        self._put(self._as_served(rounded(self.best, self.model.fingerprint)))
-        return Result(self.best, self.best_step, self.step, self.score(self.held_out), self.loss, self.seconds)
 
     @torch.no_grad()
     def score(self, examples: Sequence[Example]) -> Score:
         """Return how examples are answered with the KV as it stands."""
-        loss, exact = 0.0, 0
+        loss, right = 0.0, []
         for start in range(0, len(examples), self.recipe.batch):
             batch = examples[start : start + self.recipe.batch]
             packed = pack_examples(batch, self.model.device)
             logits = self._logits(packed)
             loss += float(self._losses(logits, packed).sum())
-            right = (logits.argmax(-1) == answer_ids(packed)).tolist()
-            at = 0
-            for example in batch:
-                exact += all(right[at : at + len(example.answer)])
-                at += len(example.answer)
-        return Score(loss / sum(len(e.answer) for e in examples), exact / len(examples))
+            right += (logits.argmax(-1) == answer_ids(packed)).tolist()
+        return Score(loss / len(right), count(examples, right))
 
     def _take_step(self) -> None:
+        if self.fall is None and self.recipe.schedule == "plateau" and self._falls():
+            self.fall = self.step
+            self._put(self.best)
+        rate = self.recipe.rate_at(self.step, self.fall)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.rate_at(self.step)
+            group["lr"] = rate
         batches = [self._batch(self.step * self.recipe.accumulate + i) for i in range(self.recipe.accumulate)]
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
@@ -188,10 +212,10 @@ class Trainer:
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
-            raise CartridgeError(f"the loss of step {self.step + 1} is not finite; try a lower rate")
+            raise TrainingDiverged(f"the loss of step {self.step + 1} is not finite; try a lower rate")
         self.optimizer.step()
         self.step, self.loss = self.step + 1, total
-        self.rows.append({"step": self.step, "loss": total, "rate": self.recipe.rate_at(self.step - 1)})
+        self.rows.append({"step": self.step, "loss": total, "rate": rate})
 
     def _batch(self, number: int) -> list[Example]:
         """Return forward pass `number`: the examples in a new order in every round, so that no state is needed."""
@@ -236,13 +260,19 @@ class Trainer:
             self.best_loss, self.best_step, self.best, self.waited = score.loss, self.step, self.kv(), 0
         else:
             self.waited += 1
-        self.rows.append({"step": self.step, "held_out_loss": score.loss, "held_out_exact": score.exact})
+        self.rows.append({"step": self.step, "held_out_loss": score.loss, "held_out_exact": score.answered.exact})
 
     @property
-    def last_look(self) -> Score:
-        """How the held-out questions were answered when last looked at."""
-        row = next(row for row in reversed(self.rows) if "held_out_loss" in row)
-        return Score(row["held_out_loss"], row["held_out_exact"])
+    def held_out_loss(self) -> float:
+        """Of the held-out questions when last looked at."""
+        return next(row["held_out_loss"] for row in reversed(self.rows) if "held_out_loss" in row)
+
+    def _ended(self) -> bool:
+        ended = self.step >= self.recipe.end(self.fall)
+        return ended or (self.recipe.schedule != "plateau" and self._out_of_patience())
+
+    def _falls(self) -> bool:
+        return self._out_of_patience() or 2 * self.step >= self.recipe.steps
 
     def _out_of_patience(self) -> bool:
         return 0 < self.recipe.patience <= self.waited
@@ -257,7 +287,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "rows": self.rows,
             "best": (self.best_loss, self.best_step, self.best),
-            "counters": (self.step, self.seconds, self.waited, self.loss),
+            "counters": (self.step, self.seconds, self.waited, self.fall, self.loss),
         }
         partial = directory / f"{CHECKPOINT}.partial"
         torch.save(state, partial)
@@ -282,7 +312,7 @@ class Trainer:
         self.rows = state["rows"]
         self.best_loss, self.best_step, best = state["best"]
         self.best = best.cpu()
-        self.step, self.seconds, self.waited, self.loss = state["counters"]
+        self.step, self.seconds, self.waited, self.fall, self.loss = state["counters"]
 
 
 def wrap(model: CausalModel, kv: torch.Tensor) -> PeftModelForCausalLM:
