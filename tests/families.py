@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -22,18 +24,28 @@ from transformers import (
     SmolLM3Config,
 )  # fmt: skip
 
+from lmcache_cartridge.layout import ChunkShape, heads_view
+from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.make import stored
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources import Sources
+from lmcache_cartridge.writer import ArtifactWriter
 
 HEAD_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""
+_LOUD = 0.3
+"""Deviation of the random weights. At the usual 0.02 all tokens are about as likely, whatever the KV holds."""
 _SIZE = {
     "vocab_size": 640, "hidden_size": 4 * HEAD_SIZE, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.1,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": _LOUD,
 }  # fmt: skip
 _LLAMA = {**_SIZE, "intermediate_size": 192, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 _GPT = {
     "vocab_size": 640, "n_embd": 4 * HEAD_SIZE, "n_layer": 4, "n_head": 4, "n_positions": 4096, "bos_token_id": 0,
-    "eos_token_id": 1, "initializer_range": 0.1,
+    "eos_token_id": 1, "initializer_range": _LOUD,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_LLAMA),
@@ -67,3 +79,32 @@ def make_model(directory: Path, config: PreTrainedConfig, dtype: torch.dtype = t
     for file in MODEL_DIR.glob("*token*"):
         shutil.copy(file, directory)
     return directory
+
+
+def write(model: CausalModel, root: Path, ids: list[int]) -> Cartridge:
+    """Write the KV of some ids as an artefact and return it."""
+    writer = ArtifactWriter(
+        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=model.fingerprint,
+        token_ids=np.array(ids), chunk_tokens=32,
+    )  # fmt: skip
+    with writer:
+        for kv in model.prefill(ids, 32):
+            writer.write(stored.pack(kv, model.fingerprint))
+        manifest = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+    return Cartridge(manifest, root, str(root))
+
+
+def chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the canonical KV of a chain as engines get it; `layers` rotate, else those that the manifests say."""
+    segments, offset = [], 0
+    for cartridge in cartridges:
+        shape = cartridge.manifest.fingerprint
+        if layers is not None:
+            shape = msgspec.structs.replace(shape, rope=msgspec.structs.replace(shape.rope, layers=layers))
+        manifest = msgspec.structs.replace(cartridge.manifest, fingerprint=shape)
+        segments.append(Segment(cartridge._replace(manifest=manifest), offset))
+        offset += manifest.positions
+    chunk = ChunkShape(shape.kv_heads, shape.layers, offset, shape.head_size, shape.dtype)  # all of it in one
+    out = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+    ChunkLoader(Sources(Settings()), chunk, range(shape.kv_heads), "heads").load(segments, 0, out)
+    return heads_view(out, chunk)

@@ -6,34 +6,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from families import FAMILIES, ROTATING, make_model
+from families import FAMILIES, ROTATING, chain, make_model, write
 from transformers import DynamicCache
 
 from lmcache_cartridge import fingerprint
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.layout import ChunkShape, heads_view
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
-from lmcache_cartridge.make import stored
+from lmcache_cartridge.loader import Cartridge
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.rope import check_shift
-from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import Sources
-from lmcache_cartridge.writer import ArtifactWriter
 
 torch.set_num_threads(1)  # tiny models; more threads only contend
 
-NOISE = 1e-5
-"""Relative error of float32 keys. Measured: at most 2e-6; of keys of a layer rotated that should not be, or not rotated:
+NOISE = 1e-4
+"""Relative error of float32 keys. Measured: at most 2e-5; of keys of a layer rotated that should not be, or not rotated:
 0.3 and more."""
 DOCUMENTS = [list(range(5, 105)), list(range(250, 330))]
 
 
 class Family(NamedTuple):
     name: str
+    directory: Path
     model: CausalModel
     cartridges: list[Cartridge]
     """Of `DOCUMENTS`."""
@@ -43,36 +37,8 @@ class Family(NamedTuple):
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     root = tmp_path_factory.mktemp("family")
     model = CausalModel(str(make_model(root / "model", FAMILIES[request.param]())))
-    cartridges = [_cartridge(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
-    return Family(request.param, model, cartridges)
-
-
-def _cartridge(model: CausalModel, root: Path, ids: list[int]) -> Cartridge:
-    writer = ArtifactWriter(
-        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=model.fingerprint,
-        token_ids=np.array(ids), chunk_tokens=32,
-    )  # fmt: skip
-    with writer:
-        for kv in model.prefill(ids, 32):
-            writer.write(stored.pack(kv, model.fingerprint))
-        manifest = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    return Cartridge(manifest, root, str(root))
-
-
-def _chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the canonical KV of a chain as engines get it; `layers` rotate, else those that the manifests say."""
-    segments, offset = [], 0
-    for cartridge in cartridges:
-        shape = cartridge.manifest.fingerprint
-        if layers is not None:
-            shape = msgspec.structs.replace(shape, rope=msgspec.structs.replace(shape.rope, layers=layers))
-        manifest = msgspec.structs.replace(cartridge.manifest, fingerprint=shape)
-        segments.append(Segment(cartridge._replace(manifest=manifest), offset))
-        offset += manifest.positions
-    chunk = ChunkShape(shape.kv_heads, shape.layers, offset, shape.head_size, shape.dtype)  # all of it in one
-    out = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-    ChunkLoader(Sources(Settings()), chunk, range(shape.kv_heads), "heads").load(segments, 0, out)
-    return heads_view(out, chunk)
+    cartridges = [write(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
+    return Family(request.param, root / "model", model, cartridges)
 
 
 @torch.inference_mode()
@@ -101,14 +67,16 @@ def _errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
 def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places(family: Family) -> None:
     first, second = DOCUMENTS
     expected = torch.cat([_own(family.model, first, 0), _own(family.model, second, len(first))], dim=2)
-    keys, values = _chain(family.cartridges)
+    keys, values = chain(family.cartridges)
     print(family.name, _errors(keys, expected[0]))
     assert max(_errors(keys, expected[0])) < NOISE
     assert max(_errors(values, expected[1])) < NOISE
 
 
-def test_the_layers_that_rotate_are_found_by_trying(family: Family) -> None:
-    assert family.model.fingerprint.rope.layers == ROTATING[family.name]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layers_that_rotate_are_found_by_trying(family: Family, dtype: str) -> None:
+    model = family.model if dtype == "float32" else CausalModel(str(family.directory), dtype=dtype)
+    assert model.fingerprint.rope.layers == ROTATING[family.name]
 
 
 def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
@@ -116,7 +84,7 @@ def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
     every = tuple(range(family.model.fingerprint.layers))
     for layer in every:
         wrong = tuple(sorted({*ROTATING[family.name]} ^ {layer}))
-        keys = _chain(family.cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :]
+        keys = chain(family.cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :]
         errors = _errors(keys, expected)
         assert errors[layer] > 0.1
         assert max(errors[:layer] + errors[layer + 1 :], default=0) < NOISE
@@ -125,8 +93,8 @@ def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "falcon alibi"])
 def test_keys_of_a_family_without_rope_cannot_be_moved(tmp_path: Path, name: str) -> None:
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
-    cartridge = _cartridge(model, tmp_path / "doc", DOCUMENTS[0])
-    assert torch.equal(_chain([cartridge]), torch.cat(list(model.prefill(DOCUMENTS[0], 32)), dim=2))
+    cartridge = write(model, tmp_path / "doc", DOCUMENTS[0])
+    assert torch.equal(chain([cartridge]), torch.cat(list(model.prefill(DOCUMENTS[0], 32)), dim=2))
     with pytest.raises(UnsupportedModel, match="no rotary embedding"):
         check_shift(model.fingerprint.rope)
 
@@ -137,7 +105,7 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
     learned = torch.nn.Embedding(4096, model.model.config.hidden_size)
 
     def add(layer: torch.nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
-        return (given[0] + learned(named["position_ids"]), *given[1:]), named
+        return (given[0] + 100 * learned(named["position_ids"]), *given[1:]), named
 
     model.model.model.layers[3].register_forward_pre_hook(add, with_kwargs=True)
     assert model.rotation(model.fingerprint.rope) == (None, msgspec.UNSET)
@@ -160,7 +128,7 @@ def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_i
 def test_what_is_built_answers_as_its_document_does(tmp_path: Path, name: str) -> None:
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
     question = list(range(400, 410))
-    after = model.logits_after(_chain([_cartridge(model, tmp_path / "doc", DOCUMENTS[0])]), question)
+    after = model.logits_after(chain([write(model, tmp_path / "doc", DOCUMENTS[0])]), question)
     plain = model.logits(DOCUMENTS[0] + question, len(question))
     assert float((after - plain).abs().max()) < 1e-3
     assert float((after - model.logits(question, len(question))).abs().max()) > 0.1, "the document makes no difference"
