@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from . import artifact
@@ -22,7 +23,7 @@ from .fingerprint import Fingerprint
 from .keys import ChunkKey, Hasher, KeyIndex
 from .loader import Cartridge, Segment
 from .mirror import Mirror
-from .quarantine import Quarantine
+from .quarantine import BadCopy, Quarantine
 from .reader import Reader
 from .registry import Location, Registry
 from .rope import check_shift
@@ -37,6 +38,8 @@ _SNAPSHOT_SHARE = 100
 """A snapshot is written once this part of it is new: one in 100."""
 _SNAPSHOT_EVERY_S = 60.0
 """How often it is written while much is read."""
+_LOOK_AGAIN_S = 10.0
+"""How often it is looked whether what is quarantined has other bytes on S3 now."""
 _FOR_OTHERS = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
 """What does not change however often an artefact is read."""
 
@@ -80,6 +83,9 @@ class Catalog:
         self.quarantined: dict[str, str] = {}
         """Reasons by digest; such cartridges are not served."""
         self._noted: set[str] = set()
+        self._copies: dict[str, BadCopy] = {}
+        """What on S3 caused a quarantine, by digest."""
+        self._looked_again = float("-inf")
         self._retired: dict[str, float] = {}
         self._removed: list[str] = []
         self._sequence, self._looked, self._pruned = 0, False, False
@@ -161,7 +167,10 @@ class Catalog:
         return {row.location for digest in tag.split(".") if (row := self._rows.get(digest)) is not None}
 
     def quarantine(self, digest: str, reason: str) -> None:
-        """Serve a cartridge no more, in this process and in those that see the same quarantine."""
+        """Serve a cartridge no more, in this process and in those that see the same quarantine.
+
+        Where its bytes came from S3 it is served again once there are others. Blocks to ask S3 which ones they were.
+        """
         with self._lock:
             if digest in self.quarantined:
                 return
@@ -171,6 +180,25 @@ class Catalog:
                 self._noted.add(digest)
             name = ", ".join(self._names.get(digest, ())) or digest
         logger.error("cartridge %s is quarantined: %s", name, reason)
+        row = self._rows.get(digest)
+        if row is not None and Sources.is_remote(row.location):
+            revision = ""
+            with suppress(CartridgeError):
+                revision = self._mirror.payload_revision(row.location)
+            self._copies[digest] = copy = BadCopy(row.location, revision)
+            self._quarantine.put_copy(digest, copy)
+
+    def forgive(self, digest: str) -> None:
+        """Lift a quarantine that a copy on S3 caused; what is there now is checked when it is loaded. Else no change."""
+        if digest in self._copies or self._quarantine.copy(digest) is not None:
+            with suppress(OSError):
+                self._quarantine.lift(digest)
+            with self._lock:
+                self._copies.pop(digest, None)
+                self._noted.discard(digest)
+                lifted = self.quarantined.pop(digest, None)
+            if lifted is not None:
+                logger.info("the quarantine of %s is lifted: it is fetched from S3 again", digest)
 
     def refusal(self, tag: str) -> CartridgeError | None:
         """Return why a cartridge or chain will not be served, None if it may be."""
@@ -490,3 +518,15 @@ class Catalog:
             if digest in self._rows:
                 self.quarantined[digest] = f"quarantined: {self._quarantine.reason(digest)}"
         self._noted = noted
+        now = self._clock()
+        if (noted or self._copies) and now - self._looked_again >= _LOOK_AGAIN_S:
+            self._looked_again = now
+            self._backlog.later(self._look_again)
+
+    def _look_again(self) -> None:
+        """Lift the quarantines of those that have other bytes on S3 than those that were wrong. Blocks to ask S3."""
+        for digest in list(self._noted | self._copies.keys()):
+            copy = self._copies.get(digest) or self._quarantine.copy(digest)
+            with suppress(CartridgeError):
+                if copy is not None and self._mirror.payload_revision(copy.location) != copy.revision:
+                    self.forgive(digest)

@@ -124,9 +124,16 @@ class S3Source:
 
     def size(self, location: str, file: str) -> int:
         """See `ByteSource.size`."""
+        return self._head(location, file)["ContentLength"]
+
+    def revision(self, location: str, file: str) -> str:
+        """Return what changes whenever a file does; compare for equality only. Raises as `size` does."""
+        return self._head(location, file)["ETag"]
+
+    def _head(self, location: str, file: str) -> dict[str, Any]:
         target = _target(location, file)
         with self._call(location, file) as call:
-            return call.run([partial(call.retry, lambda: self._client.head_object(**target)["ContentLength"])])[0]
+            return call.run([partial(call.retry, lambda: self._client.head_object(**target))])[0]
 
     def upload(self, location: str, file: str, data: BinaryIO, progress: Callable[[int], None] | None = None) -> None:
         """Store an open file, a large one in parts. Blocks as long as it takes; `progress` gets bytes as they go."""

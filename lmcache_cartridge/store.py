@@ -275,10 +275,14 @@ class CartridgeStore:
         return claim.poll().chunks
 
     def evict(self, digest: str) -> int:
-        """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory."""
+        """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory.
+
+        A quarantine that a copy on S3 caused is lifted.
+        """
         with self._lock:
             if claim := self._claims.pop(digest, None):
                 claim.close()
+        self._catalog.forgive(digest)
         return self._tiers.evict(digest)
 
     def refresh(self) -> None:

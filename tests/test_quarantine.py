@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from making import run_threads
+from faulty_proxy import FaultyProxy
+from homes import Home, Prompt, assert_served, prompt_for, until
+from making import Made, flip_bit, run_threads
+from s3 import S3Server
 
-from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge import catalog
+from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.quarantine import BadCopy, Quarantine
+from lmcache_cartridge.store import CartridgeStore, Place
 
 DIGEST = "ab" * 32
 
@@ -67,3 +74,117 @@ def test_many_that_quarantine_at_once_leave_one_whole_reason(tmp_path: Path, cou
     run_threads(count, lambda number: Quarantine(tmp_path).put(DIGEST, reasons[number]))
     assert Quarantine(tmp_path).reason(DIGEST) in reasons
     assert [path.name for path in tmp_path.iterdir()] == [f"{DIGEST}.txt"]
+
+
+def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Path) -> None:
+    quarantine, copy = Quarantine(tmp_path), BadCopy("s3://bucket/a b", '"some-etag"')
+    assert quarantine.copy(DIGEST) is None
+    quarantine.put(DIGEST, "corrupt")
+    assert quarantine.copy(DIGEST) is None
+    quarantine.put_copy(DIGEST, copy)
+    assert (Quarantine(tmp_path).copy(DIGEST), quarantine.digests()) == (copy, {DIGEST})
+    quarantine.lift(DIGEST)
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Remote:
+    """A trained cartridge on S3 whose payload is wrong, and servers that found that out."""
+
+    def __init__(self, home: Home, server: S3Server, bucket: str, proxy: FaultyProxy) -> None:
+        self.home, self.proxy, self._client, self._bucket = home, proxy, server.client, bucket
+        self.made: Made = home.make(kind="trained", positions=64)
+        self.location, self._sound = f"s3://{bucket}/doc", home.payload().read_bytes()
+        self._put(MANIFEST, (home.root() / MANIFEST).read_bytes())
+        self.put(bad_byte=100)
+
+    @property
+    def prompt(self) -> Prompt:
+        return prompt_for(self.home, self.made)
+
+    def put(self, bad_byte: int | None = None) -> None:
+        """Store the payload anew, with a wrong bit in a byte of its last chunk or as it should be."""
+        if bad_byte is not None:
+            flip_bit(self.home.payload(), chunk_range(self.made.manifest, 3, range(1)).start + bad_byte)
+        self._put(PAYLOAD, self.home.payload().read_bytes())
+        self.home.payload().write_bytes(self._sound)
+
+    def _put(self, file: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=f"doc/{file}", Body=data)
+
+    def open(self) -> CartridgeStore:
+        settings = {"s3_endpoint_url": self.proxy.endpoint, "s3_region": "us-east-1", "reload_s": 0}
+        return self.home.open(settings=settings | {"disk_dir": self.home.path / "cache"})
+
+    def claim(self, store: CartridgeStore) -> str | None:
+        """Claim the cartridge by its location until it is there, or return why it will not be."""
+        digest = self.made.manifest.digest
+        claim = store.claim(digest, {digest: Place(self.home.root(), self.location)})
+        until(lambda: claim.poll().ready or claim.poll().refused)
+        claim.close()
+        return claim.poll().refused
+
+
+@pytest.fixture
+def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Remote]:
+    monkeypatch.setattr(catalog, "_LOOK_AGAIN_S", 0.0)
+    with FaultyProxy(s3_credentials.port) as proxy:
+        remote = _Remote(home, s3_credentials, bucket, proxy)
+        home.registry.remove("doc")
+        yield remote
+        home.close()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_copy_on_s3_that_was_repaired_is_served_again(remote: _Remote, restart: bool) -> None:
+    store = remote.open()
+    assert "cartridge doc@1: chunk 3" in remote.claim(store)
+    store = remote.open() if restart else store
+    assert "cartridge doc@1: chunk 3" in remote.claim(store)
+    remote.put()
+
+    def served() -> bool:
+        store.refresh()
+        return remote.claim(store) is None
+
+    until(served)
+    assert_served(store, remote.made, remote.prompt)
+    assert Quarantine(store._settings.quarantine_dir).digests() == set()
+
+
+def test_a_copy_on_s3_that_is_as_it_was_stays_quarantined(remote: _Remote) -> None:
+    store = remote.open()
+    assert remote.claim(store)
+    until(lambda: store._catalog._copies)
+    seen = len(remote.proxy.requests)
+    until(lambda: store.refresh() or len(remote.proxy.requests) >= seen + 3)  # it looks at what is there
+    assert set(remote.proxy.requests[-3:]) == {""}, "its payload was read again"
+    assert "chunk 3" in remote.claim(store)
+
+
+def test_a_copy_on_s3_that_is_replaced_by_a_bad_one_is_quarantined_again(remote: _Remote) -> None:
+    store, digest = remote.open(), remote.made.manifest.digest
+    assert remote.claim(store)
+    quarantine = Quarantine(store._settings.quarantine_dir)
+    first = quarantine.copy(digest)
+    remote.put(bad_byte=200)
+
+    def again() -> bool:
+        store.refresh()
+        return remote.claim(store) is not None and quarantine.copy(digest) not in (None, first)
+
+    until(again)
+    assert quarantine.reason(digest) is not None
+
+
+def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote: _Remote) -> None:
+    store, digest = remote.open(), remote.made.manifest.digest
+    assert remote.claim(store)
+    remote.put()
+    store.evict(digest)
+    assert remote.claim(store) is None
+    assert_served(store, remote.made, remote.prompt)
+    Quarantine(store._settings.quarantine_dir).put(digest, "it answers wrongly")
+    store.refresh()
+    store.evict(digest)
+    store.refresh()
+    assert "it answers wrongly" in remote.claim(store)

@@ -234,8 +234,9 @@ class Resolver:
         known = found or {}
         each = [known.get(reference) or self.find(reference, wait=found is None) for reference in references]
         manifests, ids, documents = [], [], []
-        for manifest, _, _, own, document in each:
-            if self._quarantine.reason(manifest.digest) and manifest.kind == "trained" and document is None:
+        for reference, (manifest, _, _, own, document) in zip(references, each, strict=True):
+            quarantined = self._quarantine.reason(manifest.digest) and not reference.force_redownload
+            if quarantined and manifest.kind == "trained" and document is None:
                 raise Refusal(422, f"cartridge {manifest.name} is quarantined; see `lmcache-cartridge describe`")
             manifests.append(manifest)
             ids += own
