@@ -87,7 +87,7 @@ def served(built: Built, request: pytest.FixtureRequest) -> Served:
         vllm_args=[*SERVER_ARGS, "--block-size", block],
     )  # fmt: skip
     # Without the request API, so that a test may name KV by its tag.
-    launch = launch._replace(environment={k: v for k, v in launch.environment.items() if k != "VLLM_PLUGINS"})
+    launch = launch._replace(environment=launch.environment | {"VLLM_PLUGINS": ""})
     log = home / f"{request.param}.log"
     with ServerProcess(launch, log) as server, Client(server.url, str(MODEL_DIR)) as client:
         yield Served(client, log, *built)

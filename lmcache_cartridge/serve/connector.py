@@ -54,6 +54,7 @@ class CartridgeConnector(LMCacheConnectorV1):
 
     def _register(self, kv_caches: dict[str, torch.Tensor], manager: LMCacheManager) -> None:
         from ..errors import UnsupportedEngine
+        from . import worker
         from .backend import CartridgeBackend
         from .engine import is_split
 
@@ -71,6 +72,7 @@ class CartridgeConnector(LMCacheConnectorV1):
                 or "storage_plugins in the LMCache YAML does not name it; see configs/lmcache.yaml"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
+        worker.offer()
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..layout import ChunkShape

@@ -86,6 +86,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             layout = written_layout(kv_caches, layers)
             super().register_kv_caches(kv_caches)
             worker.adapter_control = self._confirm(layout)
+            worker.offer()
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise

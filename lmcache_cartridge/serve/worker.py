@@ -34,6 +34,14 @@ class CartridgeWorker:
             return _server.path
 
 
+def offer() -> None:
+    """Have vLLM's workers answer `cartridge_control` without `--worker-extension-cls` too."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if not hasattr(WorkerBase, "cartridge_control"):
+        WorkerBase.cartridge_control = CartridgeWorker.cartridge_control
+
+
 def _store() -> CartridgeStore:
     from .backend import stores
 
