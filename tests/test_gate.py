@@ -173,13 +173,13 @@ def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None)
     assert seen == [key]
 
 
-def test_what_is_noted_before_the_first_piece_of_a_stream_is_in_its_headers() -> None:
+def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
     app = FastAPI()
     headers.attach(app)
 
     @app.post("/")
     async def stream() -> StreamingResponse:
-        headers.note("first")
+        headers.note("first", is_pending=True)
 
         async def pieces() -> AsyncIterator[str]:
             headers.note("a@1;served=document")
@@ -194,22 +194,44 @@ def test_what_is_noted_before_the_first_piece_of_a_stream_is_in_its_headers() ->
     assert headers.api_key() is None, "outside a request there is none"
 
 
-@pytest.mark.parametrize("has_cartridges", [True, False])
-def test_the_start_of_a_stream_waits_for_its_first_piece_only_with_cartridges(has_cartridges: bool) -> None:
-    sent: list[str] = []
+def _sent(*steps: Any) -> list[Any]:
+    """Return what is sent of a response, with a number after each step: a message, or something to do."""
+    sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        if has_cartridges:
-            headers.note("a@1")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        assert sent == ([] if has_cartridges else ["http.response.start"])
-        await send({"type": "http.response.body", "body": b"x"})
+        for number, step in enumerate(steps):
+            if callable(step):
+                step()
+            else:
+                await send(step)
+            sent.append(number)
 
     async def send(message: Any) -> None:
-        sent.append(message["type"])
+        sent.append(dict(message["headers"]).get(b"x-cartridges") if "headers" in message else message["body"])
 
     asyncio.run(headers._Middleware(app)({"type": "http", "headers": []}, None, send))
-    assert sent == ["http.response.start", "http.response.body"]
+    return sent
+
+
+_START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def _body(text: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text, "more_body": more}
+
+
+def test_a_response_without_cartridges_starts_at_once() -> None:
+    assert _sent(_START, _body(b"x")) == [None, 0, b"x", 1]
+
+
+def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected() -> None:
+    """Whatever comes before that: /v1/responses and /v1/messages send events before the first token."""
+    pending, known = (lambda: headers.note("a", is_pending=True)), (lambda: headers.note("b"))
+    assert _sent(pending, _START, _body(b"x"), known, _body(b"y"), _body(b"z", False)) == [
+        0, 1, 2, 3, b"b", b"x", b"y", 4, b"z", 5,
+    ]  # fmt: skip
+    assert _sent(known, _START, _body(b"x")) == [0, b"b", 1, b"x", 2]
+    assert _sent(pending, _START, _body(b"x", False)) == [0, 1, b"a", b"x", 2], "it ends, whether it is known or not"
 
 
 @pytest.mark.parametrize("action", ["preload", "pin", "unpin", "evict", "explode"])
@@ -476,7 +498,8 @@ def test_the_header_says_of_each_cartridge_what_was_injected(
     for name, positions in (("a", 16), ("b", 24)):
         make_artifact(tmp_path / name, positions=positions, cartridge_id=name, seed=positions)
         Registry(settings.registry_path).register(tmp_path / name)
-    selection = Resolver(settings).resolve([Reference(id="a"), Reference(id="b")])
+    first_one, second_one = (Resolver(settings).resolve([Reference(id=name)]) for name in "ab")
+    selection = first_one._replace(manifests=first_one.manifests + second_one.manifests)
     both = f"a@1;positions=16;injected={first}, b@1;positions=24;injected={second}"
     assert selection.used(cached) == both
     assert selection.replaced == "a@1;positions=16;injected=0, b@1;positions=24;injected=0;served=document"

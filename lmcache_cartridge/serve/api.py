@@ -71,8 +71,9 @@ class Granted(dict):
 
     def note(self, cached_tokens: int) -> None:
         """Tell the client how many leading positions of a prompt were not computed; of several prompts the least."""
-        self._cached = cached_tokens if self._cached is None else min(cached_tokens, self._cached)
-        headers.note(self.selection.used(self._cached))
+        if self._cached is None or cached_tokens < self._cached:
+            self._cached = cached_tokens
+            headers.note(self.selection.used(cached_tokens))
 
     def used(self) -> None:
         """Note that the engine needs the memory for one prompt less."""
@@ -135,8 +136,8 @@ class CartridgePlugin:
             return await self.engine.collective_rpc("cartridge_control")
         except Exception as error:
             raise UnsupportedEngine(
-                f"the workers have no cartridges: {error}. Start vLLM with "
-                "--worker-extension-cls lmcache_cartridge.serve.worker.CartridgeWorker"
+                f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve MODEL "
+                "--print` shows, or without LMCACHE_CONFIG_FILE"
             ) from error
 
     async def call(self, method: str, *args: Any) -> list[Any]:
@@ -270,7 +271,8 @@ class CartridgeRenderer:
             if claim is not None:
                 claim.release()
             raise
-        headers.note(selection.used() if claim is not None else selection.replaced)
+        is_granted = isinstance(request.kv_transfer_params, Granted)
+        headers.note(selection.used() if claim is not None else selection.replaced, is_pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "used" if claim is not None else "document"
         if claim is not None and selection.tag is not None:
             requests().injected(len(selection.token_ids) * len(engine_inputs))

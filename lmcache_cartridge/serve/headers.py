@@ -17,6 +17,7 @@ class _Exchange:
     def __init__(self, api_key: str | None) -> None:
         self.api_key = api_key
         self.headers: dict[bytes, bytes] = {}
+        self.is_pending = False
 
 
 _exchange: ContextVar[_Exchange | None] = ContextVar("cartridge_exchange", default=None)
@@ -27,10 +28,14 @@ def attach(app: FastAPI) -> None:
     app.add_middleware(_Middleware)
 
 
-def note(used: str) -> None:
-    """Send `X-Cartridges: used` with the response of the current request; the last call counts."""
+def note(used: str, *, is_pending: bool = False) -> None:
+    """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
+
+    While the last one `is_pending` the response does not start: what was injected is known with the first token only.
+    """
     if exchange := _exchange.get():
         exchange.headers[USED] = used.encode("ascii", "replace")
+        exchange.is_pending = is_pending
 
 
 def is_noted() -> bool:
@@ -52,8 +57,8 @@ def api_key() -> str | None:
 
 
 class _Middleware:
-    """ASGI middleware that adds headers and reads none of the body. It holds back the start of a response that has
-    cartridges until the first piece of its body, and no other."""
+    """ASGI middleware that adds headers and reads none of the body. It holds back a response while what is noted of it
+    is pending, and no other."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -64,23 +69,18 @@ class _Middleware:
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         exchange = _Exchange(key if scheme.lower() == "bearer" else None)
-        held = None
-
-        def complete(start: Any) -> Any:
-            return {**start, "headers": [*start.get("headers", ()), *exchange.headers.items()]}
+        held: list[Any] = []
 
         async def send_with_headers(message: Any) -> None:
-            nonlocal held
-            if message["type"] == "http.response.start":
-                if USED in exchange.headers:
-                    # Only with a stream's first token is it known what was injected.
-                    held = message
-                    return
-                message = complete(message)
-            elif held is not None:
-                start, held = held, None
-                await send(complete(start))
-            await send(message)
+            held.append(message)
+            is_last = message["type"] != "http.response.start" and not message.get("more_body")
+            if exchange.is_pending and not is_last:
+                return
+            ready, held[:] = held[:], []
+            for piece in ready:
+                if piece["type"] == "http.response.start":
+                    piece = {**piece, "headers": [*piece.get("headers", ()), *exchange.headers.items()]}
+                await send(piece)
 
         token = _exchange.set(exchange)
         try:
