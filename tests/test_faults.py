@@ -207,6 +207,27 @@ def test_a_chunk_lost_from_one_of_several_choices_ends_the_request(served: Serve
     assert _refused(served, "trained", served.sound["trained"], n=3, temperature=0.01)[0] == 503
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_document_that_lost_a_chunk_is_computed_for_each_of_several_choices(
+    served: Served, broken: Callable[..., None], stream: bool, is_named: bool
+) -> None:
+    ward = served.sound["prefill"]
+    _ask(served, "prefill", ward)
+    own = encode(ask(ward.facts[0], 0))
+    prompt = {"prompt": own, "cartridges": ["prefill"]} if is_named else {"prompt": [*ward.ids, *own]}
+    broken(drop=7)
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0.01, "n": 3, "stream": stream} | prompt
+    reply = served.asker.http.post("/v1/completions", json=body | {"cache_salt": f"s{next(_salts)}"})
+    assert reply.status_code == 200, reply.text
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+    texts = ["", "", ""]
+    for event in map(json.loads, events if stream else [reply.text]):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert [text.strip() for text in texts] == [ward.facts[0].value] * 3
+
+
 # Evicted, and late.
 
 

@@ -125,7 +125,7 @@ def test_the_key_is_no_argument_of_any_process(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--enable-lora": "LoRA|adapter", "--pipeline-parallel-size 2": "tensor-parallel", "-pp 2": "tensor-parallel",
+    "--enable-lora": "adapter", "--pipeline-parallel-size 2": "tensor-parallel", "-pp 2": "tensor-parallel",
     "--pipeline_parallel_size=2": "tensor-parallel", "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
     "--data-parallel-size 2": "one server for each", "-dp 2": "one server for each", "-dp=2": "one server for each",
     '--speculative-config {"method":"ngram"}': "draft", "--speculative-config.method ngram": "draft", "-sc {}": "draft",

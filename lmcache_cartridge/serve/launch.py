@@ -44,10 +44,12 @@ class Launch(NamedTuple):
 
     def __str__(self) -> str:
         """Everything but secrets, which are `***` as in vLLM's own log."""
-        shown = self.environment | ({_KEY_VARIABLE: "***"} if _KEY_VARIABLE in self.environment else {})
-        variables = " \\\n".join(f"{k}={shlex.quote(v)}" for k, v in shown.items())
-        beside = f"{variables} \\\n{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
-        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{variables} \\\n{shlex.join(redacted(self.command))}"
+        lines = {name: f"{name}={shlex.quote(value)} \\\n" for name, value in self.environment.items()}
+        beside = "".join(line for name, line in lines.items() if name != _KEY_VARIABLE)
+        beside = f"{beside}{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
+        if _KEY_VARIABLE in lines:
+            lines[_KEY_VARIABLE] = f"{_KEY_VARIABLE}=*** \\\n"
+        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{''.join(lines.values())}{shlex.join(redacted(self.command))}"
 
     @property
     def program(self) -> list[str]:
