@@ -37,7 +37,7 @@ from ..settings import Settings
 from . import headers, scrape
 from .admin import add_routes
 from .control import Claimed, Workers
-from .gate import Gate
+from .gate import COUNTS, Gate
 from .request import GRANT, REQUIRED, TAG, Found, NeedsReading, Reference, Refusal, Resolver, Selection, check_params
 from .router import Router
 from .yaml_settings import from_environment
@@ -290,7 +290,7 @@ class CartridgeRenderer:
                 getattr(request, "model_extra", None) or {}, params, getattr(request, "model", None), headers.api_key()
             )
             if not references:
-                if self._plugin.settings.required:
+                if self._plugin.settings.required and headers.path() not in COUNTS:
                     raise Refusal(400, REQUIRED)
                 return None
             return await self._plugin.resolve(references)

@@ -20,7 +20,7 @@ TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Routes whose request models keep fields they do not know and whose prompts our renderer sees; `probe` holds it."""
 MESSAGES = "/v1/messages"
 """Its model drops `cartridges` and keeps `kv_transfer_params`."""
-_COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
 _ANSWERS = (
     "/v1/chat/completions/batch", "/cohere/v2/chat", "/inference/v1/generate", "/generative_scoring", "/invocations",
@@ -42,7 +42,7 @@ class Gate:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = headers.path_of(scope)
         if path.startswith("/v1/cartridges"):
             await self._app(scope, receive, send)
             return
@@ -76,7 +76,7 @@ class Gate:
         """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""
         settings = self._plugin.settings
         labels = [settings.label_field] if settings.router in ("label", "composite") else []
-        for_everybody = settings.router == "static" and path not in (*TAKES, MESSAGES, *_COUNTS)
+        for_everybody = settings.router == "static" and path not in (*TAKES, MESSAGES, *COUNTS)
         if not for_everybody and not misnamed.may_name(body, *labels):
             return
         read = ("cartridges", *labels)
@@ -97,7 +97,7 @@ class Gate:
         if path == MESSAGES:
             if wanted != choose({}, params, model, key):
                 raise Refusal(400, f"{path} drops fields it does not know; use {right}")
-        elif wanted != (choose({}, None, model, key) if path in _COUNTS else []):
+        elif wanted != (choose({}, None, model, key) if path in COUNTS else []):
             raise Refusal(400, _takes_none(path))
 
 

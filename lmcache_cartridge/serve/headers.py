@@ -11,11 +11,16 @@ from starlette.datastructures import Headers
 USED = b"x-cartridges"
 
 
+def path_of(scope: Any) -> str:
+    """Return the path that a request asks for, less what the server is mounted under."""
+    return scope.get("path", "").removeprefix(scope.get("root_path", ""))
+
+
 class _Exchange:
     """What one HTTP exchange has to say beside its body."""
 
-    def __init__(self, api_key: str | None) -> None:
-        self.api_key = api_key
+    def __init__(self, path: str, api_key: str | None) -> None:
+        self.path, self.api_key = path, api_key
         self.headers: dict[bytes, bytes] = {}
         self.is_pending = False
 
@@ -50,6 +55,12 @@ def retry_after(seconds: float) -> None:
         exchange.headers[b"retry-after"] = str(max(1, round(seconds))).encode()
 
 
+def path() -> str | None:
+    """Return the path of the current request."""
+    exchange = _exchange.get()
+    return exchange.path if exchange else None
+
+
 def api_key() -> str | None:
     """Return the bearer token of the current request, None if it has none."""
     exchange = _exchange.get()
@@ -68,7 +79,7 @@ class _Middleware:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        exchange = _Exchange(key if scheme.lower() == "bearer" else None)
+        exchange = _Exchange(path_of(scope), key if scheme.lower() == "bearer" else None)
         held: list[Any] = []
 
         async def send_with_headers(message: Any) -> None:
