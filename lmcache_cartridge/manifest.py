@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
+from .canary import ServedCanary
 from .errors import ManifestError
 from .fingerprint import DTYPE_BYTES, Fingerprint
 
@@ -135,6 +136,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     provenance: Provenance
     document: Tokens | None = None
     """For a trained cartridge, the ids of its document: what a request gets when the KV cannot be had."""
+    canary: ServedCanary | None = None
+    """What a server asks of its engine before it answers from this cartridge. Not part of its digest."""
 
     @property
     def chunks(self) -> int:
@@ -249,6 +252,10 @@ def check(manifest: Manifest, where: str) -> None:
                 all(0 <= token < shape.vocab_size for token in tokens.inline or ()),
                 "a token id is outside the model's vocabulary",
             )
+    if manifest.canary is not None:
+        problem = manifest.canary.problem(shape.vocab_size)
+        need(problem is None, f"its canary cannot be asked: {problem}")
+        need(payload is not None, "a canary does not go with a cartridge of tokens only")
     need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
 
 

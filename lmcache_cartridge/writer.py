@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from . import files
 from .artifact import MANIFEST, PAYLOAD, checksum, payload_header
+from .canary import ServedCanary
 from .errors import ArtifactError, CartridgeExists
 from .fingerprint import Fingerprint
 from .identity import Identity
@@ -102,12 +103,12 @@ class ArtifactWriter:
         self._file.write(view)
         self._size += expected
 
-    def commit(self, provenance: Provenance) -> Manifest:
+    def commit(self, provenance: Provenance, canary: ServedCanary | None = None) -> Manifest:
         """Make the artefact appear at its place and return its manifest. Raises `ArtifactError` if chunks lack."""
         written = min(len(self._checksums) * self._chunk_tokens, self._positions)
         if self._file is not None and written != self._positions:
             raise ArtifactError(f"cartridge {self._id}: {written} of {self._positions} positions were written")
-        manifest = self._manifest(provenance)
+        manifest = self._manifest(provenance, canary)
         if self._file is not None:
             files.sync(self._file)
         files.write(self._partial / MANIFEST, [manifest.encode()])
@@ -117,7 +118,7 @@ class ArtifactWriter:
             raise CartridgeExists(f"{self.root} appeared while it was being written: {error.strerror}") from error
         return manifest
 
-    def _manifest(self, provenance: Provenance) -> Manifest:
+    def _manifest(self, provenance: Provenance, canary: ServedCanary | None) -> Manifest:
         draft = Manifest(
             format=FORMAT,
             id=self._id,
@@ -139,6 +140,7 @@ class ArtifactWriter:
             else None,
             provenance=provenance,
             document=None if self._document_ids is None else self._write_ids(self._document_ids, DOCUMENT),
+            canary=canary,
         )
         ids = self._token_ids
         if isinstance(ids, Identity):

@@ -93,6 +93,7 @@ def _build(arguments: argparse.Namespace) -> None:
         "digest": manifest.digest,
         "canary_top1_equal": canary.top1_equal,
         "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
+        "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
     }
     show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
 

@@ -13,6 +13,7 @@ from ..errors import ArtifactError
 from ..manifest import Manifest, Origin
 from ..writer import ArtifactWriter
 from . import stored
+from .canary import in_int8
 
 Progress = Callable[[int, int], None]
 """Called with (chunks done, chunks in all)."""
@@ -54,5 +55,6 @@ def compress(
             msgspec.structs.replace(
                 manifest.provenance, tool=f"lmcache-cartridge {__version__} compress", created=created, canary=None,
                 origin=origin,
-            )
+            ),
+            in_int8(manifest.canary),
         )  # fmt: skip

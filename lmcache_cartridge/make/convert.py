@@ -13,7 +13,7 @@ from ..errors import ForeignFormatError
 from ..identity import Identity
 from ..manifest import Manifest, Origin
 from ..writer import ArtifactWriter
-from . import adapter, axes, checkpoint, stored, tokens
+from . import adapter, axes, canary, checkpoint, stored, tokens
 from .document import read
 from .foreign import Foreign
 from .foreign_kv import ForeignKV
@@ -130,7 +130,12 @@ def build(
             writer.write(stored.pack(chunk, model.fingerprint, encoding))
             progress(start + chunk.shape[2], kv.positions)
         named = {"document": document.name, "document_blake3": about.blake3} if about else {}
-        manifest = writer.commit(model.provenance("import", origin=_origin(foreign), **named))
+        served = stored.read_payload(writer.payload, model.fingerprint, encoding)
+        about_ids = foreign.token_ids if prefill else document_ids
+        manifest = writer.commit(
+            model.provenance("import", origin=_origin(foreign), **named),
+            canary.make(model, served, about_ids, chunk_tokens, int8=encoding == "plain"),
+        )
     warnings = (
         *_model_warnings(model, foreign), *_frozen_warnings(foreign, order),
         *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),

@@ -33,6 +33,8 @@ from .train import CHECKPOINT, LOSS, Recipe, Result, Trainer, positions_of
 RUN = "run.json"
 QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
 MOST_HELD_OUT = 256
+_CANARIES = 6
+"""Held-out questions that a server may be made to try its engine with."""
 ACCEPT = 0.8
 """Share of what the document adds to the answers of held-out questions that a cartridge must keep to be registered."""
 
@@ -127,7 +129,7 @@ class Job:
                     training=self._training(trainer, result, len(to_train), len(held_out), kept),
                 ),
                 cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
-                encoding=self.task.payload,
+                encoding=self.task.payload, questions=[model.question_ids(q.text, form) for q in held_out[:_CANARIES]],
             )  # fmt: skip
         manifest = self.registry.register(self.root, promote=promote)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import torch
 from ..errors import CanaryFailed
 from ..manifest import Canary, Manifest
 from ..writer import ArtifactWriter
+from . import canary as served
 from . import stored
 from .document import read_fitting
 from .model import CausalModel
@@ -58,7 +59,8 @@ def build(
             writer.write(stored.pack(kv, model.fingerprint, encoding))
             done += kv.shape[2]
             progress(done, len(ids))
-        result = run_canary(model, ids, stored.read_payload(writer.payload, model.fingerprint, encoding), canary)
+        kv = stored.read_payload(writer.payload, model.fingerprint, encoding)
+        result = run_canary(model, ids, kv, canary)
         if not result.top1_equal:
             raise CanaryFailed(
                 f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
@@ -66,7 +68,10 @@ def build(
                 "nearly tied, try another --canary text or --dtype float32; nothing was registered"
             )
         return writer.commit(
-            model.provenance("build", document=document.name, document_blake3=read.blake3, canary=result)
+            model.provenance("build", document=document.name, document_blake3=read.blake3, canary=result),
+            served.make(
+                model, kv, ids, chunk_tokens, int8=encoding == "plain", questions=[model.encode(canary, special=False)]
+            ),
         )
 
 

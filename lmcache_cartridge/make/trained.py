@@ -14,7 +14,7 @@ from ..identity import Identity
 from ..layout import DTYPES
 from ..manifest import Manifest, Provenance
 from ..writer import ArtifactWriter
-from . import stored
+from . import canary, stored
 from .model import CausalModel
 from .ordinary import ordinary_ids
 
@@ -30,10 +30,11 @@ def write(
     chunk_tokens: int = 256,
     document_ids: Sequence[int] | None = None,
     encoding: str = "plain",
+    questions: Sequence[list[int]] = (),
 ) -> Manifest:
     """Write canonical KV `[2, L, p, H, D]` of any dtype as a trained artefact of `model` and return its manifest.
 
-    The KV is rounded to the dtype of the model's own. Raises `ArtifactError` for KV of another shape, or not finite.
+    `questions`, as ids, are those that engines may be tried with. The KV is rounded to the dtype of the model's own. Raises `ArtifactError` for KV of another shape, or not finite.
     """
     shape = model.fingerprint
     expected = (2, shape.layers, kv.shape[2] if kv.ndim == 5 else 0, shape.kv_heads, shape.head_size)
@@ -50,7 +51,11 @@ def write(
     with writer:
         for chunk in kv.split(chunk_tokens, dim=2):
             writer.write(stored.pack(chunk, shape, encoding))
-        return writer.commit(provenance)
+        kv = stored.as_served(kv, shape, encoding, chunk_tokens)
+        plain = encoding == "plain"
+        return writer.commit(
+            provenance, canary.make(model, kv, document_ids, chunk_tokens, int8=plain, questions=questions)
+        )
 
 
 def rounded(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:

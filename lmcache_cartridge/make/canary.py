@@ -1,0 +1,257 @@
+"""The questions that a server asks of its engine before it answers from a cartridge, and what transformers answers.
+
+The answers are computed with the very KV that is served, and must say something about all of it. So there are several
+candidates, words of the document from many places among them; each chunk in turn is damaged, and as few questions are
+taken as notice every time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from ..canary import MAX_QUESTIONS, Asked, Expected, ServedCanary
+from ..errors import UnsupportedModel
+from ..layout import DTYPES
+from ..rope import rotate, shift_keys
+from . import stored
+from .model import CausalModel
+
+ANSWER = 8
+"""Tokens of an answer."""
+TOP = 10
+"""Likeliest tokens at each, to be compared."""
+_QUESTION = 12
+_LONGEST = 32
+_WINDOWS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
+"""Where in the document a candidate begins: a model that reads words again looks there for what follows."""
+_SNIPPETS = (0.1, 0.5, 0.9)
+TEXTS = ("\n\nQuestion: what does this document say?\nAnswer:", " In short, the most important of this is that")
+_DAMAGED = 6
+"""At most so many chunks, or layers, are damaged: spread over all, with the first and the last."""
+_BEHIND = 6
+"""Candidates for a cartridge behind itself, whose passes cost twice as much."""
+_DRAWS = (1, 1, 1, 2, 2, 2, 2)
+"""How coarse each draw of rounding noise is. The coarse ones count by what is fair, and show where a router of experts
+is about to turn over, which would be no noise at all until it does."""
+_SEEN = 2.0
+"""Damage that differs by so many bounds is noticed for sure."""
+
+
+def make(
+    model: CausalModel,
+    kv: torch.Tensor,
+    document: Sequence[int] | None,
+    chunk_tokens: int,
+    *,
+    int8: bool,
+    questions: Sequence[list[int]] = (),
+) -> ServedCanary | None:
+    """Return the canary of canonical KV `[2, L, T, H, D]` as it is served, which `document` are the tokens of.
+
+    `questions` are further candidates. `int8` also measures what int8 does to the KV, for `compress`, which has no model.
+    Takes some thirty short forward passes. None where the model's context has no room for a question.
+    """
+    kv = kv.to(model.model.dtype)
+    rows = _candidates(model, document, questions)
+    if not _fits(model, kv.shape[2]) or not rows:
+        return None
+    after, sensitivity = _best(model, kv, rows, _damages(kv, chunk_tokens))
+    if int8:
+        small = stored.as_served(kv.to(DTYPES[model.fingerprint.dtype]), model.fingerprint, "int8", chunk_tokens)
+        measured = _differences(model, small.to(kv.dtype), after)
+        after = [msgspec.structs.replace(each, int8=round(n, 4)) for each, n in zip(after, measured, strict=True)]
+    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(_behind(model, kv, rows)))
+
+
+def _best(
+    model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], damages: Iterable[torch.Tensor]
+) -> tuple[list[Asked], float]:
+    """Return the fewest questions whose answers change with each damage, and by how many bounds the least one shows."""
+    asked = [Asked(tuple(row), answer) for row, answer in zip(rows, _ask(model, kv, rows), strict=True)]
+    seen = [
+        [n / each.answer.bound for n, each in zip(_differences(model, damaged, asked), asked, strict=True)]
+        for damaged in damages
+    ]
+    chosen = _choose(seen)
+    return [asked[n] for n in chosen], min(max(row[n] for n in chosen) for row in seen)
+
+
+def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Asked]:
+    """Return questions after the cartridge and itself, moved behind it; none where the model cannot have that."""
+    positions, layers = kv.shape[2], kv.shape[1]
+    if not _fits(model, 2 * positions):
+        return []
+    try:
+        moved = torch.cat([kv, torch.stack([shift_keys(kv[0], model.fingerprint.rope, positions), kv[1]])], dim=2)
+    except UnsupportedModel:
+        return []
+
+    def damages() -> Iterator[torch.Tensor]:
+        still = model.fingerprint.rope.layers
+        layers_tried = sorted({round((layers - 1) * n / (_DAMAGED - 1)) for n in range(_DAMAGED)})
+        for layer in layers_tried:
+            damaged = moved.clone()
+            # A layer that rotates is left where it was, one that does not is rotated.
+            wrong = kv[0, layer] if layer in still else rotate(kv[0, layer], model.fingerprint.rope, positions)
+            damaged[0, layer, positions:] = wrong
+            yield damaged
+
+    return _best(model, moved, rows[:_BEHIND], damages())[0]
+
+
+def _candidates(model: CausalModel, document: Sequence[int] | None, questions: Sequence[list[int]]) -> list[list[int]]:
+    bos, size = model.tokenizer.bos_token_id, _QUESTION
+    texts = [model.encode(text, special=False)[-size:] for text in TEXTS]
+    found = [*texts, *(question[-_LONGEST:] for question in questions)]
+    if document is not None and len(document) > 2 * size:
+        starts = [max(1, int(share * (len(document) - size))) for share in _WINDOWS]
+        found += [list(document[start : start + size]) for start in starts]
+        each = size // len(_SNIPPETS)
+        starts = [max(1, int(share * (len(document) - each))) for share in _SNIPPETS]
+        found.append([i for start in starts for i in document[start : start + each]])
+    # A server takes leading BOS for one that a template put there.
+    return [row for row in ([i for i in row if i != bos] for row in found) if row]
+
+
+def _fits(model: CausalModel, positions: int) -> bool:
+    return not model.context_tokens or positions + _LONGEST + ANSWER <= model.context_tokens
+
+
+def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Expected]:
+    """Return what follows each question after `kv`, up to the first token that rounding may turn into another."""
+    ids = [list(row) for row in rows]
+    for _ in range(ANSWER - 1):
+        for row, logprobs in zip(ids, _logprobs(model, kv, ids), strict=True):
+            row.append(int(logprobs[-1].argmax()))
+    found = [each[-ANSWER:] for each in _logprobs(model, kv, ids)]
+    best = [each.topk(min(TOP, each.shape[1])) for each in found]
+    apart: list[list[torch.Tensor]] = []
+    with _rounding(model) as again:
+        for draw, coarse in enumerate(_DRAWS):
+            again(draw, coarse)
+            drawn = _logprobs(model, kv, ids)
+            apart.append([
+                (each[-ANSWER:].gather(1, top.indices) - top.values).abs() for each, top in zip(drawn, best, strict=True)
+            ])  # fmt: skip
+    answers = []
+    for row, (values, indices), draws in zip(ids, best, zip(*apart, strict=True), strict=True):
+        margins, unsure = (values[:, 0] - values[:, 1]).tolist(), torch.stack(draws).amax((0, 2)).tolist()
+        fed = [*row[1 - ANSWER :], int(indices[-1, 0])]
+        ends = (n for n in range(ANSWER) if margins[n] < 3 * unsure[n] or fed[n] != indices[n, 0])
+        count = next(ends, ANSWER - 1) + 1
+        noise = max(float(each[:count].mean()) / coarse for each, coarse in zip(draws, _DRAWS, strict=True))
+        answers.append(Expected(
+            tuple(map(tuple, indices[:count].tolist())),
+            tuple(tuple(round(value, 4) for value in values) for values in values[:count].tolist()),
+            round(max(noise, 1e-4), 4),
+        ))  # fmt: skip
+    return answers
+
+
+@torch.inference_mode()
+def _logprobs(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[torch.Tensor]:
+    """Return float32 logprobs `[tokens, vocabulary]` of each row after `kv`. Rows of one length share a forward pass."""
+    alike: dict[int, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        alike[len(row)].append(index)
+    found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    most = model.rows_after(kv)
+    for indices in alike.values():
+        for part in (indices[start : start + most] for start in range(0, len(indices), most)):
+            ids = torch.tensor([rows[index] for index in part], device=model.device)
+            logits = model.model(input_ids=ids, past_key_values=model.cache(kv, len(part)), use_cache=True).logits
+            for index, each in zip(part, logits, strict=True):
+                found[index] = each[:, : model.fingerprint.vocab_size].float().cpu().log_softmax(-1)
+    return found
+
+
+def _differences(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[float]:
+    """Return for each question how far its answer is from the expected one when the KV is `kv`."""
+    fed = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
+    return [
+        float((
+            logprobs[-len(each.answer.tokens) :].gather(1, torch.tensor(each.answer.tokens))
+            - torch.tensor(each.answer.logprobs)
+        ).abs().mean())
+        for logprobs, each in zip(_logprobs(model, kv, fed), asked, strict=True)
+    ]  # fmt: skip
+
+
+def _damages(kv: torch.Tensor, chunk_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the KV with one chunk damaged, for a few chunks."""
+    last = max(0, kv.shape[2] // chunk_tokens - 1)
+    for chunk in sorted({round(last * n / (_DAMAGED - 1)) for n in range(_DAMAGED)}):
+        yield in_another_layout(kv, chunk * chunk_tokens, chunk_tokens)
+
+
+def in_another_layout(kv: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Return canonical KV of which some positions are what the bytes of one layout are in another."""
+    damaged, part = kv.clone(), kv[:, :, start : start + count]
+    damaged[:, :, start : start + count] = part.permute(3, 0, 1, 2, 4).reshape(part.shape)
+    return damaged
+
+
+def _choose(seen: Sequence[Sequence[float]]) -> list[int]:
+    """Return the fewest candidates that notice each damage, `MAX_QUESTIONS` at most; `seen[damage][candidate]`."""
+    chosen: list[int] = []
+    while len(chosen) < MAX_QUESTIONS:
+
+        def noticed(candidate: int) -> tuple[float, float]:
+            best = [min(_SEEN, max(row[n] for n in (*chosen, candidate))) for row in seen]
+            return sum(best), min(best)
+
+        best = max(range(len(seen[0])), key=noticed)
+        if chosen and noticed(best)[0] <= noticed(chosen[0])[0] + 0.05:
+            break
+        chosen.append(best)
+    return chosen
+
+
+@contextmanager
+def _rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
+    """Have each matrix product of the model come out as another engine might round it.
+
+    Call what it yields with a seed, and how much coarser than its dtype the engine is.
+    """
+    generator = torch.Generator(device=model.device)
+    half, size = torch.finfo(DTYPES[model.fingerprint.dtype]).eps / 2, 0.0
+
+    def again(seed: int, coarse: float) -> None:
+        nonlocal size
+        generator.manual_seed(seed)
+        size = coarse * half
+
+    def rounded(module: torch.nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(out.shape, generator=generator, device=out.device) * 2 - 1
+        return (out.float() * (1 + size * noise)).to(out.dtype)
+
+    handles = [
+        module.register_forward_hook(rounded)
+        for module in model.model.modules()
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
+    try:
+        yield again
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def in_int8(canary: ServedCanary | None) -> ServedCanary | None:
+    """Return a plain cartridge's canary for its int8 copy, what was measured of int8 as noise; None if nothing was."""
+    measured = [each.int8 for each in canary.after] if canary else [None]
+    if None in measured:
+        return None
+    most = max(measured)
+    after, behind = ([_noisier(each, most) for each in part] for part in (canary.after, canary.behind))
+    return ServedCanary(tuple(after), canary.sensitivity, tuple(behind))
+
+
+def _noisier(asked: Asked, more: float) -> Asked:
+    answer = msgspec.structs.replace(asked.answer, noise=round(asked.answer.noise + more, 4))
+    return Asked(asked.question, answer)

@@ -1,0 +1,262 @@
+"""A canary passes engines that round otherwise and fails those whose KV is wrong, on models of several families."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from making import make_artifact
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    SmolLM3Config,
+)  # fmt: skip
+
+from lmcache_cartridge.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
+from lmcache_cartridge.errors import ManifestError
+from lmcache_cartridge.make import canary as make_canary
+from lmcache_cartridge.make.canary import in_another_layout
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.stored import as_served
+from lmcache_cartridge.manifest import check
+from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.rope import shift_keys
+
+# The models are tiny, and threads that contend with each other make them slower.
+torch.set_num_threads(1)
+
+CHUNK = 64
+POSITIONS = 320
+_SIZE: dict[str, Any] = {
+    "vocab_size": 640, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": None, "initializer_range": 0.1,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SIZE),
+    "qwen2": lambda: Qwen2Config(**_SIZE),
+    "phi": lambda: PhiConfig(**_SIZE),
+    "mixtral": lambda: MixtralConfig(**_SIZE, num_local_experts=4, num_experts_per_tok=2),
+    "smollm3": lambda: SmolLM3Config(**_SIZE),
+}
+
+
+class Tiny(NamedTuple):
+    model: CausalModel
+    exact: CausalModel
+    """The same weights, computed with in float32: an engine that rounds otherwise."""
+    ids: list[int]
+    kv: torch.Tensor
+    canary: ServedCanary
+
+
+@pytest.fixture(
+    scope="module", params=[(name, seed) for name in FAMILIES for seed in (0, 1)], ids=lambda p: f"{p[0]} {p[1]}"
+)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    name, seed = request.param
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    with torch.no_grad():  # attention that looks at something, as that of a trained model does
+        for parameter, weight in model.named_parameters():
+            if parameter.endswith("q_proj.weight"):
+                weight *= 4
+    model.bfloat16().save_pretrained(directory)
+    for file in MODEL_DIR.glob("*token*"):
+        shutil.copy(file, directory)
+    rounded, exact = CausalModel(str(directory)), CausalModel(str(directory), dtype="float32")
+    draw = random.Random(seed)
+    ids = [draw.randrange(10, 640) for _ in range(POSITIONS)]
+    kv = torch.cat(list(rounded.prefill(ids, POSITIONS)), dim=2)
+    canary = make_canary.make(rounded, kv, ids, CHUNK, int8=True)
+    return Tiny(rounded, exact, ids, kv, canary)
+
+
+@torch.inference_mode()
+def ask(model: CausalModel, kv: torch.Tensor, asked: Asked) -> Comparison:
+    """Answer greedily after some KV as an engine does, and compare."""
+    cache, ids = model.cache(kv.to(model.model.dtype), 1), torch.tensor([asked.question])
+    given, logprobs = [], []
+    for _ in asked.answer.tokens:
+        logits = model.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        top = logits[0, -1].float().log_softmax(-1).topk(20)
+        logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        given.append(int(top.indices[0]))
+        ids = top.indices[:1][None]
+    return compare(asked.answer, given, logprobs)
+
+
+def passes(model: CausalModel, kv: torch.Tensor, canary: ServedCanary) -> bool:
+    return all(ask(model, kv, asked).passed for asked in canary.after)
+
+
+def passes_behind_itself(model: CausalModel, kv: torch.Tensor, canary: ServedCanary) -> bool:
+    return all(ask(model, kv, asked).passed for asked in canary.behind)
+
+
+def rotated(kv: torch.Tensor, model: CausalModel, layers: Any, offset: int) -> torch.Tensor:
+    """Return the KV with the keys of some layers rotated by `offset` positions."""
+    moved = kv.clone()
+    inv_freq = torch.tensor(model.fingerprint.rope.inv_freq)
+    size = 2 * len(inv_freq)
+    cos, sin = (offset * inv_freq).cos(), (offset * inv_freq).sin()
+    for layer in layers:
+        first, second = kv[0, layer, ..., :size].float().chunk(2, -1)
+        both = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        moved[0, layer, ..., :size] = both.to(kv.dtype)
+    return moved
+
+
+def damages(kv: torch.Tensor, model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in range(kv.shape[2] // CHUNK):
+        yield f"chunk {chunk} in another layout", in_another_layout(kv, chunk * CHUNK, CHUNK)
+    for head in range(kv.shape[3]):
+        swapped = kv.clone()
+        swapped[..., head, :] = kv[..., head - 1, :]
+        yield f"another head in the place of head {head}", swapped
+    yield "keys and values swapped", kv.flip(0)
+    yield "zeroed", torch.zeros_like(kv)
+    yield "layers in another order", kv.roll(1, 1)
+    yield "values one position late", torch.stack([kv[0], kv[1].roll(1, 1)])
+
+
+def test_an_engine_that_rounds_otherwise_passes(tiny: Tiny) -> None:
+    assert passes(tiny.model, tiny.kv, tiny.canary)
+    assert passes(tiny.exact, tiny.kv, tiny.canary)
+    for seed in range(10, 16):
+        with make_canary._rounding(tiny.model) as again:
+            again(seed, 1)
+            assert passes(tiny.model, tiny.kv, tiny.canary), seed
+
+
+def test_a_canary_made_in_float32_passes_an_engine_in_bfloat16(tiny: Tiny) -> None:
+    model = copy.copy(tiny.model)  # as training on a CPU computes
+    model.model = tiny.exact.model
+    canary = make_canary.make(model, tiny.kv, None, CHUNK, int8=False, questions=[tiny.ids[100:130]])
+    assert passes(tiny.model, tiny.kv, canary)
+    assert not passes(tiny.model, tiny.kv.flip(3), canary)
+
+
+def test_wrong_kv_fails(tiny: Tiny) -> None:
+    assert [name for name, kv in damages(tiny.kv, tiny.model) if passes(tiny.model, kv, tiny.canary)] == []
+    assert [name for name, kv in damages(tiny.kv, tiny.model) if passes(tiny.exact, kv, tiny.canary)] == []
+
+
+def test_one_layer_rotated_wrongly_fails(tiny: Tiny) -> None:
+    layers = range(tiny.kv.shape[1])
+    unseen = [n for n in layers if passes(tiny.model, rotated(tiny.kv, tiny.model, [n], POSITIONS), tiny.canary)]
+    assert unseen == []
+    assert tiny.canary.sensitivity > 1
+
+
+def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_model_does(tiny: Tiny) -> None:
+    shape = tiny.model.fingerprint
+    right = torch.stack([shift_keys(tiny.kv[0], shape.rope, POSITIONS), tiny.kv[1]])
+    twice = torch.cat([tiny.kv, right], dim=2)
+    assert passes_behind_itself(tiny.model, twice, tiny.canary)
+    assert passes_behind_itself(tiny.exact, twice, tiny.canary)
+    unmoved = torch.cat([tiny.kv, tiny.kv], dim=2)
+    assert not passes_behind_itself(tiny.model, unmoved, tiny.canary)
+    assert passes_behind_itself(tiny.exact, twice, tiny.canary)
+    for layer in range(shape.layers):
+        wrong = twice.clone()
+        rotates = layer in shape.rope.layers
+        wrong[0, layer, POSITIONS:] = (tiny.kv if rotates else rotated(tiny.kv, tiny.model, [layer], POSITIONS))[
+            0, layer
+        ]
+        assert not passes_behind_itself(tiny.model, wrong, tiny.canary), layer
+    if shape.rope.layers != tuple(range(shape.layers)):  # every layer rotated, as releases before did
+        wrong = torch.cat([tiny.kv, rotated(tiny.kv, tiny.model, range(shape.layers), POSITIONS)], dim=2)
+        assert not passes_behind_itself(tiny.model, wrong, tiny.canary)
+
+
+def test_what_int8_does_is_measured_and_counts_as_noise(tiny: Tiny) -> None:
+    small = make_canary.in_int8(tiny.canary)
+    kv = as_served(tiny.kv, tiny.model.fingerprint, "int8", CHUNK)
+    assert passes(tiny.model, kv, small)
+    assert passes(tiny.exact, kv, small)
+    assert all(
+        after.answer.noise > before.answer.noise for after, before in zip(small.after, tiny.canary.after, strict=True)
+    )
+    assert make_canary.in_int8(small) is None, "it is int8 already"
+
+
+# The comparison by itself.
+
+EXPECTED = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.02)
+
+
+def answer(*rows: dict[int, float]) -> tuple[list[int], list[dict[int, float]]]:
+    return [max(row, key=row.get) for row in rows], list(rows)
+
+
+def test_the_mean_difference_over_all_positions_decides() -> None:
+    found = compare(EXPECTED, *answer({5: -0.1, 7: -2.2}, {6: -0.2, 8: -1.5}))
+    assert (found.difference, found.bound, found.positions) == (pytest.approx(0.05), pytest.approx(0.08), 2)
+    assert found.passed
+    assert not compare(EXPECTED, *answer({5: -0.1, 7: -2.4}, {6: -0.2, 8: -1.5})).passed
+
+
+def test_a_token_that_the_engine_does_not_list_is_at_most_as_likely_as_its_last() -> None:
+    assert compare(EXPECTED, *answer({5: -0.1, 9: -2.0}, {6: -0.2, 8: -1.5})).difference == pytest.approx(0.0)
+    assert compare(EXPECTED, *answer({5: -0.1, 9: -6.0}, {6: -0.2, 8: -1.5})).difference == pytest.approx(1.0)
+
+
+def test_nothing_is_compared_after_the_first_other_token() -> None:
+    near = compare(EXPECTED, *answer({5: -0.15, 7: -0.1}, {1: 0.0}))
+    assert (near.positions, near.given[0]) == (1, 7)
+    assert not near.passed
+    tied = Expected(((5, 7), (6, 8)), ((-0.7, -0.71), (-0.2, -1.5)), noise=0.02)
+    assert compare(tied, *answer({5: -0.71, 7: -0.7}, {1: 0.0})).passed
+
+
+@pytest.mark.parametrize(
+    "given", [([], []), ([5], [{5: -0.1, 7: -2.0}]), ([5, 6], [{5: math.nan, 7: -2.0}, {}]), ([5], [])]
+)
+def test_an_answer_that_is_too_short_or_no_number_does_not_pass(given: Any) -> None:
+    assert not compare(EXPECTED, *given).passed
+
+
+def test_the_bound_follows_the_noise_and_has_a_floor() -> None:
+    assert Expected((), (), noise=0.1).bound == pytest.approx(NOISES * 0.1)
+    assert Expected((), (), noise=0.001).bound == FLOOR
+
+
+# In the manifest.
+
+CANARY = ServedCanary((Asked((3, 4), EXPECTED),), 2.0)
+
+
+def test_a_canary_is_no_part_of_the_digest(tmp_path: Path) -> None:
+    plain = make_artifact(tmp_path / "a", positions=40).manifest
+    with_canary = msgspec.structs.replace(plain, canary=CANARY)
+    check(with_canary, "here")
+    assert msgspec.json.decode(with_canary.encode(), type=type(plain)) == with_canary
+
+
+@pytest.mark.parametrize(
+    "canary",
+    [ServedCanary((), 1.0), ServedCanary((Asked((), EXPECTED),), 1.0), ServedCanary((Asked((1000,), EXPECTED),), 1.0),
+     ServedCanary((Asked((3,), Expected(((5, 7),), ((-0.1,),), 0.1)),), 1.0), ServedCanary((Asked((3,), Expected((), (), 0.1)),), 1.0),
+     ServedCanary((Asked((3,), Expected(((),), ((),), 0.1)),), 1.0), ServedCanary((Asked((3,), EXPECTED),) * 5, 1.0),
+     ServedCanary((Asked((3,), msgspec.structs.replace(EXPECTED, noise=math.inf)),), 1.0), ServedCanary((Asked((3,) * 65, EXPECTED),), 1.0),
+     ServedCanary((Asked((3,), EXPECTED),), 1.0, (Asked((3,), Expected(((1000,),), ((-1.0,),), 0.1)),)),
+     ServedCanary((Asked((3,), EXPECTED),), 1.0, (Asked((3,), EXPECTED),) * 5)],
+)  # fmt: skip
+def test_a_canary_that_cannot_be_asked_is_refused(tmp_path: Path, canary: ServedCanary) -> None:
+    plain = make_artifact(tmp_path / "a", positions=40).manifest
+    with pytest.raises(ManifestError, match="its canary cannot be asked"):
+        check(msgspec.structs.replace(plain, canary=canary), "here")
