@@ -200,6 +200,11 @@ class Catalog:
             if lifted is not None:
                 logger.info("the quarantine of %s is lifted: it is fetched from S3 again", digest)
 
+    def distrust(self, digest: str, reason: str) -> None:
+        """Serve a cartridge no more in this process alone: its bytes are sound, and others may serve it."""
+        with self._lock:
+            self.quarantined.setdefault(digest, reason)
+
     def refusal(self, tag: str) -> CartridgeError | None:
         """Return why a cartridge or chain will not be served, None if it may be."""
         try:

@@ -153,6 +153,14 @@ class RequestMetrics:
             "Prompts counted as used whose KV the engine lost after all: document (its text took their place) or error.",
             ["outcome"], registry=registry,
         )  # fmt: skip
+        self._canaries = Counter(
+            f"{PREFIX}canaries",
+            "Cartridges that the engine was asked about before their first request: passed, failed (set aside on this "
+            "engine) or unfinished (asked again by the next request).",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        for outcome in ("passed", "failed", "unfinished"):
+            self._canaries.labels(outcome)
         for outcome in ("used", "document"):
             self._requests.labels(outcome)
         for outcome in ("document", "error"):
@@ -207,6 +215,10 @@ class RequestMetrics:
     def injected(self, positions: int) -> None:
         """Count positions that the engine gets the KV of."""
         self._positions.inc(positions)
+
+    def canary(self, outcome: Literal["passed", "failed", "unfinished"]) -> None:
+        """Count an engine asked about a cartridge."""
+        self._canaries.labels(outcome).inc()
 
     def lost(self, outcome: Literal["document", "error"]) -> None:
         """Count a prompt whose KV was lost on the way."""

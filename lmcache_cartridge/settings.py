@@ -103,6 +103,9 @@ class Settings(BaseModel):
     """What a request gets when a trained cartridge cannot be had: an error, or its document's text where it has one."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """How long a request waits in the API server for its cartridges to be loaded."""
+    canary: bool | Literal["required"] = True
+    """Whether the engine is asked, before a cartridge's first request is answered, a question whose answer after it is
+    known; `required` also refuses cartridges that come with none."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
 

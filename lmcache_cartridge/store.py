@@ -285,6 +285,10 @@ class CartridgeStore:
         self._catalog.forgive(digest)
         return self._tiers.evict(digest)
 
+    def distrust(self, digest: str, reason: str) -> None:
+        """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
+        self._catalog.distrust(digest, reason)
+
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
 
@@ -325,6 +329,7 @@ class CartridgeStore:
             pinned = len(self._pins)
         return {
             "rank": self.engine.rank,
+            "chunk_tokens": self.engine.chunk_tokens,
             "served": served,
             "refused": refused,
             "quarantined": len(self._catalog.quarantined),

@@ -1,7 +1,8 @@
 """A plugin with faults, to be named in an LMCache YAML: chunks it promised are not handed out, or come late.
 
 `FAULTY_CHUNK` names one for the whole life of the server; the JSON file `FAULTY_FILE` may change while it runs:
-`{"drop": 3}` for a chunk that is never handed out, `{"slow_s": 1.5}` for every load taking that long.
+`{"drop": 3}` for a chunk that is never handed out, `{"slow_s": 1.5}` for every load taking that long,
+`{"unpacked": true}` for chunks in another layout than the engine's, `{"rotate": "all"}` for keys rotated in every layer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lmcache_cartridge import loader, rope, tiles
 from lmcache_cartridge.serve import backend
 
 
@@ -33,6 +35,27 @@ class CartridgeBackend(backend.CartridgeBackend):
             found[int(broken)].ref_count_down()
             found[int(broken)] = None
         return found
+
+
+def break_kv() -> None:
+    """Have this process load KV as releases did that packed chunks from S3 not at all, and rotated every layer."""
+    pack, shift = tiles.pack, loader.shift_keys
+
+    def unpacked(heads: Any, out: Any, *args: Any) -> None:
+        if _fault("unpacked"):
+            out.copy_(heads.permute(3, 0, 1, 2, 4).contiguous().flatten().view(out.dtype))
+        else:
+            pack(heads, out, *args)
+
+    def everywhere(keys: Any, of: Any, offset: int) -> Any:
+        if _fault("rotate") and offset:
+            return rope.rotate(keys, of, offset)
+        return shift(keys, of, offset)
+
+    tiles.pack, loader.shift_keys = unpacked, everywhere
+
+
+break_kv()
 
 
 def _slowed(load: Any) -> Any:

@@ -18,6 +18,7 @@ from making import make_artifact, make_fingerprint
 
 with quietly():
     from lmcache_cartridge.serve.api import CartridgePlugin
+    from lmcache_cartridge.serve.canary import Canaries
 
 from lmcache_cartridge import artifact
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
@@ -47,6 +48,7 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Cartridge
         plugin.settings = from_mapping({"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings)
         plugin.resolver, plugin._workers = Resolver(plugin.settings), Workers([server.path])
         plugin._pool, plugin._reads = ThreadPoolExecutor(8), Reads(64)
+        plugin.canaries = Canaries(plugin, CHUNK)
         opened.append(plugin)
         return plugin
 

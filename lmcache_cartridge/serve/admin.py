@@ -107,7 +107,11 @@ def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[Loc
     quarantine = Quarantine(plugin.settings.quarantine_dir)
     reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
     current = _registry(plugin).current(row.id for row in rows)
-    return [_state(row, ranks, reasons.get(row.digest), row.name in current) for row in rows]
+    return [
+        _state(row, ranks, reasons.get(row.digest), row.name in current)
+        | {"canary": plugin.canaries.outcome(row.digest)}
+        for row in rows
+    ]
 
 
 def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None, current: bool) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from ..residency import LOAD_SECONDS
 from ..settings import Settings
 from . import headers, scrape
 from .admin import add_routes
+from .canary import Canaries
 from .control import Claimed, Workers
 from .gate import COUNTS, Gate
 from .request import GRANT, REQUIRED, TAG, Found, NeedsReading, Reference, Refusal, Resolver, Selection, check_params
@@ -82,6 +83,15 @@ class Granted(dict):
             self._claim.release()
 
 
+class Apart(dict):
+    """`kv_transfer_params` as this server made them for a prompt that no cartridge may answer, nor a part of it."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        """`own` are the client's own parameters."""
+        super().__init__(own | {TAG: "computed"})  # no cartridge has this tag
+        self.own = own or None
+
+
 class CartridgePlugin:
     """The plugin; its `required_tasks` keep it off servers that generate nothing."""
 
@@ -115,8 +125,9 @@ class CartridgePlugin:
         self._workers = Workers(await self._control_paths())
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Reads(_MAX_READS)
-        for rank in await self.call("numbers"):
+        for rank in (ranks := await self.call("numbers")):
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
+        self.canaries = Canaries(self, ranks[0]["chunk_tokens"])
         for name in _HANDLERS:
             serving = getattr(state, name, None)
             if serving is None:
@@ -171,12 +182,33 @@ class CartridgePlugin:
         """Return a claim on the KV once it may be used, None where the documents' text takes its place.
 
         Waits, for `ready_timeout_s` at most, until the chunks are in memory; others pass meanwhile. What can be
-        computed is not waited for where memory is short or its source fails. Raises `Refusal` where there is no text,
+        computed is not waited for where memory is short or its source fails. The first time the engine's canary is
+        awaited too, and where it is not passed it is as if there were no KV. Raises `Refusal` where there is no text,
         or the settings do not allow it.
         """
         if self.settings.admin and selection.afresh and selection.tag is not None:
             for tag in dict.fromkeys((*selection.afresh, selection.tag)):
                 await self.call("evict", tag)
+        claim, problem = None, self.canaries.known(selection)
+        if problem is None:
+            claim = await self.hold(selection)
+            if claim is None or selection.tag is None:
+                return claim
+            try:
+                problem = await self.canaries.check(selection)
+            except BaseException:
+                claim.release()
+                raise
+            if problem is None:
+                return claim
+            claim.release()
+        computable = selection.must_inject == 0 or self.settings.on_miss == "document"
+        if selection.document_ids is None or not computable:
+            raise problem
+        return None
+
+    async def hold(self, selection: Selection) -> Claimed | None:
+        """Return a claim as `admit` does, without asking the engine whether it answers right from the KV."""
         claim = self._workers.claim(selection.tag, selection.located)
         try:
             if selection.tag is None or await self._wait(claim, selection):
@@ -283,6 +315,8 @@ class CartridgeRenderer:
         params = getattr(request, "kv_transfer_params", None)
         if isinstance(params, Granted):
             return params.selection
+        if isinstance(params, Apart):
+            params = params.own
         try:
             if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
                 raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
@@ -336,7 +370,7 @@ class GuardedEngine:
         Raises `GracefulHTTPError` for KV transfer parameters that only this server may make.
         """
         granted = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
-        if not isinstance(granted, Granted):
+        if not isinstance(granted, Granted | Apart):
             try:
                 check_params(granted)
                 if "cartridge_id" in (granted or ()):
@@ -345,6 +379,11 @@ class GuardedEngine:
                     raise Refusal(400, REQUIRED)
             except Refusal as refusal:
                 raise _http(refusal) from None
+        if isinstance(granted, Apart):
+            async for output in self._inner.generate(prompt, params, request_id, **kwargs):
+                yield output
+            return
+        if not isinstance(granted, Granted):
             async for output in self._generate_plain(prompt, params, request_id, kwargs):
                 yield output
             return
@@ -490,10 +529,12 @@ def check_request(request: Any, selection: Selection) -> None:
 def _grant(
     params: dict[str, Any] | None, selection: Selection, claim: Claimed | None, prompts: int
 ) -> dict[str, Any] | None:
-    """Return the client's own parameters, less the names, and with a claim what lets the engine find its KV."""
+    """Return the client's own parameters, less the names, and what lets the engine find the KV, or without a claim not."""
     own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}
-    if claim is None or selection.tag is None:
+    if selection.tag is None:
         return own or None
+    if claim is None:
+        return Apart(own)
     return Granted(own, selection, claim, prompts)
 
 

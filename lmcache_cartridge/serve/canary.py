@@ -1,0 +1,205 @@
+"""Canaries: before a cartridge's first request is answered, the engine answers questions whose answers are known.
+
+Whatever lies between an artefact and the engine's attention may be wrong and say nothing: a layout, a kernel, a rotation.
+So the engine is asked as requests ask it, by cartridge tokens, tag and claim, and its logprobs are compared with those that
+transformers had from the same KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm import SamplingParams
+from vllm.logger import init_logger
+from vllm.sampling_params import RequestOutputKind
+
+from ..canary import Asked, Comparison, ServedCanary, compare
+from ..errors import CartridgeError
+from ..manifest import Manifest
+from ..metrics import requests
+from .request import GRANT, TAG, Refusal, Selection
+
+if TYPE_CHECKING:
+    from .api import CartridgePlugin
+
+logger = init_logger("vllm.lmcache_cartridge.canary")
+
+_TOP = 20
+"""Likeliest tokens to ask for: more than are expected, as two of them may change places."""
+
+
+class Unfinished(Exception):
+    """The engine could not be asked now."""
+
+
+class _Due(NamedTuple):
+    """A cartridge, alone or behind itself, that has to be asked about."""
+
+    manifest: Manifest
+    selection: Selection
+    twice: bool
+
+
+class Canaries:
+    """What is known of the cartridges of one engine. One check at a time of each, whatever number of requests wait."""
+
+    def __init__(self, plugin: CartridgePlugin, chunk_tokens: int) -> None:
+        """`chunk_tokens` is LMCache's chunk size."""
+        self._plugin, self._chunk_tokens = plugin, chunk_tokens
+        self._results: dict[tuple[str, ServedCanary], str | None] = {}
+        """By tag: None for those that the engine answers from as it should, else how it does not."""
+        self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
+        self._unasked: set[str] = set()
+
+    def outcome(self, digest: str) -> str | None:
+        """Return `passed` or `failed`, of the cartridge by itself; None where it was not asked."""
+        found = [why for (tag, _), why in self._results.items() if tag == digest]
+        return ("failed" if found[-1] else "passed") if found else None
+
+    def known(self, selection: Selection) -> Refusal | None:
+        """Return what to say of a cartridge that the engine was seen not to answer right from; None if there is none."""
+        for due in self._due(selection) if self._plugin.settings.canary else ():
+            if problem := self._results.get(self._key(due.manifest, due.twice)):
+                return _failed(due.manifest, problem)
+        return None
+
+    async def check(self, selection: Selection) -> Refusal | None:
+        """Return None if the engine answers right from each of these cartridges, else what to say to the client.
+
+        Asks the engine about those that it was not asked about since it started, and waits for that, `ready_timeout_s`
+        at most. Its claim on the memory must be held meanwhile. A cartridge without a canary passes unless the
+        settings require one.
+        """
+        if not self._plugin.settings.canary:
+            return None
+        required = self._plugin.settings.canary == "required"
+        for due in self._due(selection):
+            name = due.manifest.name
+            if (key := self._key(due.manifest, due.twice)) is None:
+                if required:
+                    return Refusal(422, f"{name} has no canary for this, and the server requires one")
+                continue
+            try:
+                problem = await self._result(key, due)
+            except Unfinished as reason:
+                return Refusal(503, f"{name} could not be tried on this engine: {reason}", retry_after_s=2)
+            if problem is not None:
+                return _failed(due.manifest, problem)
+        return None
+
+    def _due(self, selection: Selection) -> Iterator[_Due]:
+        start = 0
+        for place, manifest in enumerate(selection.manifests):
+            ids, start = selection.token_ids[start : start + manifest.positions], start + manifest.positions
+            if manifest.kind == "tokens":
+                continue
+            where, twice = selection.places[place], place > 0
+            times = 2 if twice else 1
+            yield _Due(manifest, Selection((manifest,) * times, (where,) * times, ids * times, None), twice)
+
+    def _key(self, manifest: Manifest, twice: bool) -> tuple[str, ServedCanary] | None:
+        """Return under what a result is kept; None for a cartridge that cannot be asked about."""
+        canary = manifest.canary
+        if canary is None or (twice and not canary.behind):
+            return None
+        positions = manifest.positions * (1 + twice)
+        longest = max(len(each.question) + len(each.answer.tokens) for each in _questions(canary, twice))
+        size = positions * manifest.fingerprint.token_bytes
+        if positions + longest > self._plugin.engine.model_config.max_model_len or (
+            twice and size > self._plugin.settings.cpu_bytes
+        ):
+            if manifest.digest not in self._unasked:
+                self._unasked.add(manifest.digest)
+                logger.warning("%s cannot be tried on this engine: no room for %d positions", manifest.name, positions)
+            return None
+        return ".".join([manifest.digest] * (1 + twice)), canary
+
+    async def _result(self, key: tuple[str, ServedCanary], due: _Due) -> str | None:
+        if key in self._results:
+            return self._results[key]
+        if key not in self._asking:
+            self._asking[key] = asyncio.create_task(self._settle(key, due))
+            self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
+        try:
+            async with asyncio.timeout(self._plugin.settings.ready_timeout_s):
+                return await asyncio.shield(self._asking[key])
+        except TimeoutError:
+            raise Unfinished("it took too long") from None
+
+    async def _settle(self, key: tuple[str, ServedCanary], due: _Due) -> str | None:
+        try:
+            async with asyncio.timeout(self._plugin.settings.ready_timeout_s):
+                problem = await self._ask_all(due)
+                if problem is not None and not due.twice:
+                    await self._plugin.call("distrust", due.manifest.digest, problem)
+        except Unfinished as reason:
+            requests().canary("unfinished")
+            logger.warning("%s could not be tried on this engine: %s", due.manifest.name, reason)
+            raise
+        except (TimeoutError, Refusal, CartridgeError) as error:
+            requests().canary("unfinished")
+            logger.warning("%s could not be tried on this engine: %r", due.manifest.name, error)
+            raise Unfinished(str(error) or "it took too long") from None
+        requests().canary("passed" if problem is None else "failed")
+        if problem is not None:
+            logger.error("%s is set aside on this engine: %s", due.manifest.name, problem)
+        self._results[key] = problem
+        return problem
+
+    async def _ask_all(self, due: _Due) -> str | None:
+        """Return how the engine's answers differ from those expected, None if they do not."""
+        whole = len(due.selection.token_ids) // self._chunk_tokens * self._chunk_tokens
+        if whole == 0:
+            return None  # nothing of it is ever injected
+        claim = await self._plugin.hold(due.selection)
+        if claim is None:
+            raise Unfinished("it is not in memory")
+        # Of its own, so that no request ever gets blocks that this one left; the later questions do.
+        salt = uuid.uuid4().hex
+        try:
+            for asked in _questions(due.manifest.canary, due.twice):
+                found = await self._ask(due, asked, salt, whole)
+                logger.info("%s%s: %s", due.manifest.name, " behind itself" if due.twice else "", found)
+                if not found.passed:
+                    return str(found)
+            return None
+        finally:
+            claim.release()
+
+    async def _ask(self, due: _Due, asked: Asked, salt: str, whole: int) -> Comparison:
+        """Have the engine answer one question, with KV that is injected or not at all."""
+        engine, expected = self._plugin.engine, asked.answer
+        most = engine.model_config.max_logprobs
+        params = SamplingParams(
+            temperature=0, max_tokens=len(expected.tokens), ignore_eos=True, detokenize=False,
+            logprobs=_TOP if most < 0 else min(_TOP, most), output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": {TAG: due.selection.tag, GRANT: {"must_inject": whole}}},
+        )  # fmt: skip
+        prompt: Any = {
+            "type": "token", "prompt_token_ids": [*due.selection.token_ids, *asked.question], "cache_salt": salt,
+        }  # fmt: skip
+        last = None
+        async for output in engine.generate(prompt, params, f"cartridge-canary-{uuid.uuid4().hex}"):
+            last = output
+        if last is None or not last.outputs or last.outputs[0].finish_reason == "error":
+            raise Unfinished("the engine could not load it")
+        if (last.num_cached_tokens or 0) < whole:
+            raise Unfinished("the engine computed it")
+        answer = last.outputs[0]
+        logprobs = [{token: found.logprob for token, found in each.items()} for each in answer.logprobs or ()]
+        if "logits" in engine.model_config.logprobs_mode:  # which differ from logprobs by a number for each position
+            for each, values in zip(logprobs, expected.logprobs, strict=False):
+                more = values[0] - max(each.values())
+                each.update({token: value + more for token, value in each.items()})
+        return compare(expected, list(answer.token_ids), logprobs)
+
+
+def _questions(canary: ServedCanary, twice: bool) -> tuple[Asked, ...]:
+    return canary.behind if twice else canary.after
+
+
+def _failed(manifest: Manifest, problem: str) -> Refusal:
+    return Refusal(422, f"{manifest.name} is set aside on this engine: {problem}")

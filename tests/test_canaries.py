@@ -1,0 +1,231 @@
+"""Which canaries are asked, when, and what becomes of requests meanwhile: over the real store, with an engine that is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from blocks import quietly
+from homes import CHUNK, STILL, Home
+from making import make_fingerprint, make_rope
+from test_admit import serve  # noqa: F401
+
+with quietly():
+    from lmcache_cartridge.serve.api import CartridgePlugin
+    from lmcache_cartridge.serve.canary import Canaries
+
+from lmcache_cartridge.artifact import MANIFEST, load_manifest
+from lmcache_cartridge.canary import Asked, Expected, ServedCanary
+from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Refusal
+from lmcache_cartridge.store import CartridgeStore
+
+RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
+BEHIND = Expected(((9, 7),), ((-0.3, -1.0),), noise=0.01)
+SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half", layers=(0, 1, 2)))
+CANARY = ServedCanary((Asked((3, 4), RIGHT),), 2.0, (Asked((4, 3), BEHIND),))
+
+
+class Engine:
+    """Answers canaries: right, wrong, or as it is told; notes what it was asked."""
+
+    model_config = SimpleNamespace(max_model_len=4096, max_logprobs=20, logprobs_mode="raw_logprobs")
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, Any]] = []
+        self.wrong: set[str] = set()
+        """Tags after which the answer is wrong."""
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.cached: int | None = None
+        self.finish = "length"
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params))
+        await self.may_answer.wait()
+        tag = params.extra_args["kv_transfer_params"][TAG]
+        expected = BEHIND if "." in tag else RIGHT
+        more = 1.0 if tag in self.wrong else 0.0
+        rows = [
+            {
+                token: SimpleNamespace(logprob=value - more * n)
+                for n, (token, value) in enumerate(zip(tokens, values, strict=True))
+            }
+            for tokens, values in zip(expected.tokens, expected.logprobs, strict=True)
+        ]
+        cached = len(prompt["prompt_token_ids"]) - 2 if self.cached is None else self.cached
+        answer = SimpleNamespace(
+            token_ids=[tokens[0] for tokens in expected.tokens], logprobs=rows, finish_reason=self.finish
+        )
+        yield SimpleNamespace(outputs=[answer], num_cached_tokens=cached)
+
+
+@pytest.fixture
+def store(home: Home) -> CartridgeStore:
+    for seed, (name, kind) in enumerate({"a": "trained", "b": "trained", "doc": "prefill", "plain": "trained"}.items()):
+        home.make(name, kind=kind, positions=4 * CHUNK, seed=seed, fingerprint=SHAPE)
+        if name != "plain":
+            manifest = load_manifest(home.root(name))
+            (home.root(name) / MANIFEST).write_bytes(msgspec.structs.replace(manifest, canary=CANARY).encode())
+    return home.open(settings=STILL, chunks=64, fingerprint=SHAPE)
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(serve: Callable[..., CartridgePlugin]) -> Run:  # noqa: F811
+    """Return a function that runs a coroutine of a plugin and its engine."""
+
+    def run(work: Callable[[CartridgePlugin, Engine], Any], **settings: Any) -> Any:
+        async def all_of_it() -> Any:
+            plugin = serve(**settings)
+            plugin.engine = Engine()
+            plugin.canaries = Canaries(plugin, CHUNK)
+            return await work(plugin, plugin.engine)
+
+        return asyncio.run(asyncio.wait_for(all_of_it(), 120))
+
+    return run
+
+
+async def _ask(plugin: CartridgePlugin, *names: str) -> str | int:
+    """Return `kv` or `document` for a request that is let in, else the status."""
+    try:
+        claim = await plugin.admit(await plugin.resolve([Reference(id=name) for name in names]))
+    except Refusal as refusal:
+        return refusal.status
+    if claim is None:
+        return "document"
+    claim.release()
+    return "kv"
+
+
+def test_the_engine_is_asked_once_as_requests_ask_it(run: Run, home: Home) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        assert [await _ask(plugin, "a") for _ in range(3)] == ["kv"] * 3
+        [(prompt, params)] = engine.asked
+        selection = await plugin.resolve([Reference(id="a")])
+        assert prompt["prompt_token_ids"] == [*selection.token_ids, 3, 4]
+        assert prompt["cache_salt"] not in (None, selection.salt(None, b""))
+        granted = params.extra_args["kv_transfer_params"]
+        assert granted == {TAG: selection.tag, GRANT: {"must_inject": 4 * CHUNK}}
+        assert (params.temperature, params.max_tokens, params.logprobs, params.ignore_eos) == (0, 2, 20, True)
+        assert plugin.canaries.outcome(selection.tag) == "passed"
+
+    run(work)
+
+
+def test_requests_that_come_together_share_one_canary(run: Run) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        engine.may_answer.clear()
+        asking = [asyncio.create_task(_ask(plugin, "a")) for _ in range(20)]
+        while not engine.asked:
+            await asyncio.sleep(0.001)
+        assert await _ask(plugin, "plain") == "kv", "others do not wait"
+        assert not any(task.done() for task in asking), "nobody is answered before"
+        engine.may_answer.set()
+        assert await asyncio.gather(*asking) == ["kv"] * 20
+        assert len(engine.asked) == 1
+
+    run(work)
+
+
+def test_a_client_that_leaves_does_not_take_the_canary_with_it(run: Run) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        engine.may_answer.clear()
+        first = asyncio.create_task(_ask(plugin, "a"))
+        while not engine.asked:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(_ask(plugin, "a"))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        engine.may_answer.set()
+        assert await second == "kv"
+        assert len(engine.asked) == 1
+
+    run(work)
+
+
+def test_one_that_fails_is_set_aside_on_this_engine_alone(run: Run, store: CartridgeStore, home: Home) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        a, doc = [(await plugin.resolve([Reference(id=name)])).tag for name in ("a", "doc")]
+        engine.wrong = {a, doc}
+        assert [await _ask(plugin, "a"), await _ask(plugin, "a")] == [422, 422]
+        assert [await _ask(plugin, "doc"), await _ask(plugin, "doc")] == ["document", "document"]
+        assert await _ask(plugin, "b") == "kv"
+        assert len(engine.asked) == 3
+        assert plugin.canaries.outcome(a) == "failed"
+        with pytest.raises(Refusal, match="a@1 is set aside on this engine: .*logprobs differ"):
+            await plugin.admit(await plugin.resolve([Reference(id="a")]))
+
+    run(work)
+    assert {"a@1", "doc@1"} == store.refused().keys()
+    assert "logprobs differ" in store.refused()["a@1"]
+    assert not (home.path / "quarantine").exists(), "the registry's other engines may be sound"
+
+
+def test_a_document_of_its_own_is_answered_from_where_the_settings_say_so(run: Run, home: Home) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        engine.wrong = {(await plugin.resolve([Reference(id="doc")])).tag}
+        assert await _ask(plugin, "doc", "a") == 422, "a carries no text"
+
+    run(work, on_miss="document")
+
+
+@pytest.mark.parametrize("why", ["error", "computed", "late"])
+def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run: Run, why: str) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        assert await _ask(plugin, "plain") == "kv"
+        if why == "error":
+            engine.finish = "error"
+        elif why == "computed":
+            engine.cached = CHUNK
+        else:
+            engine.may_answer.clear()
+        assert await _ask(plugin, "a") == 503
+        assert await _ask(plugin, "doc") == "document"
+        engine.finish, engine.cached = "length", None
+        engine.may_answer.set()
+        assert [await _ask(plugin, "a"), await _ask(plugin, "doc")] == ["kv", "kv"]
+
+    run(work, ready_timeout_s=1.0 if why == "late" else 60.0)
+
+
+def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        a, b = [await plugin.resolve([Reference(id=name)]) for name in ("a", "b")]
+        assert await _ask(plugin, "a", "b") == "kv"
+        prompts = [prompt["prompt_token_ids"] for prompt, _ in engine.asked]
+        assert prompts == [[*a.token_ids, 3, 4], [*b.token_ids, *b.token_ids, 4, 3]]
+        assert await _ask(plugin, "a", "b", "b") == "kv"
+        assert len(engine.asked) == 2
+        engine.wrong = {f"{a.tag}.{a.tag}"}
+        assert await _ask(plugin, "b", "a") == 422
+        assert await _ask(plugin, "a") == "kv", "alone it is sound"
+
+    run(work)
+
+
+def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
+    async def off(plugin: CartridgePlugin, engine: Engine) -> None:
+        assert [await _ask(plugin, name) for name in ("a", "plain")] == ["kv", "kv"]
+        assert engine.asked == []
+
+    async def required(plugin: CartridgePlugin, engine: Engine) -> None:
+        assert [await _ask(plugin, name) for name in ("a", "plain")] == ["kv", 422]
+
+    run(off, canary=False)
+    run(required, canary="required")
+
+
+def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run: Run) -> None:
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        engine.model_config = SimpleNamespace(**vars(Engine.model_config) | {"max_model_len": 4 * CHUNK + 8})
+        assert await _ask(plugin, "a", "b") == "kv"
+        assert len(engine.asked) == 1
+
+    run(work)

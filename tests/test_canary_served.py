@@ -1,0 +1,224 @@
+"""No request is answered from KV that the engine gets wrong: its canary is asked first, alone and for chains."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from families import FAMILIES, make_model
+from serving import SERVER_ARGS
+
+from lmcache_cartridge import artifact
+from lmcache_cartridge.cli import main
+from lmcache_cartridge.make import canary as make_canary
+from lmcache_cartridge.make import stored, trained
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.manifest import Provenance
+from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+from lmcache_cartridge.writer import ArtifactWriter
+
+torch.set_num_threads(1)
+CHUNK, POSITIONS = 64, 192
+ARGS = [*SERVER_ARGS, "--max-model-len", "2048", "--block-size", "32"]
+NAMES = ("p0", "p1", "p2", "p3", "p4", "p5", "p6", "t0", "t1", "t2", "t3", "plain")
+"""Cartridges: those with p are documents, with t trained; `plain` has no canary."""
+
+
+class Served(NamedTuple):
+    http: httpx.Client
+    model: Path
+    settings: Settings
+    faults: Path
+    """Says what `faulty` does wrong."""
+    ids: dict[str, list[int]]
+
+    def ask(self, *names: str, **extra: Any) -> httpx.Response:
+        body = {"model": str(self.model), "prompt": [100, 101, 102], "max_tokens": 2, "temperature": 0, "logprobs": 5}
+        body["cache_salt"] = uuid.uuid4().hex  # else vLLM has the blocks of the request before
+        return self.http.post("/v1/completions", json=body | ({"cartridges": list(names)} if names else {}) | extra)
+
+    def count(self, name: str, outcome: str) -> float:
+        found = re.findall(
+            rf'^lmcache_cartridge_{name}_total{{outcome="{outcome}"}} (\S+)$', self.metrics(), re.MULTILINE
+        )
+        return sum(map(float, found))
+
+    def metrics(self) -> str:
+        return self.http.get("/metrics").text
+
+    def state(self, name: str) -> dict[str, Any]:
+        return self.http.get(f"/v1/cartridges/{name}").json()
+
+
+@pytest.fixture(scope="module")
+def faulty_launch() -> Callable[[str, Settings], Launch]:
+    """Return how a server whose plugin is `faulty` is started; `test_l2_canary` has another one."""
+
+    def launch(model: str, settings: Settings) -> Launch:
+        launch = plan(model, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
+        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.serve.backend", "faulty"))
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[str, Settings], Launch]
+) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    config = FAMILIES["smollm3"]()
+    config.no_rope_layers = [0, 1, 0, 1]  # which rotate; of a model with four layers the last one alone says little
+    directory = make_model(home / "model", config, torch.bfloat16)
+    settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20}), CausalModel(str(directory))
+    registry = Registry(settings.registry_path)
+    ids = {name: random.Random(name).choices(range(10, 640), k=POSITIONS) for name in NAMES}
+    for name in NAMES:
+        root = settings.cartridges_dir / name
+        _write(model, root, name, ids[name])
+        registry.register(root)
+    faults = home / "faults.json"
+    environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parent)}
+    launch = faulty_launch(str(directory), settings)
+    with (
+        ServerProcess(launch, home / "log", environment=environment) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        yield Served(client, directory, settings, faults, ids)
+
+
+def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
+    kv, made = (
+        torch.cat(list(model.prefill(ids, POSITIONS)), dim=2),
+        Provenance(tool="tests", created="2026-01-01T00:00:00Z"),
+    )
+    options: dict[str, Any] = {"cartridge_id": name, "version": 1, "chunk_tokens": CHUNK}
+    if name.startswith("t"):
+        trained.write(model, kv, root, made, **options)
+        return
+    with ArtifactWriter(
+        root, kind="prefill", fingerprint=model.fingerprint, token_ids=torch.tensor(ids).numpy(), **options
+    ) as writer:
+        for chunk in kv.split(CHUNK, dim=2):
+            writer.write(stored.pack(chunk, model.fingerprint))
+        canary = None if name == "plain" else make_canary.make(model, kv, ids, CHUNK, int8=False)
+        writer.commit(made, canary)
+
+
+@pytest.fixture
+def broken(served: Served) -> Iterator[Callable[..., None]]:
+    """Switch faults on; all are off again afterwards."""
+    yield lambda **faults: served.faults.write_text(json.dumps(faults))
+    served.faults.write_text("{}")
+
+
+def test_a_sound_engine_passes_once_and_the_canary_is_no_request(served: Served) -> None:
+    used, passed = served.count("requests", "used"), served.count("canaries", "passed")
+    for name in ("p0", "t0"):
+        for _ in range(3):
+            reply = served.ask(name)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == POSITIONS
+    assert served.count("requests", "used") == used + 6
+    assert served.count("canaries", "passed") == passed + 2
+    assert (served.state("p0")["canary"], served.state("p1")["canary"]) == ("passed", None)
+
+
+def test_requests_that_come_together_wait_for_one_canary(served: Served) -> None:
+    passed = served.count("canaries", "passed")
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: served.ask("p1"), range(8)))
+    assert [reply.status_code for reply in replies] == [200] * 8
+    assert served.count("canaries", "passed") == passed + 1
+
+
+def test_a_chain_asks_about_the_later_ones_behind_themselves(served: Served) -> None:
+    passed = served.count("canaries", "passed")
+    reply = served.ask("p0", "t0", "p1")
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * POSITIONS
+    assert served.count("canaries", "passed") == passed + 2
+    assert served.ask("p1", "t0").status_code == 200
+    assert served.count("canaries", "passed") == passed + 2
+
+
+def test_a_cartridge_without_a_canary_is_served_as_it_is(served: Served) -> None:
+    assert served.ask("plain").status_code == 200
+    assert served.state("plain")["canary"] is None
+
+
+def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(served: Served, broken: Any) -> None:
+    broken(unpacked=True)
+    failed = served.count("canaries", "failed")
+    for _ in range(2):
+        reply = served.ask("t1")
+        assert reply.status_code == 422, reply.text
+        assert "set aside on this engine" in reply.text
+        assert "logprobs differ" in reply.text
+    for _ in range(2):
+        reply = served.ask("p2")
+        assert reply.status_code == 200
+        assert reply.headers["x-cartridges"].endswith(";served=document")
+        assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) in (0, None)
+    assert served.count("canaries", "failed") == failed + 2
+    for name in ("t1", "p2"):
+        state = served.state(name)
+        assert (state["state"], state["canary"]) == ("refused", "failed")
+        assert "logprobs differ" in state["reason"]
+    broken()
+    assert served.ask("t1").status_code == 422, "what an engine got wrong stays aside until it starts again"
+    assert served.ask("t2").status_code == 200, "and nobody else is"
+
+
+def test_a_prompt_that_carries_the_documents_text_does_not_get_the_wrong_kv_either(served: Served, broken: Any) -> None:
+    broken(unpacked=True)
+    served.ask("p3")
+    reply = served.ask(prompt=[*served.ids["p3"], 100, 101, 102])
+    assert reply.status_code == 200
+    assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") in (0, None)
+
+
+def test_keys_that_every_layer_rotates_are_found_before_anybody_gets_an_answer(served: Served, broken: Any) -> None:
+    broken(rotate="all")
+    assert served.ask("p4").status_code == 200, "alone nothing is rotated"
+    reply = served.ask("p4", "t3")
+    assert reply.status_code == 422, reply.text
+    assert "logprobs differ" in reply.text
+    chain = served.ask("p4", "p5")
+    assert (chain.status_code, chain.headers["x-cartridges"].endswith(";served=document")) == (200, True)
+    assert served.ask("t3").status_code == 200, "alone it is sound"
+    broken()
+    assert served.ask("p4", "p6").status_code == 200
+
+
+def test_validate_asks_the_server_over_http(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    home, url = str(served.settings.home), str(served.http.base_url)
+    assert main(["validate", "t2", "--server", url, "--home", home, "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    canary = artifact.load_manifest(served.settings.cartridges_dir / "t2").canary
+    assert (rows["name"], rows["passed"]) == ("t2@1", True)
+    assert len(rows["questions"]) == len(canary.after) + len(canary.behind)
+    assert all(row["injected"] >= POSITIONS and row["difference"] <= row["bound"] for row in rows["questions"])
+    assert main(["validate", "plain", "--server", url, "--home", home]) == 1
+    assert "has no canary" in capsys.readouterr().err
+
+
+def test_validate_ends_with_an_error_where_the_engine_answers_otherwise(
+    served: Served, broken: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken(unpacked=True)
+    served.ask("p2")
+    url = str(served.http.base_url)
+    assert main(["validate", "p2", "--server", url, "--home", str(served.settings.home)]) == 1
+    assert "NO" in capsys.readouterr().out

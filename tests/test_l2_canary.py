@@ -1,0 +1,27 @@
+"""Canaries in multiprocess mode: every test of `test_canary_served`, on vLLM beside LMCache's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import test_canary_served
+from again import cases_of
+
+from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.settings import Settings
+
+globals().update(cases_of(test_canary_served, without=("faulty_launch",)))
+
+
+@pytest.fixture(scope="module")
+def faulty_launch() -> Callable[[str, Settings], Launch]:
+    def launch(model: str, settings: Settings) -> Launch:
+        launch = plan(
+            model, settings, chunk_tokens=test_canary_served.CHUNK, on_load_failure="fail", mode="multiprocess",
+            vllm_args=test_canary_served.ARGS,
+        )  # fmt: skip
+        faulty = [argument.replace("lmcache_cartridge.serve.l2", "faulty_l2") for argument in launch.lmcache]
+        return launch._replace(lmcache=faulty)
+
+    return launch
