@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .commands import making, moving, registering, serving, training
+from .commands import making, moving, registering, serving, training, validating
 from .errors import CartridgeError
 
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         return added
 
-    for commands in (making, training, registering, moving, serving):
+    for commands in (making, training, registering, moving, serving, validating):
         commands.add(verb)
     return parser
 
