@@ -27,7 +27,17 @@ from lmcache_cartridge.make.packing import Example, answer_logits, pack_examples
 from lmcache_cartridge.make.questions import Question, read, save
 from lmcache_cartridge.make.retention import Answered, Retention, count
 from lmcache_cartridge.make.sweep import RATES
-from lmcache_cartridge.make.train import CHECKPOINT, LOSS, Recipe, Result, Trainer, divergence, positions_of, wrap
+from lmcache_cartridge.make.train import (
+    CHECKPOINT,
+    LOSS,
+    Recipe,
+    Result,
+    Score,
+    Trainer,
+    divergence,
+    positions_of,
+    wrap,
+)
 from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.recall.ward import ask, write_document
 from lmcache_cartridge.registry import Registry
@@ -560,7 +570,8 @@ def test_by_its_defaults_it_finds_the_rate_ends_by_itself_and_keeps_what_the_doc
     template = str(write_template(tmp_path / "template.json"))
     status = cli.main(
         ["train", "--home", str(tmp_path), "--model", MODEL, "--document", str(tmp_path / "sheet.txt"), "--id", "a",
-         "--chunk-size", "16", "--compress", "4x", "--template", template, "--answer-tokens", "4"]
+         "--chunk-size", "16", "--compress", "4x", "--template", template, "--answer-tokens", "4", "--check-every", "5",
+         "--batch", "16"]
     )  # fmt: skip
     out, err = capsys.readouterr()
     assert status == 0, err
@@ -572,6 +583,14 @@ def test_by_its_defaults_it_finds_the_rate_ends_by_itself_and_keeps_what_the_doc
     assert "held-out questions got no better" in out
     assert record.kept >= 0.9
     assert f"it keeps {record.kept:.0%} of what the document adds" in err
+
+
+def test_a_loss_that_is_as_good_as_nothing_is_not_waited_for_to_get_better(made: School) -> None:
+    trainer, losses = _trainer(made, recipe=replace(RECIPE, patience=2)), iter([0.5, 0.0020, 0.0015, 0.0012])
+    trainer.score = lambda examples: Score(next(losses), Answered(1.0, 1.0))
+    for _ in range(4):
+        trainer._look()
+    assert (trainer.best_loss, trainer.waited) == (0.0020, 2)
 
 
 def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(

@@ -28,8 +28,8 @@ CHECKPOINT = "checkpoint.pt"
 LOSS = "loss.jsonl"
 BETAS = (0.9, 0.95)
 """AdamW's. A question moves few positions, so that a longer memory of squared gradients slows them all."""
-BETTER = 0.99
-"""A held-out loss counts as better from this share of the best one before on."""
+BETTER, GAIN = 0.99, 0.001
+"""A held-out loss counts as better from this share of the best one before on, and only if it is so many nats lower."""
 
 Progress = Callable[[int, float], None]
 """Called after every step with (steps done, its loss)."""
@@ -256,7 +256,7 @@ class Trainer:
 
     def _look(self) -> None:
         score = self.score(self.held_out)
-        if score.loss < BETTER * self.best_loss:
+        if score.loss < min(BETTER * self.best_loss, self.best_loss - GAIN):
             self.best_loss, self.best_step, self.best, self.waited = score.loss, self.step, self.kv(), 0
         else:
             self.waited += 1
