@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Blocks, quietly, vllm_config
+from families import FAMILIES, ROTATING, make_model
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -332,6 +333,20 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author(
     assert author.differences(engine) == engine.differences(author) == []
     differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
     assert [line for line in differences if line.startswith("rope frequencies")]
+
+
+@pytest.mark.parametrize("name", ["smollm3", "falcon multi-query", "qwen2-moe"])
+def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(
+    settings: Settings, tmp_path: Path, name: str
+) -> None:
+    directory = make_model(tmp_path / "model", FAMILIES[name]())
+    config = vllm_config(directory, dtype="float32", max_model_len=512)
+    author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, config)
+    assert author.differences(engine) == engine.differences(author) == []
+    assert author.config_digest == engine.config_digest
+    assert author.kv_heads == config.model_config.get_total_num_kv_heads()
+    if name == "smollm3":
+        assert engine.rope.layers == ROTATING[name], "vLLM's own config says so too"
 
 
 @pytest.mark.parametrize("kind", ROPE)
