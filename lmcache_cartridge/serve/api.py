@@ -439,7 +439,6 @@ class GuardedEngine:
                 yield output
             else:
                 return
-        requests().lost("document")
         own = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         async for output in self._compute(prompt, params, own, request_id, kwargs):
             yield output

@@ -106,12 +106,12 @@ def _takes_none(path: str) -> str:
 
 
 async def _read(receive: Any) -> bytes:
-    body = bytearray()
+    pieces = []
     while True:
         message = await receive()
-        body += message.get("body", b"")
+        pieces.append(message.get("body", b""))
         if not message.get("more_body"):
-            return bytes(body)
+            return b"".join(pieces)
 
 
 def error(refusal: Refusal) -> JSONResponse:
