@@ -111,9 +111,21 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
     assert model.rotation(model.fingerprint.rope) == (None, msgspec.UNSET)
 
 
-def test_a_family_whose_layers_have_rope_of_their_own_kinds_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_layers_that_the_config_says_rotate_otherwise_are_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_rotating_layers", lambda config: (0, 1, 2, 3))
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["smollm3"]())))
+    assert model.fingerprint.rope.layers is msgspec.UNSET
+
+
+def test_a_family_whose_layers_have_rope_of_their_own_kinds_is_refused_before_its_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    directory = make_model(tmp_path / "model", FAMILIES["gemma3"]())
+    (directory / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="serves no cartridges of such models, Gemma 3 among them"):
-        CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]())))
+        CausalModel(str(directory))
 
 
 def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from .. import __version__, fingerprint
@@ -59,6 +59,7 @@ class CausalModel:
         logging.disable_progress_bar()
         self.name = directory.name if Path(name).is_dir() else name
         self.device = torch.device(device)
+        self._check_config(directory)  # before the weights are read, which may take minutes
         wanted = dtype if dtype == "auto" else DTYPES[dtype]
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
         self.model.to(self.device).eval().requires_grad_(False)
@@ -71,6 +72,12 @@ class CausalModel:
                 layers = msgspec.UNSET  # the config says otherwise, which is what an engine goes by
             rope = msgspec.structs.replace(rope, pairing=pairing, layers=layers)
             self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=rope)
+
+    @staticmethod
+    def _check_config(directory: Path) -> None:
+        """Raise `UnsupportedModel` for a model that its config alone tells to be none for cartridges."""
+        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        fingerprint.of_config(fingerprint.config_fields(config), dtype="float32", inv_freq=None)
 
     def _fingerprint(self, directory: Path) -> Fingerprint:
         config = self.model.config
