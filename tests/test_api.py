@@ -22,6 +22,7 @@ from wards import MODEL, Asker, Ward, content, margins, patients, prefill, regis
 from lmcache_cartridge import artifact, cli
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall.ward import Fact, ask, encode
+from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.process import ServerProcess
 from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Resolver
@@ -497,6 +498,17 @@ def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_i
     assert replies[0].used == ", ".join(f"{n}@1;positions={len(w.ids)}" for n, w in zip(names, wards, strict=True))
     assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
     assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
+
+
+def test_a_chain_whose_keys_cannot_be_moved_is_refused_with_the_reason_and_never_computed(served: Served) -> None:
+    register(served.model, served.settings, served.wards["b"].ids, name="learned", rope=None)
+    status, message = _status(served.asker.complete, "Q:", ["a", "learned"])
+    Registry(served.settings.registry_path).remove("learned")
+    assert status == 422
+    assert message == (
+        "learned@1 cannot stand behind another cartridge: the model has no rotary embedding, so its keys cannot be moved "
+        "to other positions"
+    )
 
 
 def test_a_trained_cartridge_that_ends_inside_a_chunk_is_refused_at_the_end_of_a_chain(served: Served) -> None:
