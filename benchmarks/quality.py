@@ -64,7 +64,7 @@ SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
 GOAL_POINTS = 2.0
 RATE = 0.3
-"""Peak learning rate: right for this tiny model, and far above what a real one wants."""
+"""Peak learning rate: right for this tiny model, and far above what a real one wants. `train` finds it by itself too."""
 
 
 class Variant(NamedTuple):
@@ -74,8 +74,8 @@ class Variant(NamedTuple):
     size: tuple[str, str]
     """The option that gives p."""
     init: str
-    steps: int
-    rate: float
+    how: tuple[str, ...]
+    """Options of `train` for steps and rates."""
 
 
 @dataclass
@@ -90,12 +90,18 @@ class Sheet:
     """By row of the table: `exact`, and where it applies `bytes`, `positions`, `seconds`, `hf`, `int8`, `int8_bytes`."""
 
 
-def variants(effort: float) -> list[Variant]:
-    """Return what is trained for each sheet; `effort` multiplies the steps."""
-    long, short = int(1000 * effort), int(1400 * effort)
-    found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long, RATE) for init in INITIALS]
-    found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short, RATE) for init in INITIALS]
-    return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short, RATE)]
+def variants(effort: float, defaults: bool) -> list[Variant]:
+    """Return what is trained for each sheet; `effort` multiplies the steps, unless all is left to `train`'s defaults."""
+
+    def how(steps: int) -> tuple[str, ...]:
+        given = ("--steps", str(int(steps * effort)), "--rate", str(RATE), "--schedule", "cosine", "--warmup", "20",
+                 "--patience", "0", "--check-every", "50")  # fmt: skip
+        return () if defaults else given
+
+    long, short = how(1000), how(1400)
+    found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long) for init in INITIALS]
+    found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short) for init in INITIALS]
+    return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short)]
 
 
 def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
@@ -178,8 +184,7 @@ def make_one(sheet: Sheet, row: str | Variant, settings: Settings) -> dict[str, 
         made = run_cli(
             "train", *common, *row.size, "--init", row.init, "--template", str(sheet.path.with_name("template.json")),
             "--held-out", str(sheet.path.with_suffix(".held_out.jsonl")),
-            "--steps", str(row.steps), "--rate", str(row.rate), "--batch", "32", "--top-k", "0", "--answer-tokens", "4",
-            "--patience", "0", "--check-every", "50", "--precision", "bfloat16",
+            *row.how, "--batch", "32", "--top-k", "0", "--answer-tokens", "4", "--precision", "bfloat16", "--accept", "0",
         )  # fmt: skip
     seconds = made.get("seconds", time.monotonic() - start)
     return {"positions": made["positions"], "bytes": made["bytes"], "seconds": seconds}
@@ -345,6 +350,7 @@ def main() -> None:
     add("--processes", type=int, default=2, help="that train at once, one thread each")
     add("--full", action="store_true", help="20 sheets, four times the steps: hours")
     add("--effort", type=float, help="multiply the steps by this (default 1, with --full 4)")
+    add("--defaults", action="store_true", help="leave steps and rates to `train`; for another --out")
     add("--limit", type=int, help="ask only so many questions of a sheet")
     add("--home", type=Path, help="keep everything here, and go on from what is there")
     add("--out", type=Path, default=HERE, help="where the page goes")
@@ -357,7 +363,7 @@ def main() -> None:
         settings = from_mapping({"home": home, "cpu_bytes": 512 << 20})
         numbers = range(options.first, options.first + (20 if options.full else options.documents))
         sheets = draw_sheets(numbers, home / "sheets")
-        wanted = variants(options.effort or (4 if options.full else 1))
+        wanted = variants(options.effort or (4 if options.full else 1), options.defaults)
         rows = [PREFILL, *(variant.name for variant in wanted)]
         make(sheets, settings, wanted, options.processes)
         compress(sheets, settings, rows)
