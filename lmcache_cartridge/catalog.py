@@ -216,10 +216,12 @@ class Catalog:
     def require(self, tag: str) -> int:
         """`derive`, but raise why a cartridge or chain will not be served."""
         for digest in tag.split("."):
-            if digest in self._unfit:
-                raise self._unfit[digest].with_traceback(None)  # which would grow each time
-            if digest in self.quarantined:
-                raise CartridgeError(self.quarantined[digest])
+            error = self._unfit.get(digest)
+            if error is None and (reason := self.quarantined.get(digest)) is not None:
+                error = CartridgeError(reason)
+            if error is not None:
+                error.digest = digest
+                raise error.with_traceback(None)  # which would grow each time
         needed = self.derive(tag)
         if needed is None:
             raise CartridgeNotFound("a cartridge of it is not there")

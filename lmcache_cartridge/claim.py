@@ -27,6 +27,8 @@ class Readiness(NamedTuple):
     """Whether it was made for another model, so that even its token ids mean nothing here."""
     problem: str | None = None
     """Why loading it failed last; it is tried again."""
+    digest: str | None = None
+    """Of a cartridge that is refused by itself, not for its place in a chain."""
     eta_s: float | None = None
     """Seconds until it is resident at the pace so far, None before the first chunk."""
     opening: bool = False
@@ -35,7 +37,7 @@ class Readiness(NamedTuple):
     @classmethod
     def never(cls, error: CartridgeError) -> Readiness:
         """Return that of what will never be, for this reason."""
-        return cls(0, 0, 0, str(error), isinstance(error, ModelMismatch))
+        return cls(0, 0, 0, str(error), isinstance(error, ModelMismatch), digest=error.digest)
 
     @property
     def ready(self) -> bool:

@@ -71,16 +71,16 @@ class Mirror:
                 entry.lock.release()
         return self._sound(entry)
 
-    def is_fresh(self, location: str) -> bool:
+    def is_fresh(self, location: str, *, max_age_s: float | None = None) -> bool:
         """Whether `fetch` without `force` would answer from the copy without asking S3."""
         entry = self._entry(location)
-        return (entry.lock.locked() or self._is_fresh(entry)) and self.known(location) is not None
+        return (entry.lock.locked() or self._is_fresh(entry, max_age_s)) and self.known(location) is not None
 
-    def fetch(self, location: str, *, force: bool = False) -> Path:
+    def fetch(self, location: str, *, force: bool = False, max_age_s: float | None = None) -> Path:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
-        Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. With `force` S3 is
-        asked at once. Where it cannot be reached the copy stands in, unless `force`. Raises `SourceError`,
+        Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. `max_age_s` stands
+        in for the mirror's own where the copy is known not to be the one that is wanted. With `force` S3 is asked at once. Where it cannot be reached the copy stands in, unless `force`. Raises `SourceError`,
         `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
         self._prepare()
@@ -92,7 +92,7 @@ class Mirror:
             if entry.copy is None:
                 self._recall(location, entry)
             known = self._sound(entry)
-            if known and not force and self._is_fresh(entry):
+            if known and not force and self._is_fresh(entry, max_age_s):
                 return known
             try:
                 found = self._revalidate(location, entry, known, force)
@@ -133,8 +133,8 @@ class Mirror:
                 self._entries.popitem(last=False)
             return entry
 
-    def _is_fresh(self, entry: _Entry) -> bool:
-        return time.monotonic() - entry.checked_s < self._max_age_s
+    def _is_fresh(self, entry: _Entry, max_age_s: float | None) -> bool:
+        return time.monotonic() - entry.checked_s < (self._max_age_s if max_age_s is None else max_age_s)
 
     def _prepare(self) -> None:
         """Make the directory where it lacks, and clear away what processes that are gone left half-made in it."""

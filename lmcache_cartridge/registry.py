@@ -66,6 +66,10 @@ _MIGRATIONS = (
 """Schema changes in order, each a run of statements; `PRAGMA user_version` counts those applied."""
 
 
+_MOST_CANDIDATES = 8
+"""Versions of an id that are tried, the newest first, until one can be served."""
+
+
 class Location(NamedTuple):
     """One registered version of a cartridge."""
 
@@ -222,26 +226,33 @@ class Registry:
 
         Raises `CartridgeNotFound`.
         """
+        return self.candidates(name, limit=1)[0]
+
+    def candidates(self, name: str, *, limit: int = _MOST_CANDIDATES) -> list[Location]:
+        """Return what `name` may stand for: what `find` returns, and for an id its older promoted versions, newest first.
+
+        Raises `CartridgeNotFound`.
+        """
         cartridge_id, version = _parts(name)
         select = f"SELECT {_COLUMNS} FROM cartridges "
         with self._connect() as db:
             if version is not None:
                 where, values = "WHERE id = ? AND version = ?", (cartridge_id, version)
             else:
-                where, values = "WHERE id = ? AND promoted ORDER BY version DESC LIMIT 1", (name,)
-            row = db.execute(select + where, values).fetchone()
-            if row is None:
-                row = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchone()
+                where, values = "WHERE id = ? AND promoted ORDER BY version DESC LIMIT ?", (name, limit)
+            rows = db.execute(select + where, values).fetchall()
+            if not rows:
+                rows = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchall()
             rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
-        if row is None and rest is not None:
+        if not rows and rest is not None:
             raise CartridgeNotFound(
                 f"no version of {name!r} is promoted; `lmcache-cartridge promote {name}@{rest}` does"
             )
-        if row is None:
+        if not rows:
             raise CartridgeNotFound(
                 f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
             )
-        return _location(row)
+        return list(map(_location, rows))
 
     def current(self, ids: Iterable[str]) -> set[str]:
         """Return the `id@version` that each of some ids means without a version."""

@@ -221,7 +221,7 @@ class CartridgeStore:
         if size_bytes > self._tiers.cpu.budget_bytes:
             why = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
         if why is not None:
-            yield Readiness(0, 0, len(keys), why)
+            yield Readiness(0, 0, len(keys), why, digest=None if "." in tag else tag)
         else:
             yield self._tiers.hold(keys, whole=needed > 0)
 

@@ -366,8 +366,32 @@ def test_a_cartridge_of_another_model_is_a_conflict(served: Served) -> None:
         register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
                  weights_digest="00" * 32)  # fmt: skip
         status, message = _status(served.asker.complete, "Q: x? A:", f"foreign-{kind}")
-        assert (status, message) == (409, f"foreign-{kind}@1 cannot be used with the model served here")
+        assert (status, message) == (
+            409, f"foreign-{kind}@1 cannot be used with the model served here: made for another model than the one "
+            "served: weights_digest 000000000000..., served SERVED",
+        )  # fmt: skip
     assert served.asker.right(served.wards["a"].facts[0], "a")
+
+
+def test_an_id_is_answered_by_its_newest_version_that_this_engine_serves(served: Served) -> None:
+    ward, fact = served.wards["b"], served.wards["b"].facts[0]
+    register(served.model, served.settings, ward.ids, name="moving")
+    before = served.asker.complete(ask(fact, 0), "moving")
+    register(served.model, served.settings, ward.ids[:512], name="moving", version=2, weights_digest="00" * 32)
+    register(served.model, served.settings, ward.ids[:300], name="moving", version=3, kind="trained")
+    for _ in range(3):
+        for again in (served.asker.complete(ask(fact, 0), "moving"), served.asker.chat(content(fact), ["moving"])):
+            assert (again.text.strip(), again.used) == (fact.value, f"moving@1;positions={len(ward.ids)}")
+            assert again.cached_tokens >= before.cached_tokens > 0
+    chained = served.asker.complete(ask(fact, 0), ["a", "moving"])
+    assert chained.used.endswith(f", moving@1;positions={len(ward.ids)}")
+    assert _status(served.asker.complete, "Q: x? A:", "moving@2")[0] == 409
+    status, message = _status(served.asker.complete, "Q: x? A:", "moving@3")
+    assert status == 422
+    assert message.startswith("moving@3 cannot be served: ") and "256" in message, "the reason, not where to ask for it"
+    served_by = {row["version"]: row["state"] for row in served.asker.http.get("/v1/cartridges").json()["data"]
+                 if row["id"] == "moving"}  # fmt: skip
+    assert served_by == {1: "resident", 2: "refused", 3: "refused"}
 
 
 def test_an_artefact_under_a_root_is_served_by_its_path(served: Served) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,11 @@ from ..errors import CartridgeError, CartridgeNotFound
 from ..quarantine import Quarantine
 from ..registry import Location, Registry
 from .gate import error
-from .request import Reference, Refusal
+from .request import Reference, Refusal, without_paths
 
 if TYPE_CHECKING:
     from .api import CartridgePlugin
 
-_PATH = re.compile(r"/\S*/")
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
@@ -62,8 +60,8 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
         result = {"id": selection.manifests[0].name, "action": action}
         if action == "preload":
             ranks = await plugin.call("preload", selection.tag, selection.located)
-            if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
-                return error(Refusal(409, f"{selection.names} cannot be served: {_PATH.sub('', refused)}"))
+            if refused := next((rank for rank in ranks if rank["refused"]), None):
+                return error(Refusal(409, str(selection.refused(refused))))
             slowest = min(ranks, key=lambda rank: (not rank["opening"], rank["resident"]))
             body = result | {"chunks": slowest["chunks"], "resident_chunks": slowest["resident"]}
             body["eta_s"] = slowest["eta_s"]
@@ -138,7 +136,7 @@ def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None, 
         "positions": row.positions,
         "bytes": row.bytes,
         "state": state,
-        "reason": reason and _PATH.sub("", reason.replace(row.location, row.name)),
+        "reason": reason and without_paths(reason, {row.location: row.name}),
         "pinned": all(row.digest in rank["pinned"] for rank in ranks),
         "tiers": tiers,
         "loading": _progress(loading),

@@ -39,7 +39,19 @@ from .admin import add_routes
 from .canary import Canaries
 from .control import Claimed, Workers
 from .gate import COUNTS, Gate
-from .request import GRANT, REQUIRED, TAG, Found, NeedsReading, Reference, Refusal, Resolver, Selection, check_params
+from .request import (
+    GRANT,
+    REQUIRED,
+    TAG,
+    Found,
+    NeedsReading,
+    Reference,
+    Refusal,
+    Resolver,
+    Selection,
+    Unservable,
+    check_params,
+)
 from .router import Router
 from .yaml_settings import from_environment
 
@@ -230,7 +242,7 @@ class CartridgePlugin:
                 ranks = []  # not told in time
             refused = next((rank for rank in ranks if rank["refused"]), None)
             if refused is not None and refused["mismatch"]:
-                raise Refusal(409, f"{selection.names} cannot be used with the model served here")
+                raise selection.refused(refused)
             late = time.monotonic() > deadline
             if ranks and all(rank["ready"] for rank in ranks):
                 return True
@@ -242,7 +254,7 @@ class CartridgePlugin:
                 if self.settings.on_miss == "document" and selection.document_ids is not None:
                     return False
                 if refused is not None:
-                    raise Refusal(422, f"{selection.names} cannot be served; `lmcache-cartridge describe` says why")
+                    raise selection.refused(refused)
                 eta_s = max((5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks), default=5.0)
                 raise Refusal(
                     503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
@@ -283,9 +295,7 @@ class CartridgeRenderer:
         self, selection: Selection, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any, outcome: Outcome
     ) -> Any:
         try:
-            check_request(request, selection)
-            with requests().wait():
-                claim = await self._plugin.admit(selection)
+            selection, claim = await self._claim(request, selection)
         except Refusal as refusal:
             raise _http(refusal) from None
         except CartridgeError:
@@ -309,6 +319,25 @@ class CartridgeRenderer:
         if claim is not None and selection.tag is not None:
             requests().injected(len(selection.token_ids) * len(engine_inputs))
         return result
+
+    async def _claim(self, request: Any, selection: Selection) -> tuple[Selection, Claimed | None]:
+        """Return a claim and what it is on: of an id the newest version that the engine serves. Raises `Refusal`."""
+        refusals: dict[str, Unservable] = {}
+        while True:
+            check_request(request, selection)
+            try:
+                with requests().wait():
+                    return selection, await self._plugin.admit(selection)
+            except Unservable as refusal:
+                refusals[selection.tag] = refusal
+                newest = next(iter(refusals.values()))
+                if refusal.digest is None:
+                    raise newest from None
+                self._plugin.resolver.pass_over(refusal.digest)
+                selection = await self._plugin.resolve(selection.references)
+                if selection.tag in refusals:
+                    raise newest from None
+                logger.warning_once(f"{selection.names} answers instead: {refusal}")
 
     async def _select(self, request: Any) -> Selection | None:
         """Return the request's cartridges, None if it has none. Raises `GracefulHTTPError` for a bad request."""

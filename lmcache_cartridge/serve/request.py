@@ -6,11 +6,13 @@ only, from S3 too.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -20,15 +22,25 @@ from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .. import artifact
-from ..errors import CartridgeError, CartridgeNotFound, SourceError, SourceNotFound, UnsupportedModel
+from ..errors import (
+    CartridgeError,
+    CartridgeNotFound,
+    RegistryError,
+    ReplacedArtifact,
+    SourceError,
+    SourceNotFound,
+    UnsupportedModel,
+)
 from ..manifest import Manifest
 from ..mirror import Mirror
 from ..quarantine import Quarantine
-from ..registry import Registry
+from ..registry import Location, Registry
 from ..rope import check_shift
 from ..s3 import allowed
 from ..settings import Settings
 from ..sources import Sources
+
+logger = logging.getLogger("vllm.lmcache_cartridge.request")
 
 TAG = "lmcache.tag.cartridge"
 """The key in `kv_transfer_params` whose value LMCache puts into its own keys: the digests of the chain."""
@@ -45,6 +57,16 @@ _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Tags as LMCache's keys can carry them."""
 
 
+_REFUSED_S = 1.0
+"""How long a version that an engine refused is passed over where an older one may stand in."""
+_WARN_EVERY_S = 60.0
+_MAX_ROWS = 10_000
+_REPLACED_S = 1.0
+"""How often S3 is asked again where the copy that is here is not what was registered."""
+_PATHS = re.compile(r"(?:s3:/|(?<![^\s'\"(\[=]))/(?:[^/:;,'\"\n]*/)+")
+"""Directories of paths, which may have spaces in them."""
+
+
 class Refusal(Exception):
     """A request that is answered with an error: an HTTP status and a message fit for the client."""
 
@@ -52,6 +74,21 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+class Unservable(Refusal):
+    """What the engine will not serve, and which cartridge is at fault: an older version of it may stand in."""
+
+    def __init__(self, status: int, message: str, digest: str | None) -> None:
+        super().__init__(status, message)
+        self.digest = digest
+
+
+def without_paths(reason: str, places: Mapping[str, str]) -> str:
+    """Return a reason fit for a client: names in place of the `places` they have, and no directories."""
+    for place, name in sorted(places.items(), key=lambda pair: -len(pair[0])):
+        reason = reason.replace(place, name)
+    return _PATHS.sub("", reason)
 
 
 class Reference(BaseModel):
@@ -92,6 +129,8 @@ class Selection(NamedTuple):
     """Ids of the documents themselves, for when the cartridges cannot be had; None if one carries no text."""
     afresh: tuple[str, ...] = ()
     """Digests of those whose copies in memory and on local disk must be dropped first (`force_redownload`)."""
+    references: tuple[Reference, ...] = ()
+    """What the request named, one of each."""
 
     @property
     def tag(self) -> str | None:
@@ -134,6 +173,15 @@ class Selection(NamedTuple):
     def replaced(self) -> str:
         """The response header where the documents' text took the cartridges' place."""
         return f"{self.used()};served=document"
+
+    def refused(self, rank: Mapping[str, Any]) -> Unservable:
+        """Return the refusal that a worker's answer to a claim is, with its reason."""
+        places = {place: m.name for m, pair in zip(self.manifests, self.places, strict=True) for place in pair}
+        reason = without_paths(rank["refused"], places)
+        if rank["mismatch"]:
+            message = f"{self.names} cannot be used with the model served here: {reason}"
+            return Unservable(409, message, rank["digest"])
+        return Unservable(422, f"{self.names} cannot be served: {reason}", rank["digest"])
 
     def salt(self, client_salt: str | None, secret: bytes = b"") -> str:
         """Return the request's `cache_salt`: another one for each chain, content and client salt.
@@ -216,31 +264,35 @@ class NeedsReading(Exception):
 class Resolver:
     """Turns references into a `Selection`, from the registry, the configured roots and buckets."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._clock = settings, clock
         self._registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
         self._mirror = Mirror(settings.mirror_dir, Sources(settings))
         self._registered: OrderedDict[tuple[str, str], Found] = OrderedDict()
         """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
+        self._rows: OrderedDict[str, list[Location]] = OrderedDict()
+        """What the registry said last of a name, for when it cannot be read."""
+        self._refused: dict[str, float] = {}
+        self._warned_s = float("-inf")
         self._lock = threading.Lock()
+
+    def pass_over(self, digest: str) -> None:
+        """For a moment, let an id mean an older version where the newest is this one, which cannot be served."""
+        now = self._clock()
+        with self._lock:
+            self._refused = {d: until for d, until in self._refused.items() if until > now} | {digest: now + _REFUSED_S}
 
     def resolve(self, references: Sequence[Reference], found: Mapping[Reference, Found] | None = None) -> Selection:
         """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had now.
 
-        Blocks for as long as sources do. With `found`, what `find` returned of some, it raises `NeedsReading` instead of
-        reading any other, and blocks for the server's own directories only.
+        An id means its newest version that is sound and was not passed over, or else its newest. Blocks for as long as
+        sources do. With `found`, what `find` returned of some, it raises `NeedsReading` instead of reading any other, and
+        blocks for the server's own directories only.
         """
         known = found or {}
         each = [known.get(reference) or self.find(reference, wait=found is None) for reference in references]
-        manifests, ids, documents = [], [], []
-        for reference, (manifest, _, _, own, document) in zip(references, each, strict=True):
-            quarantined = self._quarantine.reason(manifest.digest) and not reference.force_redownload
-            if quarantined and manifest.kind == "trained" and document is None:
-                raise Refusal(422, f"cartridge {manifest.name} is quarantined; see `lmcache-cartridge describe`")
-            manifests.append(manifest)
-            ids += own
-            documents.append(document)
+        manifests = tuple(one.manifest for one in each)
         if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
         for manifest in manifests[1:]:
@@ -248,64 +300,113 @@ class Resolver:
                 check_shift(manifest.fingerprint.rope)
             except UnsupportedModel as error:
                 raise Refusal(422, f"{manifest.name} cannot stand behind another cartridge: {error}") from None
+        documents = [one.document_ids for one in each]
         whole = None if None in documents else tuple(chain.from_iterable(documents))
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
         places = tuple((str(one.root), one.location) for one in each)
-        return Selection(tuple(manifests), places, tuple(ids), whole, afresh)
+        ids = tuple(chain.from_iterable(one.token_ids for one in each))
+        return Selection(manifests, places, ids, whole, afresh, tuple(references))
 
     def find(self, reference: Reference, *, wait: bool = True) -> Found:
         """Return what one reference stands for. Raises as `resolve` does; `NeedsReading` for what may hang, unless it is
         to `wait`.
         """
-        root, location, digest = self._find(reference, wait)
-        remote = Sources.is_remote(location)  # of which `root` has a copy, in a directory of ours
-        if digest is not None and not remote and not reference.force_redownload:
+        where = reference.where()
+        if where == "local":
+            if not wait:
+                raise NeedsReading(reference, os.path.normpath(reference.id))
+            root = self._local(reference)
+            return self._read(reference, root, str(root), None)
+        if where == "s3":
+            if not allowed(reference.id, self._settings.buckets):
+                raise Refusal(404, f"no cartridge is at {_shown(reference)}")
+            return self._read(reference, self._fetched(reference, reference.id, wait), reference.id, None)
+        rows, refusals = self._candidates(reference), {}
+        now, refused = self._clock(), self._refused
+        for row in sorted(rows, key=lambda row: refused.get(row.digest, 0) > now):
+            try:
+                return self._of(reference, row, wait)
+            except Refusal as refusal:
+                if refusal.retry_after_s is not None:
+                    raise
+                self.pass_over(row.digest)
+                refusals[row] = refusal
+        raise refusals[rows[0]]
+
+    def _candidates(self, reference: Reference) -> list[Location]:
+        """Return the versions that a registered name may mean, the newest first."""
+        try:
+            rows = self._registry.candidates(reference.id)
+        except CartridgeNotFound:
             with self._lock:
-                if found := self._registered.get((location, digest)):
-                    self._registered.move_to_end((location, digest))
-                    return found
-        if not wait and not remote:
-            raise NeedsReading(reference, location)
+                self._rows.pop(reference.id, None)
+            raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
+        except RegistryError as error:
+            rows = self._rows.get(reference.id)
+            if self._clock() >= self._warned_s + _WARN_EVERY_S:
+                self._warned_s = self._clock()
+                logger.warning("what was found before is served on: %s", error)
+            if rows is None:
+                raise Refusal(503, "the registry cannot be read now", retry_after_s=5) from None
+            return rows
+        with self._lock:
+            self._rows[reference.id] = rows
+            self._rows.move_to_end(reference.id)
+            while len(self._rows) > _MAX_ROWS:
+                self._rows.popitem(last=False)
+        return rows
+
+    def _of(self, reference: Reference, row: Location, wait: bool) -> Found:
+        """Return what is registered. Raises as `find` does."""
+        if not Sources.is_remote(row.location):
+            with self._lock:
+                found = None if reference.force_redownload else self._registered.get((row.location, row.digest))
+                if found is not None:
+                    self._registered.move_to_end((row.location, row.digest))
+            if found is not None:
+                return self._usable(reference, found)
+            if not wait:
+                raise NeedsReading(reference, row.location)
+            return self._read(reference, Path(row.location), row.location, row.digest)
+        root = None if reference.force_redownload else self._mirror.known(row.location)
+        if root is None:
+            root = self._fetched(reference, row.location, wait)
+        elif _is_replaced(root, row.digest):
+            root = self._fetched(reference, row.location, wait, max_age_s=_REPLACED_S)
+        return self._read(reference, root, row.location, row.digest)
+
+    def _read(self, reference: Reference, root: Path, location: str, digest: str | None) -> Found:
+        """Read a manifest and what belongs to it. Raises `Refusal` unless it can be used."""
         try:
             manifest, ids, document = _load(root, location == str(root), digest, _stamp(root))
         except CartridgeError:
             raise Refusal(422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`") from None
         found = Found(manifest, root, location, ids, document)
-        if digest is not None and not remote:
+        if digest is not None and location == str(root):
             with self._lock:
                 self._registered[location, digest] = found
                 while len(self._registered) > _MAX_REGISTERED:
                     self._registered.popitem(last=False)
+        return self._usable(reference, found)
+
+    def _usable(self, reference: Reference, found: Found) -> Found:
+        """Return it, or raise `Refusal` where it is quarantined, is not fetched anew and has no text in its place."""
+        manifest = found.manifest
+        reason = self._quarantine.reason(manifest.digest)
+        if reference.force_redownload:
+            return found
+        if reason is not None and manifest.kind == "trained" and found.document_ids is None:
+            places = {str(found.root): manifest.name, found.location: manifest.name}
+            raise Refusal(422, f"cartridge {manifest.name} is quarantined: {without_paths(reason, places)}")
         return found
 
-    def _find(self, reference: Reference, network: bool) -> tuple[Path, str, str | None]:
-        """Return where a cartridge's manifest is, where the cartridge is, and the digest it must have."""
-        where = reference.where()
-        if where == "local":
-            if not network:
-                raise NeedsReading(reference, os.path.normpath(reference.id))
-            root = self._local(reference)
-            return root, str(root), None
-        if where == "s3":
-            if not allowed(reference.id, self._settings.buckets):
-                raise Refusal(404, f"no cartridge is at {_shown(reference)}")
-            return self._fetched(reference, reference.id, network), reference.id, None
-        try:
-            row = self._registry.find(reference.id)
-        except CartridgeNotFound:
-            raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
-        if not Sources.is_remote(row.location):
-            return Path(row.location), row.location, row.digest
-        root = None if reference.force_redownload else self._mirror.known(row.location)
-        return root or self._fetched(reference, row.location, network), row.location, row.digest
-
-    def _fetched(self, reference: Reference, location: str, network: bool) -> Path:
-        """Return the local copy of the manifest of an artefact in S3, as fresh as the mirror keeps them."""
+    def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float | None = None) -> Path:
+        """Return the local copy of the manifest of an artefact in S3, of `max_age_s`, or as fresh as the mirror keeps them."""
         force = reference.force_redownload
-        if not network and (force or not self._mirror.is_fresh(location)):
+        if not wait and (force or not self._mirror.is_fresh(location, max_age_s=max_age_s)):
             raise NeedsReading(reference, location)
         try:
-            return self._mirror.fetch(location, force=force)
+            return self._mirror.fetch(location, force=force, max_age_s=max_age_s)
         except SourceNotFound:
             raise Refusal(404, f"no cartridge is at {_shown(reference)}") from None
         except SourceError:
@@ -324,6 +425,17 @@ class Resolver:
         if real is None or not path.is_absolute() or not any(real.is_relative_to(root) for root in roots):
             raise Refusal(404, f"no cartridge is at {_shown(reference)}")
         return real
+
+
+def _is_replaced(root: Path, digest: str) -> bool:
+    """Whether the copy at `root` is of another artefact than the one that was registered."""
+    try:
+        _load(root, False, digest, _stamp(root))
+    except ReplacedArtifact:
+        return True
+    except CartridgeError:
+        return False
+    return False
 
 
 def _stamp(root: Path) -> int:
