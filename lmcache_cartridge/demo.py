@@ -78,7 +78,7 @@ def _prepare(home: Path) -> None:
 
     settings = from_mapping({"home": home.absolute()})
     registry = Registry(settings.registry_path)
-    version = registry.next_version(SHEET)
+    version = registry.next_version(SHEET, settings.cartridges_dir)
     root = settings.cartridges_dir / SHEET / str(version)
     _say(f"1/3 building the cartridge of {SHEET}.txt: one prefill, then the canary")
     canary = " " + load_sheet(SHEET).questions[0].text

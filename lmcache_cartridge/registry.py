@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -92,6 +91,9 @@ class Location(NamedTuple):
 
 
 _COLUMNS = ", ".join(Location._fields)
+_CANNOT_MAKE_FILES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+_RESTORE = "restore a copy of the file, or move it away and register the cartridges again"
+_TYPES = (str, int, str, str, int, int, str, str)
 
 
 class Changes(NamedTuple):
@@ -111,12 +113,14 @@ class Registry:
     """The registry file at `path`.
 
     Calls are short and blocking, each on a connection of its own, so any thread may call. With `read_only` no call
-    changes the file, and a missing file is an empty registry.
+    changes the file, and a missing file is an empty registry; the first connection stays open, since without one SQLite
+    would have to make files beside it for each call, which a full disk forbids.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         self._read_only = read_only
+        self._kept: tuple[sqlite3.Connection, tuple[int, int]] | None = None
         if not read_only:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -325,11 +329,16 @@ class Registry:
             rows = db.execute("SELECT label, id, version FROM labels ORDER BY label").fetchall()
         return {label: f"{cartridge_id}@{version}" for label, cartridge_id, version in rows}
 
-    def next_version(self, cartridge_id: str) -> int:
-        """Return the version that a new build of `cartridge_id` gets."""
+    def next_version(self, cartridge_id: str, directory: Path | None = None) -> int:
+        """Return the version that a new build of `cartridge_id` gets.
+
+        It is newer than any that lies in `directory`, `<id>/<version>`, too: what was removed from the registry and left
+        there, or never registered since its maker was killed, keeps its version.
+        """
         with self._connect() as db:
             row = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (cartridge_id,)).fetchone()
-        return (row[0] or 0) + 1
+        there = () if directory is None else (directory / cartridge_id).glob("[1-9]*")
+        return max([row[0] or 0, *(int(path.name) for path in there if _parts(f"@{path.name}")[1])]) + 1
 
     def _select(self, rest: str, *values: object) -> list[Location]:
         with self._connect() as db:
@@ -338,25 +347,72 @@ class Registry:
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open a connection, commit on success; SQLite's errors become `RegistryError` here and only here."""
-        db = None
+        db = unchanged = None
+        is_file = not self._read_only or self.path.exists()
         try:
-            if self._read_only and not self.path.exists():
+            if not is_file:
                 db = sqlite3.connect(":memory:")
                 self._migrate(db)
                 db.commit()
             else:
-                mode = "ro" if self._read_only else "rwc"
-                if self._read_only and not os.access(self.path.parent, os.W_OK):
-                    mode += "&immutable=1"  # a write-ahead log cannot be read where its -shm cannot be made
-                db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
-                self._check_schema(db)
+                try:
+                    db = self._open("ro" if self._read_only else "rwc")
+                    self._check_schema(db)
+                except sqlite3.OperationalError as error:
+                    if not self._read_only or error.sqlite_errorcode & 0xFF not in _CANNOT_MAKE_FILES:
+                        raise
+                    # No log is there, and none can be made to read: the file as it lies, if nobody writes meanwhile.
+                    unchanged = self._state()
+                    db = self._open("ro&immutable=1")
+                    self._check_schema(db)
             with db:
                 yield db
-        except (sqlite3.Error, UnicodeEncodeError) as error:
-            raise RegistryError(f"registry {self.path}: {error}") from error
+            if unchanged is not None and unchanged != self._state():
+                raise RegistryError(f"registry {self.path} changed while it was read; read it again")
+            if not self._read_only:
+                # Into the file itself, so that a copy of that is whole, as far as readers allow at this moment.
+                with suppress(sqlite3.Error):
+                    db.execute("PRAGMA busy_timeout = 200")
+                    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            elif is_file and unchanged is None and self._keep(db):
+                db = None
+        except (sqlite3.Error, UnicodeError) as error:
+            damaged = type(error) is sqlite3.DatabaseError or "decode" in str(error)
+            todo = f"; {_RESTORE}" if damaged else ""
+            raise RegistryError(f"registry {self.path}: {error}{todo}") from error
         finally:
             if db is not None:
                 db.close()
+
+    def _open(self, mode: str) -> sqlite3.Connection:
+        uri = f"{self.path.resolve().as_uri()}?mode={mode}"
+        return sqlite3.connect(uri, uri=True, timeout=10, check_same_thread=False)
+
+    def _keep(self, db: sqlite3.Connection) -> bool:
+        """Keep a connection open unless one to the same file is; whether it was kept."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        file = (found.st_dev, found.st_ino)
+        if self._kept is not None and self._kept[1] == file:
+            return False
+        self._kept = (db, file)
+        return True
+
+    def _state(self) -> tuple[int, ...]:
+        """Return what changes when a tool writes to a file whose write-ahead log cannot be read here.
+
+        Raises `RegistryError` where that holds something: the file alone is out of date then.
+        """
+        log = self.path.with_name(f"{self.path.name}-wal")
+        if log.exists() and log.stat().st_size:
+            raise RegistryError(
+                f"registry {self.path} has changes in {log.name}, which cannot be read where {self.path.parent} may not be "
+                "written; run `lmcache-cartridge list` once as the user that writes it"
+            )
+        found = self.path.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _check_schema(self, db: sqlite3.Connection) -> None:
         version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -390,4 +446,6 @@ def _parts(name: str) -> tuple[str, int | None]:
 
 
 def _location(row: tuple) -> Location:
+    if tuple(map(type, row)) != _TYPES:
+        raise RegistryError(f"the registry's row of {str(row[0])[:80]!r} is damaged; {_RESTORE}")
     return Location(*row)

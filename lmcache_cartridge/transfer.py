@@ -100,7 +100,7 @@ def pull(
             f"{manifest.id} is a label here and cannot be the id of a cartridge too; give another --id"
         )
     root = directory / manifest.id / str(manifest.version)
-    hint = f"pull it under another id with --id, or remove {manifest.name} first"
+    hint = f"pull it under another id with --id, or first `lmcache-cartridge remove {manifest.name} --delete-files`"
     with _alone(root.parent):
         with suppress(CartridgeNotFound):
             found = registry.find(manifest.name)

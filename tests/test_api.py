@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from homes import until
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 
@@ -366,10 +367,9 @@ def test_a_cartridge_of_another_model_is_a_conflict(served: Served) -> None:
         register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
                  weights_digest="00" * 32)  # fmt: skip
         status, message = _status(served.asker.complete, "Q: x? A:", f"foreign-{kind}")
-        assert (status, message) == (
-            409, f"foreign-{kind}@1 cannot be used with the model served here: made for another model than the one "
-            "served: weights_digest 000000000000..., served SERVED",
-        )  # fmt: skip
+        assert status == 409
+        assert message.startswith(f"foreign-{kind}@1 cannot be used with the model served here: made for another model")
+        assert f"weights_digest: {'00' * 32}, not" in message
     assert served.asker.right(served.wards["a"].facts[0], "a")
 
 
@@ -389,9 +389,8 @@ def test_an_id_is_answered_by_its_newest_version_that_this_engine_serves(served:
     status, message = _status(served.asker.complete, "Q: x? A:", "moving@3")
     assert status == 422
     assert message.startswith("moving@3 cannot be served: ") and "256" in message, "the reason, not where to ask for it"
-    served_by = {row["version"]: row["state"] for row in served.asker.http.get("/v1/cartridges").json()["data"]
-                 if row["id"] == "moving"}  # fmt: skip
-    assert served_by == {1: "resident", 2: "refused", 3: "refused"}
+    states = {1: "resident", 2: "refused", 3: "refused"}
+    until(lambda: {v: served.asker.http.get(f"/v1/cartridges/moving@{v}").json()["state"] for v in states} == states)
 
 
 def test_an_artefact_under_a_root_is_served_by_its_path(served: Served) -> None:

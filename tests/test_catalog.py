@@ -448,9 +448,9 @@ def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are
 
 def test_a_registry_that_is_locked_is_a_complaint_and_no_more(home: Home, opened: Callable) -> None:
     made = home.make(seed=1)
-    store = opened()
     db = sqlite3.connect(home.registry.path, isolation_level=None)
     db.execute("PRAGMA journal_mode = DELETE")
+    store = opened()
     db.execute("BEGIN EXCLUSIVE")
     connect = sqlite3.connect
     try:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from making import flip_bit, kept_files, make_artifact, run_threads
@@ -207,6 +212,136 @@ def test_next_version_counts_from_the_newest(registry: Registry, tmp_path: Path)
     registry.register(_make(tmp_path, "doc", 7))
     assert registry.next_version("doc") == 8
     assert registry.next_version("other") == 1
+
+
+def test_next_version_is_newer_than_what_lies_there(registry: Registry, tmp_path: Path) -> None:
+    for name in ("2", "3", ".4.partial", "x", "1y", "9" * 30):
+        (tmp_path / "doc" / name).mkdir(parents=True)
+    assert registry.next_version("doc", tmp_path) == 4
+    assert registry.next_version("other", tmp_path) == 1
+    registry.register(_make(tmp_path, "doc", 7))
+    assert registry.next_version("doc", tmp_path) == 8
+
+
+_READ = """
+import os, resource, signal, sys
+from pathlib import Path
+from lmcache_cartridge.errors import RegistryError
+from lmcache_cartridge.registry import Registry
+registry = Registry(Path(sys.argv[1]), read_only=True)
+if sys.argv[2] == "kept":
+    registry.find("doc")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may grow, as on a full disk
+if sys.argv[2] == "user" and os.geteuid() == 0:
+    os.seteuid(65534)
+try:
+    print(registry.find("doc").name, Registry(Path(sys.argv[1]), read_only=True).find("doc").name)
+except RegistryError as error:
+    print(error)
+"""
+
+
+def _read_apart(path: Path, how: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", _READ, path, how], capture_output=True, text=True, timeout=60, check=True
+    )
+    return ran.stdout.strip()
+
+
+def test_a_reader_goes_on_where_the_disk_is_full(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "doc"))
+    assert "doc@1" not in _read_apart(registry.path, "anew"), (
+        "the control: SQLite makes files to read a write-ahead log"
+    )
+    assert _read_apart(registry.path, "kept") == "doc@1 doc@1"
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A directory that any user may read, and none but ours write."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o755)
+    yield directory
+    directory.chmod(0o755)
+    shutil.rmtree(directory)
+
+
+def test_a_reader_that_may_not_write_sees_what_another_user_writes_or_says_that_it_cannot(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    path = elsewhere / "registry.sqlite"
+    registry = Registry(path)
+    registry.register(_make(tmp_path, "doc"))
+    elsewhere.chmod(0o555)
+    assert _read_apart(path, "user") == "doc@1 doc@1"
+    elsewhere.chmod(0o755)
+    writer = sqlite3.connect(path)
+    writer.execute("UPDATE cartridges SET version = 2")
+    writer.commit()
+    assert path.with_name("registry.sqlite-wal").stat().st_size
+    elsewhere.chmod(0o555)
+    assert _read_apart(path, "user") == "doc@2 doc@2", "what is in the write-ahead log"
+    elsewhere.chmod(0o755)
+    shutil.copy(f"{path}-wal", elsewhere / "log")
+    writer.close()
+    shutil.move(elsewhere / "log", f"{path}-wal")
+    elsewhere.chmod(0o555)
+    assert "cannot be read" in _read_apart(path, "user")
+
+
+def test_a_registry_that_changes_while_it_is_read_as_it_lies_is_not_believed(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another user writes, to whom the directory belongs."""
+    registry.register(_make(tmp_path, "doc"))
+    second, connect = _make(tmp_path, "doc", 2), sqlite3.connect
+
+    def without_log(address: str, **options: Any) -> sqlite3.Connection:
+        if address.endswith("mode=ro"):
+            return connect("file:/nowhere/at-all?mode=ro", **options)
+        db = connect(address, **options)
+        if address.endswith("immutable=1") and second.exists():
+            registry.register(second)
+            shutil.rmtree(second)
+        return db
+
+    reader = Registry(registry.path, read_only=True)
+    monkeypatch.setattr(sqlite3, "connect", without_log)
+    with pytest.raises(RegistryError, match="changed while it was read"):
+        reader.find("doc")
+    assert reader.find("doc").name == "doc@2"
+
+
+@pytest.mark.parametrize("column", ["digest", "location", "kind"])
+def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(
+    registry: Registry, tmp_path: Path, column: str
+) -> None:
+    registry.register(_make(tmp_path, "doc"))
+    db = sqlite3.connect(registry.path)
+    db.execute(f"UPDATE cartridges SET {column} = CAST(x'ff41' AS TEXT)")
+    db.commit()
+    reader = Registry(registry.path, read_only=True)
+    for read in (reader.all, lambda: reader.find("doc"), lambda: reader.changes(0), reader.page, registry.all):
+        with pytest.raises(RegistryError, match="restore a copy"):
+            read(10) if read == reader.page else read()
+    db.execute(f"UPDATE cartridges SET {column} = x'ff41'")
+    db.commit()
+    db.close()
+    for read in (reader.all, lambda: reader.changes(0)):
+        with pytest.raises(RegistryError, match="row of 'doc' is damaged; restore a copy"):
+            read()
+
+
+def test_a_schema_that_is_no_text_gives_a_registry_error_that_says_what_to_do(
+    registry: Registry, tmp_path: Path
+) -> None:
+    registry.register(_make(tmp_path, "doc"))
+    data = registry.path.read_bytes()
+    assert data.count(b"CREATE TABLE cartridges") == 1
+    registry.path.write_bytes(data.replace(b"CREATE TABLE cartridges", b"CREATE TABLE \xff\xfe\xfdtridges"))
+    with pytest.raises(RegistryError, match="restore a copy"):
+        Registry(registry.path, read_only=True).all()
 
 
 def test_an_unsound_artefact_is_not_registered(registry: Registry, tmp_path: Path) -> None:

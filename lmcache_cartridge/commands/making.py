@@ -182,8 +182,9 @@ def _checked(arguments: argparse.Namespace) -> Any:
 
 def _next(arguments: argparse.Namespace, registry: Any) -> tuple[int, Path]:
     """Return the version that `--id` gets next, and where its artefact goes."""
-    version = registry.next_version(arguments.id)
-    return version, settings_of(arguments).cartridges_dir / arguments.id / str(version)
+    directory = settings_of(arguments).cartridges_dir
+    version = registry.next_version(arguments.id, directory)
+    return version, directory / arguments.id / str(version)
 
 
 def _local(registry: Any, name: str) -> Any:

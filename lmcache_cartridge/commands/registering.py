@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import CartridgeError
+from ..errors import CartridgeError, CartridgeNotFound
 from ..output import fields, progress, show, size, table
 from .authoring import add_no_promote
 from .context import Verb, copy_of, registry_of, root_of, settings_of
@@ -46,7 +46,11 @@ def add(verb: Verb) -> None:
     remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
                   "remove handbook@2")  # fmt: skip
     remove.add_argument("name", help="id (the version it means) or id@version")
-    remove.add_argument("--delete-files", action="store_true", help="delete the artefact too, if `build` put it there")
+    remove.add_argument(
+        "--delete-files",
+        action="store_true",
+        help="delete the artefact too, if `build` put it there; also of an id@version that is registered no more",
+    )
 
     verb("list", _list, "List the registered cartridges.", "list --format json")
 
@@ -86,8 +90,9 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> 
         raise ArtifactError(f"{path}: no such file or directory")
     if not (arguments.id and arguments.model):
         raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
-    version = registry.next_version(check_id(arguments.id))
-    root = settings_of(arguments).cartridges_dir / arguments.id / str(version)
+    directory = settings_of(arguments).cartridges_dir
+    version = registry.next_version(check_id(arguments.id), directory)
+    root = directory / arguments.id / str(version)
     from ..make import tokens
     from ..make.model import CausalModel
 
@@ -113,14 +118,29 @@ def _unlabel(arguments: argparse.Namespace) -> None:
 def _remove(arguments: argparse.Namespace) -> None:
     import shutil
 
-    removed = registry_of(arguments).remove(arguments.name)
-    ours = Path(removed.location).is_relative_to(settings_of(arguments).cartridges_dir)
-    deleted = arguments.delete_files and ours
+    ours = settings_of(arguments).cartridges_dir.resolve()
+    try:
+        removed = registry_of(arguments).remove(arguments.name)
+        name, location = removed.name, removed.location
+    except CartridgeNotFound:
+        name, location = arguments.name, _left(ours, arguments.name)
+        if location is None or not arguments.delete_files:
+            raise
+    deleted = arguments.delete_files and Path(location).is_relative_to(ours)
     if deleted:
-        shutil.rmtree(removed.location)
-    left = "" if deleted else f"; its files stay at {removed.location}"
-    result = {"name": removed.name, "location": removed.location, "files_deleted": deleted}
-    show(result, f"removed {removed.name}{left}", arguments.format)
+        shutil.rmtree(location)
+    left = "" if deleted else f"; its files stay at {location}"
+    result = {"name": name, "location": location, "files_deleted": deleted}
+    show(result, f"removed {name}{left}", arguments.format)
+
+
+def _left(directory: Path, name: str) -> str | None:
+    """Return where the files of an `id@version` lie that is not registered, None if there are none."""
+    from ..manifest import check_id
+
+    cartridge_id, _, version = name.partition("@")
+    root = directory / check_id(cartridge_id) / version
+    return str(root) if version.isdecimal() and root.is_dir() else None
 
 
 def _list(arguments: argparse.Namespace) -> None:
