@@ -170,6 +170,33 @@ def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> N
     assert cli.json("describe", "doc")["version"] == 1
 
 
+def test_what_was_removed_keeps_its_version_and_can_be_deleted_by_name(cli: _Cli, tmp_path: Path) -> None:
+    files = cli.home / "cartridges" / "doc"
+    make_artifact(files / "1", positions=40)
+    cli.json("register", files / "1")
+    cli.json("register", _make(tmp_path, "other", seed=2))
+    assert cli.json("remove", "doc")["files_deleted"] is False
+    _assert_one_line(cli("remove", "doc@1"), "doc@1")
+    assert cli.json("compress", "other", "--id", "doc")["name"] == "doc@2"
+    removed = cli.json("remove", "doc@1", "--delete-files")
+    assert removed == {"name": "doc@1", "location": str(files / "1"), "files_deleted": True}
+    assert [path.name for path in files.iterdir()] == ["2"]
+    for name in ("doc@1", "doc@x", "doc", "../doc@2", "nowhere@1"):
+        if name != "doc":
+            _assert_one_line(cli("remove", name, "--delete-files"))
+    assert (files / "2").is_dir()
+
+
+def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli: _Cli, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    (tmp_path / "real").mkdir()
+    link.symlink_to(tmp_path / "real")
+    make_artifact(link / "cartridges" / "doc" / "1", positions=40)
+    cli.json("register", link / "cartridges" / "doc" / "1", "--home", link)
+    assert cli.json("remove", "doc", "--delete-files", "--home", link)["files_deleted"] is True
+    assert not (tmp_path / "real" / "cartridges" / "doc" / "1").exists()
+
+
 def test_registering_twice_is_no_error_and_other_content_is(cli: _Cli, tmp_path: Path) -> None:
     cli.json("register", _make(tmp_path, seed=1))
     cli.json("register", tmp_path / "artefacts" / "doc-1-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -381,7 +382,7 @@ def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home: Home,
         case "passed over":
             resolver.pass_over(newest[3].digest)
     found = resolver.resolve([Reference(id="trained")])
-    assert found.used == "trained@1;positions=16", "@2 was never promoted"
+    assert found.names == "trained@1", "@2 was never promoted"
     if fault == "passed over":
         assert resolver.resolve([Reference(id="trained@3")]).names == "trained@3"
         resolver.pass_over(found.manifests[0].digest)
@@ -421,6 +422,30 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
         assert resolver.resolve([Reference(id="h")], network=False).names == f"h@{version}"
     assert _refusal(resolver.resolve, [Reference(id="h@1")]).status == 422
     sources.close()
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "no text"])
+def test_what_was_found_is_served_on_while_the_registry_cannot_be_read(home: Home, damage: str) -> None:
+    resolver = Resolver(home.settings)
+    before, path = resolver.resolve([Reference(id="a")]), home.settings.registry_path
+    kept = path.read_bytes()
+    if damage == "corrupt":
+        path.write_bytes(b"no database at all" * 999)
+    else:
+        db = sqlite3.connect(path)
+        db.execute("UPDATE cartridges SET location = CAST(x'ff41' AS TEXT)")
+        db.commit()
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.close()
+    assert resolver.resolve([Reference(id="a")]) == before
+    refusal = _refusal(resolver.resolve, [Reference(id="b")])
+    assert (refusal.status, refusal.retry_after_s) == (503, 5)
+    path.write_bytes(kept)
+    assert resolver.resolve([Reference(id="b")]).names == "b@1"
+    Registry(path).remove("b")
+    assert _refusal(resolver.resolve, [Reference(id="b")]).status == 404
+    path.write_bytes(b"no database at all" * 999)
+    assert _refusal(resolver.resolve, [Reference(id="b")]).status == 503, "it was removed since"
 
 
 def test_a_cartridge_of_tokens_only_stands_alone(home: Home) -> None:

@@ -735,11 +735,10 @@ def test_a_run_that_found_no_questions_does_not_bind_the_next(train: _Cli, tmp_p
     assert train()[0] == 0
 
 
-def test_an_artefact_in_the_way_is_found_before_training(train: _Cli) -> None:
+def test_what_lies_there_unregistered_keeps_its_version(train: _Cli) -> None:
     (train.home / "cartridges" / "a" / "1").mkdir(parents=True)
-    status, _, err = train()
-    assert status == 1
-    assert "exists, though it is not registered" in err
+    status, result, _ = train()
+    assert (status, result["name"]) == (0, "a@2")
     assert not (train.home / "training" / "a" / "1" / LOSS).exists()
 
 

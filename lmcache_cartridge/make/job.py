@@ -79,8 +79,10 @@ class Job:
     def __init__(self, task: Task, settings: Settings, registry: Registry, *, say: Callable[[str], None], bar: Bar):
         """`say` is told a line at a time what is done; `bar` shows progress."""
         self.task, self.settings, self.registry, self.say, self.bar = task, settings, registry, say, bar
-        self.version = registry.next_version(task.id)
-        self.directory = settings.home / "training" / task.id / str(self.version)
+        directory, self.version = settings.home / "training" / task.id, registry.next_version(task.id)
+        if not (directory / str(self.version) / CHECKPOINT).exists():  # else an interrupted run goes on
+            self.version = registry.next_version(task.id, settings.cartridges_dir)
+        self.directory = directory / str(self.version)
         self.root = settings.cartridges_dir / task.id / str(self.version)
 
     def run(self, *, restart: bool = False, accept: float = ACCEPT, promote: bool = True) -> dict[str, Any]:
@@ -93,7 +95,10 @@ class Job:
         if restart:
             shutil.rmtree(self.directory, ignore_errors=True)
         if self.root.exists() and not (self.directory / CHECKPOINT).exists():
-            raise CartridgeExists(f"{self.root} exists, though it is not registered; register it, or remove it")
+            raise CartridgeExists(
+                f"{self.root} exists, though it is not registered; register it, or "
+                f"`lmcache-cartridge remove {self.task.id}@{self.version} --delete-files`"
+            )
         model, recipe = self._model()
         document = read_fitting(model, self.task.document)
         ids = document.ids

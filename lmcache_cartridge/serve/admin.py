@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Query
 from fastapi.responses import JSONResponse
 
-from ..errors import CartridgeError, CartridgeNotFound
+from ..errors import CartridgeError, CartridgeNotFound, RegistryError
 from ..quarantine import Quarantine
 from ..registry import Location, Registry
 from .gate import error
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .api import CartridgePlugin
 
 _ACTIONS = ("preload", "pin", "unpin", "evict")
+_UNREADABLE = Refusal(503, "the registry cannot be read now", retry_after_s=5)
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
 
@@ -34,7 +35,10 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
         active: bool = False,
     ) -> Any:
         ranks = await plugin.call("status")
-        return await asyncio.to_thread(_page, plugin, ranks, limit, after, active)
+        try:
+            return await asyncio.to_thread(_page, plugin, ranks, limit, after, active)
+        except RegistryError:
+            return error(_UNREADABLE)
 
     @router.get("/{name}")
     async def one(name: str) -> Any:
@@ -42,6 +46,8 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
             row = await asyncio.to_thread(_registry(plugin).find, name)
         except CartridgeNotFound:
             return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
+        except RegistryError:
+            return error(_UNREADABLE)
         ranks = await plugin.call("status")
         return (await asyncio.to_thread(_states, plugin, ranks, [row]))[0]
 
