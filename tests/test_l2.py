@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -274,6 +277,31 @@ def test_a_prompt_counts_only_where_every_rank_has_it(home: Home) -> None:
         assert server.ask(prompt(home, "doc"), world=2) == 0
         server.confirm(rank=1, world=2)
         assert server.ask(prompt(home, "doc"), world=2) == 4
+
+
+_LISTEN = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.seteuid(65534)
+listener.listen()
+print("listening", flush=True)
+sys.exit(len(listener.accept()[0].recv(1)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to listen as another user at a socket that is ours")
+def test_nothing_is_reported_to_another_users_process_though_the_socket_is_ours(home: Home, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with (
+        serving(home) as server,
+        subprocess.Popen([sys.executable, "-c", _LISTEN, path], stdout=subprocess.PIPE, text=True) as other,
+    ):
+        assert other.stdout.readline() == "listening\n"
+        assert path.stat().st_uid == os.geteuid()
+        with pytest.raises(UnsupportedEngine, match="another user listens at"):
+            confirm(str(path), server.report(), "check")
+        assert other.wait(60) == 0, "it got nothing"
 
 
 def test_what_lmcache_keeps_is_not_loaded_again(home: Home) -> None:

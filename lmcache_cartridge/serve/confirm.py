@@ -110,15 +110,15 @@ def confirm(path: str, report: Report, check: str) -> str:
     serving this engine nothing.
     """
     try:
-        owner, connection = Path(path).stat().st_uid, frames.connect(path)
+        connection = frames.connect(path)
     except OSError as error:
         raise UnsupportedEngine(
             f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
-            f"the same `control` as in {CONTROL}; see configs/lmcache-multiprocess.sh"
+            f"the same `control` as in {CONTROL}; see `lmcache-cartridge config lmcache-multiprocess.sh`"
         ) from error
     with connection:
-        if owner != os.getuid():
-            raise UnsupportedEngine(f"{path} belongs to another user")
+        if frames.peer_uid(connection) != os.geteuid():
+            raise UnsupportedEngine(f"another user listens at {path}")
         frames.send(connection, [msgspec.to_builtins(report), check])
         frame = frames.receive(connection)
     if frame is None:

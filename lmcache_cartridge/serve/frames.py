@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,11 @@ def encode(message: Any) -> bytes:
     """Return one message as a frame."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(4, "little") + data
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user whose process listens at the other side, as the kernel knows it."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
 
 
 def send(connection: socket.socket, message: Any) -> None:
