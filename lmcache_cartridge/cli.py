@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .commands import making, moving, registering, serving, training, validating
-from .errors import CartridgeError
+from .commands import configuring, making, moving, registering, serving, training, validating
+from .errors import ENGINE, CartridgeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:  # a full disk, a directory that may not be written
         print(f"lmcache-cartridge: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", __package__):
+            raise
+        how = ENGINE if package in ("vllm", "lmcache") else "pip install 'lmcache-cartridge[train]'"
+        print(f"lmcache-cartridge: this command needs {package}, which is not installed: {how}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -56,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         return added
 
-    for commands in (making, training, registering, moving, serving, validating):
+    for commands in (making, training, registering, moving, serving, validating, configuring):
         commands.add(verb)
     return parser
 

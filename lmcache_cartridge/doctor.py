@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import CartridgeError
+from .errors import ENGINE, CartridgeError
 from .quarantine import Quarantine
 from .registry import Registry
 from .settings import Settings
@@ -67,9 +68,7 @@ def _version(distribution: str) -> str | None:
 
 def _check_version(name: str, found: str | None) -> Check:
     if found is None:
-        return Check(
-            "FAIL", name, "not installed", "pip install --no-deps -r configs/requirements-cpu.lock, or `make test`"
-        )
+        return Check("FAIL", name, "not installed", ENGINE)
     if found.partition("+")[0] != PROVEN[name]:
         return Check(
             "warn", name, f"{found}; proven with {PROVEN[name]}", f"install {name}=={PROVEN[name]}, or run the tests"
@@ -88,7 +87,8 @@ def _check_no_cuda_companions() -> Check:
 def _check_layout(vllm: str | None, cpu: bool) -> Check:
     if vllm is None:
         return Check("FAIL", "KV injection", "unknown without vLLM")
-    fused = tuple(int(part) for part in vllm.split(".")[:2]) >= (0, 26)
+    release = re.match(r"(\d+)\.(\d+)", vllm)
+    fused = release is None or tuple(map(int, release.groups())) >= (0, 26)
     if cpu or fused:
         why = (
             "blocks packed for the instruction set"
@@ -113,7 +113,7 @@ def _check_yaml() -> Iterator[Check]:
     try:
         config = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
-        yield Check("FAIL", "LMCache YAML", f"{path}: {error}", "see configs/lmcache.yaml")
+        yield Check("FAIL", "LMCache YAML", f"{path}: {error}", "see `lmcache-cartridge config lmcache.yaml`")
         return
     algorithm = config.get("pre_caching_hash_algorithm", "builtin")
     good = algorithm in ("sha256_cbor", "sha256")
@@ -130,7 +130,7 @@ def _check_yaml() -> Iterator[Check]:
         if extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend"
     ]
     yield Check("ok" if named else "FAIL", "plugin configured", f"storage_plugins: {config.get('storage_plugins')}",
-                "" if named else "name the plugin as configs/lmcache.yaml does")  # fmt: skip
+                "" if named else "name the plugin as `lmcache-cartridge config lmcache.yaml` does")  # fmt: skip
 
 
 def _check_plugin() -> Check:

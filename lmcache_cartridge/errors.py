@@ -33,6 +33,12 @@ cartridge, chunk or file, and what to do.
 
 from __future__ import annotations
 
+ENGINE = (
+    "without a GPU: `lmcache-cartridge config requirements-cpu.lock > cpu.lock`, then `pip install --no-deps -r cpu.lock`; "
+    "with one: `pip install vllm==0.32.0 lmcache==0.5.6`"
+)
+"""How to install what serves cartridges, for messages that it lacks."""
+
 
 class CartridgeError(Exception):
     """Base of every error of this package."""

@@ -1,4 +1,4 @@
-"""Files: new ones, private to their user, that are on the disk when they are said to be written."""
+"""Files: new ones that are on the disk when they are said to be written."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def create(path: Path) -> io.BufferedWriter:
-    """Return a new file, open for writing, the caller's to `sync` and close. Raises `OSError` if it is there."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+def create(path: Path, mode: int = 0o666) -> io.BufferedWriter:
+    """Return a new file, open for writing, the caller's to `sync` and close. Raises `OSError` if it is there.
+
+    Who may read it is for the umask to say, within `mode`.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
 
 
 def sync(file: io.BufferedWriter) -> None:
@@ -19,9 +22,9 @@ def sync(file: io.BufferedWriter) -> None:
     os.fsync(file.fileno())
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Make a new file of some parts and bring it to the disk."""
-    with create(path) as file:
+def write(path: Path, parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+    """Make a new file of some parts, as `create` does, and bring it to the disk."""
+    with create(path, mode) as file:
         for part in parts:
             file.write(part)
         sync(file)

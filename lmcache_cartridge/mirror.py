@@ -182,9 +182,9 @@ class Mirror:
         partial = self._directory / f".{copy.name}.{uuid.uuid4().hex}.partial"
         try:
             partial.mkdir(mode=0o700)
-            files.write(partial / artifact.MANIFEST, [data])
+            files.write(partial / artifact.MANIFEST, [data], 0o600)
             for file, limit_bytes in artifact.id_files(manifest).items():
-                files.write(partial / file, [self._sources.read(location, file, limit_bytes).data])
+                files.write(partial / file, [self._sources.read(location, file, limit_bytes).data], 0o600)
             artifact.load_token_ids(manifest, partial)
             artifact.load_document_ids(manifest, partial)
             if not _is_whole(copy, manifest, data):  # unless another process was first
@@ -221,7 +221,7 @@ class Mirror:
         known = {"location": location, "revision": entry.revision, "copy": entry.copy}
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            files.write(partial, [json.dumps(known).encode()])
+            files.write(partial, [json.dumps(known).encode()], 0o600)
             partial.rename(path)
         except OSError:
             with suppress(OSError):

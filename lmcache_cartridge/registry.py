@@ -123,7 +123,7 @@ class Registry:
         self._kept: tuple[sqlite3.Connection, tuple[int, int]] | None = None
         if not read_only:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RegistryError(f"registry {path}: {error.strerror}") from error
             with self._connect() as db:

@@ -128,7 +128,7 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
             f"cartridge {manifest.name} needs {manifest.payload_bytes} bytes, {root.parent} has {free} free"
         )
     try:
-        partial.mkdir(mode=0o700)
+        partial.mkdir()
         for file, limit_bytes in artifact.id_files(manifest).items():
             files.write(partial / file, [source.read(location, file, limit_bytes).data])
         if manifest.payload:
@@ -208,7 +208,7 @@ def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """Hold `directory`, made where it lacks, against other pulls; wait for one that holds it."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

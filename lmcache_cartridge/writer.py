@@ -28,7 +28,7 @@ INLINE_TOKENS = 64
 class ArtifactWriter:
     """Write one artefact, chunk by chunk.
 
-    A context manager: without `commit()` nothing is left behind. Files are private to the user.
+    A context manager: without `commit()` nothing is left behind. Who may read the files is for the umask to say.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         header = payload_header(self._fingerprint, self._positions, self._chunk_tokens, self._encoding)
         self._offset = self._size = len(header)
-        self.root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._partial.mkdir(mode=0o700)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        self._partial.mkdir()
         self._file = None
         if self._kind != "tokens":
             self._file = files.create(self._partial / PAYLOAD)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
+from homes import until
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from homes import until
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 

@@ -78,6 +78,29 @@ def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(run: _Cli,
     assert run("describe", "plain")["payload"]["encoding"] == "plain"
 
 
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_an_empty_document_is_refused(run: _Cli, tmp_path: Path, text: str) -> None:
+    (tmp_path / "empty.txt").write_text(text)
+    refused = run("build", "--model", MODEL, "--document", str(tmp_path / "empty.txt"), "--id", "doc", status=1)
+    assert refused.endswith("empty.txt is empty; a cartridge needs a document\n")
+    assert run("list") == []
+
+
+def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(
+    run: _Cli, tmp_path: Path, sheet: str
+) -> None:
+    warnings = {}
+    for size in (60, 600, 6000):
+        (tmp_path / "short.txt").write_text(Path(sheet).read_text()[:size])
+        made = run("build", "--model", MODEL, "--document", str(tmp_path / "short.txt"), "--id", "short")
+        warnings[made["positions"]] = made["warnings"]
+    few, some, many = sorted(warnings)
+    assert few < 16 < some < 256 < many
+    assert f"{few} positions" in warnings[few][0] and "none of a usual one does" in warnings[few][0]
+    assert f"only one with --chunk-size {some} or less does" in warnings[some][0]
+    assert warnings[many] == []
+
+
 def test_a_canary_that_fails_on_int8_alone_leaves_nothing(
     run: _Cli, sheet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

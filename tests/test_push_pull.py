@@ -113,8 +113,9 @@ def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _M
     assert [row["digest"] for row in there.json("list")] == [digest]
     assert there.json("verify", "doc")[0]["sound"]
     assert [path.name for path in target.parent.iterdir()] == ["1"]
+    os.umask(umask := os.umask(0))
     for path in [target, *target.iterdir()]:
-        assert path.stat().st_mode & 0o077 == 0
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask
 
 
 def test_a_payload_of_several_parts_and_windows_arrives(

@@ -34,6 +34,7 @@ from lmcache_cartridge.serve.request import (
     Resolver,
     Selection,
     read,
+    without_paths,
 )
 from lmcache_cartridge.serve.router import Router
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -422,6 +423,22 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
         assert resolver.resolve([Reference(id="h")], network=False).names == f"h@{version}"
     assert _refusal(resolver.resolve, [Reference(id="h@1")]).status == 422
     sources.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("/srv/my docs/a b/payload.safetensors: chunk 3", "payload.safetensors: chunk 3"),
+        ("cannot open '/srv/my docs/x' now", "cannot open 'x' now"),
+        ("s3://bucket/my docs/x/manifest.json is gone", "manifest.json is gone"),
+        ("at /a/b/c, not (/d/e f/g)", "at c, not (g)"),
+        ("rope frequencies: 1/2 of heads, not 3/4", "rope frequencies: 1/2 of heads, not 3/4"),
+        ("/srv/k: v/h/payload.safetensors is short", "h@1/payload.safetensors is short"),
+        ("/srv/k: v/h/copy/payload.safetensors is short", "copy of h@1/payload.safetensors is short"),
+    ],
+)
+def test_a_reason_has_no_directories(reason: str, shown: str) -> None:
+    assert without_paths(reason, {"/srv/k: v/h": "h@1", "/srv/k: v/h/copy": "copy of h@1"}) == shown
 
 
 @pytest.mark.parametrize("damage", ["corrupt", "no text"])

@@ -108,14 +108,17 @@ def test_the_slower_of_two_writers_at_the_same_place_is_refused_and_cleans_up(tm
     assert load_manifest(tmp_path / "doc") == made.manifest
 
 
-def test_an_artefact_is_private_to_its_user_whatever_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0)
+@pytest.mark.parametrize(("umask", "directory", "file"), [(0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
+def test_who_may_read_an_artefact_is_for_the_umask_to_say(
+    tmp_path: Path, umask: int, directory: int, file: int
+) -> None:
+    before = os.umask(umask)
     try:
         make_artifact(tmp_path / "doc", positions=100)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "doc", *(tmp_path / "doc").iterdir()]}
-    assert modes == {"doc": 0o700, MANIFEST: 0o600, PAYLOAD: 0o600, TOKENS: 0o600}
+    assert modes == {"doc": directory, MANIFEST: file, PAYLOAD: file, TOKENS: file}
 
 
 def test_a_chunk_of_the_wrong_size_is_refused(tmp_path: Path) -> None:

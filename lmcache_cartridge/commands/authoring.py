@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArtifactError
+
+USUAL_CHUNKS = 16, 256
+"""Chunk sizes of servers: the smallest that is usual, and the default."""
 
 
 def add_payload(parser: Any) -> None:
@@ -23,6 +28,24 @@ def add_no_promote(parser: Any) -> None:
         "--no-promote", dest="promote", action="store_false",
         help="the new version is had as id@version alone, until `lmcache-cartridge promote`; the id means what it meant",
     )  # fmt: skip
+
+
+def warnings_of(positions: int) -> list[str]:
+    """Return what an author should know of a prefill cartridge of so many positions: that servers would inject none."""
+    if positions >= USUAL_CHUNKS[1]:
+        return []
+    least, usual = USUAL_CHUNKS
+    only = f"only one with --chunk-size {positions} or less does" if positions >= least else "none of a usual one does"
+    return [
+        f"{positions} positions fill no chunk of {usual} tokens, so a server with the default chunk size injects none of "
+        f"them and computes the document each time; {only}"
+    ]
+
+
+def warn(warnings: Sequence[str], form: str) -> None:
+    """Tell people on stderr; programs have it in the result."""
+    for warning in warnings if form == "terminal" else ():
+        print(f"lmcache-cartridge: warning: {warning}", file=sys.stderr)
 
 
 def check_files(*paths: Path | None) -> None:

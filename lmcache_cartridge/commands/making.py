@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from ..output import fields, progress, show, size
-from .authoring import add_no_promote, add_payload, check_dtype, check_files, check_numbers
+from .authoring import add_no_promote, add_payload, check_dtype, check_files, check_numbers, warn, warnings_of
 from .context import Verb, local_root, registry_of, settings_of
 
 
@@ -94,8 +93,11 @@ def _build(arguments: argparse.Namespace) -> None:
         "canary_top1_equal": canary.top1_equal,
         "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
         "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
+        "warnings": warnings_of(manifest.positions),
     }
-    show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
+    warn(result["warnings"], arguments.format)
+    readable = {name: value for name, value in result.items() if name != "warnings"}
+    show(result, fields(readable | {"bytes": size(result["bytes"])}), arguments.format)
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -118,8 +120,7 @@ def _import(arguments: argparse.Namespace) -> None:
     manifest = registry.register(root, promote=arguments.promote)
     if arguments.label:
         registry.label(arguments.label, manifest.name)
-    for warning in imported.warnings if arguments.format == "terminal" else ():
-        print(f"lmcache-cartridge: warning: {warning}", file=sys.stderr)
+    warn(imported.warnings, arguments.format)
     result = {
         "name": manifest.name,
         "promoted": manifest.name in registry.current([manifest.id]),

