@@ -28,7 +28,7 @@ from lmcache_cartridge.serve.request import (
     GRANT,
     MAX_CHAIN,
     TAG,
-    NeedsNetwork,
+    NeedsReading,
     Reference,
     Refusal,
     Resolver,
@@ -417,10 +417,10 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
         for file in root.iterdir():
             s3_credentials.client.put_object(Bucket=bucket, Key=f"h/{file.name}", Body=file.read_bytes())
         registry.register(Mirror(settings.mirror_dir, sources).fetch(location, force=True), location)
-        with pytest.raises(NeedsNetwork) if version == 2 else nullcontext():
-            resolver.resolve([Reference(id="h")], network=False)
+        with pytest.raises(NeedsReading) if version == 2 else nullcontext():
+            resolver.resolve([Reference(id="h")], {})
         assert resolver.resolve([Reference(id="h")]).tag == made.manifest.digest
-        assert resolver.resolve([Reference(id="h")], network=False).names == f"h@{version}"
+        assert resolver.resolve([Reference(id="h")], {}).names == f"h@{version}"
     assert _refusal(resolver.resolve, [Reference(id="h@1")]).status == 422
     sources.close()
 
