@@ -20,7 +20,7 @@ with quietly():
 
 from lmcache_cartridge.artifact import MANIFEST, load_manifest
 from lmcache_cartridge.canary import Asked, Expected, ServedCanary
-from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Refusal
+from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Refusal, Unservable
 from lmcache_cartridge.store import CartridgeStore
 
 RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
@@ -159,7 +159,7 @@ def test_one_that_fails_is_set_aside_on_this_engine_alone(run: Run, store: Cartr
         assert await _ask(plugin, "b") == "kv"
         assert len(engine.asked) == 3
         assert plugin.canaries.outcome(a) == "failed"
-        with pytest.raises(Refusal, match="a@1 is set aside on this engine: .*logprobs differ"):
+        with pytest.raises(Unservable, match="a@1 is set aside on this engine: .*logprobs differ"):
             await plugin.admit(await plugin.resolve([Reference(id="a")]))
 
     run(work)

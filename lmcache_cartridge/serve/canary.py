@@ -20,7 +20,7 @@ from ..canary import Asked, Comparison, ServedCanary, compare
 from ..errors import CartridgeError
 from ..manifest import Manifest
 from ..metrics import requests
-from .request import GRANT, TAG, Refusal, Selection
+from .request import GRANT, TAG, Refusal, Selection, Unservable
 
 if TYPE_CHECKING:
     from .api import CartridgePlugin
@@ -80,7 +80,8 @@ class Canaries:
             name = due.manifest.name
             if (key := self._key(due.manifest, due.twice)) is None:
                 if required:
-                    return Refusal(422, f"{name} has no canary for this, and the server requires one")
+                    message = f"{name} has no canary for this, and the server requires one"
+                    return Unservable(422, message, due.manifest.digest)
                 continue
             try:
                 problem = await self._result(key, due)
@@ -201,5 +202,5 @@ def _questions(canary: ServedCanary, twice: bool) -> tuple[Asked, ...]:
     return canary.behind if twice else canary.after
 
 
-def _failed(manifest: Manifest, problem: str) -> Refusal:
-    return Refusal(422, f"{manifest.name} is set aside on this engine: {problem}")
+def _failed(manifest: Manifest, problem: str) -> Unservable:
+    return Unservable(422, f"{manifest.name} is set aside on this engine: {problem}", manifest.digest)
