@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 
-from lmcache_cartridge import artifact, cli
+from lmcache_cartridge import artifact, cli, top
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.recall.ward import Fact, ask, encode
 from lmcache_cartridge.registry import Registry
@@ -601,6 +603,59 @@ def test_a_stored_prefix_without_kv_is_computed_once_and_kept_by_the_engine(serv
     assert [first.text.strip(), again.text.strip()] == [fact.value for fact in ward.facts[:2]]
     assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
     assert again.used == f"prefix@1;positions={len(ward.ids)}"
+
+
+# Clients that leave.
+
+
+async def _leave(served: Served, body: dict[str, Any], after_s: float) -> None:
+    """Send a request and hang up."""
+    url = httpx.URL(served.url)
+    data = json.dumps({"model": MODEL, "temperature": 0} | body).encode()
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    )
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    await writer.drain()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(reader.read(1), after_s)
+    writer.transport.abort()
+
+
+def test_two_thousand_clients_that_leave_leave_nothing_behind(served: Served) -> None:
+    rng, facts = random.Random(4), {name: served.wards[name].facts for name in KINDS}
+
+    async def leave() -> None:
+        name = rng.choice(list(KINDS))
+        body = {"prompt": ask(rng.choice(facts[name]), 0), "max_tokens": rng.choice((1, 64)), "cartridges": [name]}
+        await _leave(served, body | {"stream": rng.random() < 0.5}, rng.choice((0.001, 0.005, 0.02, 0.1)))
+
+    async def all_leave() -> None:
+        for _ in range(50):
+            await asyncio.gather(*(leave() for _ in range(40)))
+            # What comes next has to be loaded, and is waited for.
+            await asyncio.to_thread(served.asker.http.post, f"/v1/cartridges/{rng.choice(list(KINDS))}/evict")
+
+    start = time.monotonic()
+    asyncio.run(all_leave())
+    left_s = time.monotonic() - start
+
+    def owed() -> dict[str, float]:
+        now = top.summarise(top.read(served.url.rstrip("/"), KEY))
+        cpu = now["tiers"]["cpu"]
+        chunks = {name: cpu[f"{name}_chunks"] for name in ("held", "leased", "lent")}
+        return chunks | {name: now[name] for name in ("open_claims", "waiting_claims", "waiting_requests")}
+
+    for _ in range(120):
+        if not any(left := owed().values()):
+            break
+        time.sleep(0.5)
+    print(f"aborts: 2000 in {left_s:.1f} s, all let go {time.monotonic() - start - left_s:.1f} s later: {owed()}")
+    assert not any(left), owed()
+    assert served.asker.http.get("/v1/cartridges").json()["claims"] == {"open": 0, "oldest_s": 0.0}
+    for name in KINDS:
+        assert served.asker.right(facts[name][0], name)
 
 
 # Fuzz.

@@ -122,6 +122,8 @@ class Server:
                 )
             )
         self.hasher = TokenHasher(CHUNK)
+        self.engines: list[socket.socket] = []
+        """Connections of those who have confirmed, which are there as long as these are."""
 
     @property
     def adapter(self) -> l2.CartridgeL2Adapter:
@@ -139,7 +141,9 @@ class Server:
 
     def confirm(self, **changes: Any) -> str:
         report = self.report(**changes)
-        return confirm(str(self.socket), report, self.check(report.chunk_tokens))
+        confirmed = confirm(str(self.socket), report, self.check(report.chunk_tokens))
+        self.engines.append(confirmed.connection)
+        return confirmed.control
 
     def check(self, chunk_tokens: int = CHUNK, algorithm: str = "blake3") -> str:
         """Look a check up as LMCache's server would that names chunks by an algorithm; return its salt."""
@@ -196,6 +200,8 @@ def serving(home: Home, *, l1_bytes: int = 8 << 20, policy: str = "retain", **pa
         yield server
     finally:
         server.manager.close()
+        for connection in server.engines:
+            connection.close()
 
 
 def prompt(home: Home, name: str) -> list[int]:
@@ -478,6 +484,46 @@ def test_a_second_engine_of_the_same_name_with_other_bytes_is_refused(home: Home
             server.confirm(**change)
 
 
+def test_an_engine_of_another_name_gets_the_memory_of_one_that_is_gone_and_never_that_of_another(home: Home) -> None:
+    new = key_name("/models/small", "other weights")
+
+    def keepers() -> int:
+        return sum(thread.name == "cartridge-keeper" for thread in threading.enumerate())
+
+    before = keepers()
+    with serving(home) as server:
+        server.confirm()
+        assert server.ask(prompt(home, "doc")) == 4
+        with pytest.raises(UnsupportedEngine, match=f'serves {MODEL}: .*"engines": 2'):
+            server.confirm(model_name=new)
+        assert server.ask(prompt(home, "other")) == 3, "it is served as before"
+        server.confirm()
+        for connection in server.engines:
+            connection.close()
+        until(lambda: not any(server.adapter._present.values()))
+        server.confirm()  # the same engine, started again
+        (engine,) = server.adapter.report_status()["engines"]
+        assert engine["tiers"]["cpu"]["resident"] == 7, "its store is still warm"
+        server.engines[-1].close()
+        until(lambda: not any(server.adapter._present.values()))
+        server.confirm(model_name=new)
+        (engine,) = server.adapter.report_status()["engines"]
+        assert (engine["model"], keepers()) == (new, before + 1)
+        assert server.ask(prompt(home, "doc"), model=new) == 4
+
+
+def test_engines_that_share_an_lmcache_server_share_the_memory_too(home: Home) -> None:
+    new = key_name("/models/small", "other weights")
+    with serving(home, engines=2) as server:
+        for name in (MODEL, new):
+            server.confirm(model_name=name)
+            assert server.ask(prompt(home, "doc"), model=name) == 4
+        with pytest.raises(UnsupportedEngine, match='"engines": 3'):
+            server.confirm(model_name="third")
+        engines = server.adapter.report_status()["engines"]
+        assert sum(engine["tiers"]["cpu"]["budget_bytes"] for engine in engines) <= 4 << 20
+
+
 def test_engines_that_differ_in_anything_have_other_keys() -> None:
     fingerprint = make_fingerprint()
     names = [
@@ -532,7 +578,7 @@ def test_a_check_waits_for_no_other_lookup(home: Home, monkeypatch: pytest.Monke
             server.adapter.submit_lookup_and_lock_task(keys, {0: desc})
         salt = check_salt()
         server.adapter.submit_lookup_and_lock_task(server.keys(check_ids(CHUNK), salt), {0: desc})
-        assert confirm(str(server.socket), server.report(), salt)
+        confirm(str(server.socket), server.report(), salt).connection.close()
         go_on.set()
 
 
@@ -816,7 +862,7 @@ def test_closing_waits_for_what_is_being_written(home: Home, monkeypatch: pytest
     assert adapter.query_lookup_and_lock_result(1) is None
 
 
-@pytest.mark.parametrize("params", [{"control": None}, {"store_ack": "yes"}, {"cpu_bites": 3}])
+@pytest.mark.parametrize("params", [{"control": None}, {"store_ack": "yes"}, {"cpu_bites": 3}, {"engines": 0}])
 def test_wrong_parameters_end_the_start_with_their_name(home: Home, params: dict[str, Any]) -> None:
     own = {"home": str(home.path), "control": str(home.path / "s" / "c")} | params
     with pytest.raises(SettingsError, match=next(iter(params))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import socketserver
 import stat
 import sys
@@ -17,8 +18,9 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -102,8 +104,17 @@ def check_ids(chunk_tokens: int) -> list[int]:
     return list(range(chunk_tokens))
 
 
-def confirm(path: str, report: Report, check: str) -> str:
-    """Report to the adapter at `path` and return the path of this rank's control socket.
+class Confirmed(NamedTuple):
+    """What a rank has of the adapter that takes its report."""
+
+    control: str
+    """Path of the control socket of this rank's store."""
+    connection: socket.socket
+    """The caller's to keep for as long as the engine lives: its end tells the adapter that the engine is gone."""
+
+
+def confirm(path: str, report: Report, check: str) -> Confirmed:
+    """Report to the adapter at `path` and return where this rank's store answers. Blocks for the answer.
 
     `check` is a salt of `check_salt` under which LMCache's server has looked `check_ids` up: the adapter has seen by
     which hash the server names chunks. Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for
@@ -116,17 +127,19 @@ def confirm(path: str, report: Report, check: str) -> str:
             f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
             f"the same `control` as in {CONTROL}; see `lmcache-cartridge config lmcache-multiprocess.sh`"
         ) from error
-    with connection:
+    try:
         if frames.peer_uid(connection) != os.geteuid():
             raise UnsupportedEngine(f"another user listens at {path}")
         frames.send(connection, [msgspec.to_builtins(report), check])
-        frame = frames.receive(connection)
-    if frame is None:
-        raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
-    problem, result = msgspec.msgpack.decode(frame)
-    if problem is not None:
-        raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
-    return result
+        if (frame := frames.receive(connection)) is None:
+            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
+        problem, result = msgspec.msgpack.decode(frame)
+        if problem is not None:
+            raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
+    except BaseException:
+        connection.close()
+        raise
+    return Confirmed(result, connection)
 
 
 class Checks:
@@ -172,8 +185,9 @@ def _servers_hash() -> str:
 class Desk:
     """Takes reports at a Unix socket that no other user may open, in threads of its own."""
 
-    def __init__(self, path: Path, accept: Callable[[Report, str], str]) -> None:
+    def __init__(self, path: Path, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
         """`accept` takes a report and its check, and returns the path of a control socket or raises `CartridgeError`.
+        `gone` is called when whoever sent an accepted report has gone.
 
         Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
         """
@@ -181,7 +195,7 @@ class Desk:
 
         class Connection(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                _answer(self.request, accept)
+                _answer(self.request, accept, gone)
 
         self._path = path
         self._server = socketserver.ThreadingUnixStreamServer(str(path), Connection)
@@ -196,12 +210,26 @@ class Desk:
         self._path.unlink(missing_ok=True)
 
 
-def _answer(connection: Any, accept: Callable[[Report, str], str]) -> None:
+def _answer(connection: Any, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
+    """Take one report and wait until whoever sent it goes."""
+    accepted: list[Report] = []
+
+    def take(frame: bytes) -> str:
+        report, check = _report(frame)
+        control = accept(report, check)
+        accepted.append(report)
+        return control
+
     try:
         if (frame := frames.receive(connection)) is not None:
-            frames.send(connection, frames.result(lambda: accept(*_report(frame)), logger, "taking a report"))
+            frames.send(connection, frames.result(partial(take, frame), logger, "taking a report"))
+            while accepted and frames.receive(connection) is not None:
+                pass
     except OSError as error:
         logger.debug("a report broke off: %s", error)
+    finally:
+        for report in accepted:
+            gone(report)
 
 
 def _report(frame: bytes) -> tuple[Report, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,28 +59,34 @@ class CartridgeL2Adapter(L2AdapterInterface):
 
     def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
         """Called by LMCache's server. `params` are `control`, the path of our socket, settings, and what may be left out:
-        `store_ack`, and `lmcache_http`, where LMCache's server answers HTTP, so that evicting drops its copies too.
+        `store_ack`, `lmcache_http`, where LMCache's server answers HTTP, so that evicting drops its copies too, and
+        `engines`, how many engines of different names may be served at once: each has an equal part of `cpu_bytes`.
 
         Raises `CartridgeError`, which ends the server's start, with what is wrong.
         """
         super().__init__(max_capacity_bytes=0)
         own = dict(params)
         control, self._acknowledge = own.pop("control", None), own.pop("store_ack", True)
-        self._http = own.pop("lmcache_http", None)
+        self._http, self._engines = own.pop("lmcache_http", None), own.pop("engines", 1)
         if not control or not isinstance(self._acknowledge, bool):
             raise SettingsError(
                 "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
             )
-        self._settings = from_mapping(own, "adapter_params.")
+        if not isinstance(self._engines, int) or self._engines < 1:
+            raise SettingsError("adapter_params.engines is a number from 1 on")
+        settings = from_mapping(own, "adapter_params.")
+        self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
         self._seats: dict[tuple[str, int], _Seat] = {}
+        self._present: Counter[tuple[str, int]] = Counter()
+        """How many processes there are that have reported as a rank."""
         self._tags: OrderedDict[str, str] = OrderedDict()
         self._checks = Checks()
         self._lock = threading.Lock()
         self._stores = Acknowledgements()
         self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
         self._loads = Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
-        self._desk = Desk(Path(control), self._accept)
+        self._desk = Desk(Path(control), self._accept, self._gone)
         logger.info("cartridges of %s wait for vLLM's workers at %s", self._settings.home, control)
 
     # What vLLM's workers tell.
@@ -95,13 +101,34 @@ class CartridgeL2Adapter(L2AdapterInterface):
         with self._lock:
             seat = self._seats.get(report.seat)
             if seat is None:
+                self._make_room(report.model_name)
                 seat = self._seats[report.seat] = self._open(report)
             elif seat.report != report:
                 raise UnsupportedEngine(
                     f"an engine of the same name was here before and writes KV as {seat.report.layout} in chunks of "
                     f"{seat.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
                 )
+            self._present[report.seat] += 1
             return seat.control.path
+
+    def _gone(self, report: Report) -> None:
+        """Note that a rank's process has ended. Its store stays, warm, until another engine needs the memory."""
+        with self._lock:
+            self._present[report.seat] -= 1
+
+    def _make_room(self, model_name: str) -> None:
+        """Close the stores of engines that are gone. The lock is held. Raises `UnsupportedEngine` where too many are not."""
+        others = {name for name, _ in self._seats} - {model_name}
+        living = {name for name in others if any(self._present[seat] for seat in self._seats if seat[0] == name)}
+        if len(living) >= self._engines:
+            raise UnsupportedEngine(
+                f"LMCache's server has memory for the cartridges of {self._engines} engine(s) and serves "
+                f"{', '.join(sorted(living))}: end that, start this engine with an LMCache server and `control` of its own, "
+                f'or set "engines": {len(living) + 1} in adapter_params, which divides cpu_bytes among them'
+            )
+        for seat in [seat for seat in self._seats if seat[0] in others - living]:
+            logger.info("the cartridges of %s are let go: it is gone, and another engine has come", seat[0])
+            self._seats.pop(seat).close()
 
     def _open(self, report: Report) -> _Seat:
         if report.layout not in ("kv_2ltd", "fused") and not is_tiled(report.layout):
@@ -242,8 +269,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         with self._lock:
             seats, self._seats = self._seats, {}
         for seat in seats.values():
-            seat.control.close()
-            seat.store.close()
+            seat.close()
         self._stores.close()
 
 
@@ -256,6 +282,11 @@ class _Seat(NamedTuple):
     objects: tuple[tuple[int, ...], ...]
     """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
     copies: Copies
+
+    def close(self) -> None:
+        """Serve this rank no more. Blocks for what is being loaded."""
+        self.control.close()
+        self.store.close()
 
     def takes(self, desc: MemoryLayoutDesc | None) -> bool:
         """Whether LMCache's objects have room for exactly our chunks."""

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from ..errors import UnsupportedEngine
 from ..fingerprint import Fingerprint
 from . import worker
-from .confirm import Report, check_ids, check_salt, confirm, key_name, key_salt
+from .confirm import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
 from .connector import positions_to_inject, warn_without_api
 from .engine import check_vllm, fingerprint_of
 from .multiprocess import CONTROL
@@ -85,13 +85,14 @@ class CartridgeMPConnector(LMCacheMPConnector):
             layers = self._vllm_config.compilation_config.static_forward_context
             layout = written_layout(kv_caches, layers)
             super().register_kv_caches(kv_caches)
-            worker.adapter_control = self._confirm(layout)
+            self._confirmed = self._confirm(layout)
+            worker.adapter_control = self._confirmed.control
             worker.offer()
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise
 
-    def _confirm(self, layout: str) -> str:
+    def _confirm(self, layout: str) -> Confirmed:
         parallel = self._vllm_config.parallel_config
         report = Report(
             model_name=self._engine.key_name,
