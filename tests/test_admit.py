@@ -71,9 +71,9 @@ async def _admit(plugin: CartridgePlugin, *ids: str, **options: Any) -> None:
     claim.release()
 
 
-async def _status(plugin: CartridgePlugin, *ids: str) -> int:
+async def _status(plugin: CartridgePlugin, *ids: str, **options: Any) -> int:
     try:
-        await _admit(plugin, *ids)
+        await _admit(plugin, *ids, **options)
     except Refusal as refusal:
         return refusal.status
     return 200
@@ -213,7 +213,8 @@ def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_reques
 
     async def live() -> None:
         await _admit(plugin, "hot")
-        stuck = [asyncio.create_task(_status(plugin, hanging.root(n % 2))) for n in range(24)]
+        ways = {}, {"source": "local"}  # two requests, of one location
+        stuck = [asyncio.create_task(_status(plugin, hanging.root(n % 2), **ways[n // 2 % 2])) for n in range(24)]
         await asyncio.to_thread(until, lambda: len(hanging.waiting) == 2)
         for _ in range(20):
             await _admit(plugin, "hot")
