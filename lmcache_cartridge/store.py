@@ -109,6 +109,7 @@ class CartridgeStore:
         self._tiers.add_device(engine.device, self._device_bytes())
         self._reads = Reads(_MAX_READS)
         self._open: set[Claim] = set()
+        self._answered: set[str] = set()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
         self._lock = threading.RLock()  # taken again by `claim` within `pin`
@@ -132,7 +133,10 @@ class CartridgeStore:
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         if needed is None or not keys or len(keys) < needed:
             return 0
-        return self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        count = self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        if count and tag is None:
+            self._answered.add(keys[0].digest)
+        return count
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Return how many leading hashes could be lent now; leases and loads nothing."""
@@ -289,6 +293,10 @@ class CartridgeStore:
         """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
         self._catalog.distrust(digest, reason)
 
+    def answered(self) -> list[str]:
+        """Return the digests of those that answered prompts which did not name them, since this process started."""
+        return sorted(self._answered)
+
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
 
@@ -335,6 +343,7 @@ class CartridgeStore:
             "quarantined": len(self._catalog.quarantined),
             "pinned": pinned,
             "loading": len(self._waiting()),
+            "answered": len(self._answered),
             **self._claim_numbers(),
             "tiers": self.tiers(),
         }

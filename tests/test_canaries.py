@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from blocks import quietly
 from homes import CHUNK, STILL, Home
-from making import make_fingerprint, make_rope
+from making import make_fingerprint, make_rope, sha256_hasher
 from test_admit import serve  # noqa: F401
 
 with quietly():
     from lmcache_cartridge.serve.api import CartridgePlugin
     from lmcache_cartridge.serve.canary import Canaries
 
-from lmcache_cartridge.artifact import MANIFEST, load_manifest
+from lmcache_cartridge.artifact import MANIFEST, load_manifest, load_token_ids
 from lmcache_cartridge.canary import Asked, Expected, ServedCanary
 from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Refusal, Unservable
 from lmcache_cartridge.store import CartridgeStore
@@ -70,7 +70,7 @@ def store(home: Home) -> CartridgeStore:
         if name != "plain":
             manifest = load_manifest(home.root(name))
             (home.root(name) / MANIFEST).write_bytes(msgspec.structs.replace(manifest, canary=CANARY).encode())
-    return home.open(settings=STILL, chunks=64, fingerprint=SHAPE)
+    return home.open(settings=STILL | {"lookup_timeout_s": 20}, chunks=64, fingerprint=SHAPE)
 
 
 Run = Callable[..., Any]
@@ -229,3 +229,23 @@ def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run: Ru
         assert len(engine.asked) == 1
 
     run(work)
+
+
+def test_one_that_answers_prompts_which_do_not_name_it_is_tried_soon(
+    run: Run, store: CartridgeStore, home: Home
+) -> None:
+    manifest = load_manifest(home.root("doc"))
+    hashes = list(sha256_hasher(CHUNK)([*load_token_ids(manifest, home.root("doc")).tolist(), *range(CHUNK)]))
+
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        engine.wrong = {manifest.digest}
+        plugin.canaries.follow(await plugin.call("numbers"))
+        assert plugin.canaries._trying is None, "nothing to try"
+        assert await asyncio.to_thread(store.lookup, hashes) == 4
+        for _ in range(2):
+            plugin.canaries.follow(await plugin.call("numbers"))
+            await plugin.canaries._trying
+        assert len(engine.asked) == 1
+
+    run(work)
+    assert store.lookup(hashes) == 0, "it answers nobody any more"

@@ -152,7 +152,13 @@ class CartridgePlugin:
                 serving.engine_client = GuardedEngine(engine_client, self)
         with requests().paused():
             await probe(state)
-        self._following = asyncio.create_task(scrape.follow(self._numbers, partial(self.call, "numbers")))
+        self._following = asyncio.create_task(scrape.follow(self._numbers, self._look))
+
+    async def _look(self) -> list[Any]:
+        """Return the workers' numbers, and have those tried that answer prompts which do not name them."""
+        ranks = await self.call("numbers")
+        self.canaries.follow(ranks)
+        return ranks
 
     async def _control_paths(self) -> list[str]:
         try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import SamplingParams
@@ -20,7 +21,8 @@ from ..canary import Asked, Comparison, ServedCanary, compare
 from ..errors import CartridgeError
 from ..manifest import Manifest
 from ..metrics import requests
-from .request import GRANT, TAG, Refusal, Selection, Unservable
+from ..registry import Registry
+from .request import GRANT, TAG, Reference, Refusal, Selection, Unservable
 
 if TYPE_CHECKING:
     from .api import CartridgePlugin
@@ -53,11 +55,37 @@ class Canaries:
         """By tag: None for those that the engine answers from as it should, else how it does not."""
         self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
         self._unasked: set[str] = set()
+        self._unnamed: set[str] = set()
+        self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, digest: str) -> str | None:
         """Return `passed` or `failed`, of the cartridge by itself; None where it was not asked."""
         found = [why for (tag, _), why in self._results.items() if tag == digest]
         return ("failed" if found[-1] else "passed") if found else None
+
+    def follow(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Have those tried, in the background, that answered a prompt with their document's text and were not yet.
+
+        `ranks` are the workers' numbers. No request waits for it: the prompt that came first is answered already.
+        """
+        more = max(rank["answered"] for rank in ranks) > len(self._unnamed)
+        if more and self._plugin.settings.canary and (self._trying is None or self._trying.done()):
+            self._trying = asyncio.create_task(self._try_unnamed())
+
+    async def _try_unnamed(self) -> None:
+        answered = set(chain.from_iterable(await self._plugin.call("answered"))) - self._unnamed
+        registry = Registry(self._plugin.settings.registry_path, read_only=True)
+        rows = await asyncio.to_thread(registry.having, answered)
+        self._unnamed |= answered - {row.digest for row in rows}
+        for row in rows:
+            try:
+                selection = await self._plugin.resolve([Reference(id=row.name, source="registry")])
+                refusal = await self.check(selection)
+            except (Refusal, CartridgeError) as error:
+                logger.warning("%s could not be tried on this engine: %s", row.name, error)
+                continue
+            if refusal is None or refusal.status != 503:  # which is asked again
+                self._unnamed.add(row.digest)
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return what to say of a cartridge that the engine was seen not to answer right from; None if there is none."""

@@ -93,6 +93,7 @@ def _answer(connection: socket.socket, store: Callable[[], CartridgeStore]) -> N
         "pin": lambda digest: store().pin(digest),
         "unpin": lambda digest: store().unpin(digest),
         "evict": lambda digest: store().evict(digest),
+        "answered": lambda: store().answered(),
         "distrust": lambda digest, reason: store().distrust(digest, reason),
         "refresh": lambda: store().refresh(),
         "status": lambda: store().status(),
