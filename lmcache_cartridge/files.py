@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,6 +21,16 @@ def sync(file: io.BufferedWriter) -> None:
     """Bring what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk, as far as its file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:

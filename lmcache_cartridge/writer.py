@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import uuid
 from pathlib import Path
@@ -115,7 +116,10 @@ class ArtifactWriter:
         try:
             self._partial.rename(self.root)
         except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise ArtifactError(f"{self.root} cannot be made: {error.strerror}") from error
             raise CartridgeExists(f"{self.root} appeared while it was being written: {error.strerror}") from error
+        files.sync_directory(self.root.parent)
         return manifest
 
     def _manifest(self, provenance: Provenance, canary: ServedCanary | None) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -106,6 +107,23 @@ def test_the_slower_of_two_writers_at_the_same_place_is_refused_and_cleans_up(tm
         slower.commit(PROVENANCE)
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]
     assert load_manifest(tmp_path / "doc") == made.manifest
+
+
+def test_a_rename_that_fails_says_why_and_an_artefact_is_on_the_disk_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), fsync(fd)))
+    make_artifact(tmp_path / "doc", positions=40)
+    assert synced[-1] == tmp_path
+
+    def rename(self: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(ArtifactError, match="other cannot be made: Permission denied"):
+        make_artifact(tmp_path / "other", positions=40)
+    assert [path.name for path in tmp_path.iterdir()] == ["doc"]
 
 
 @pytest.mark.parametrize(("umask", "directory", "file"), [(0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
