@@ -130,3 +130,14 @@ def test_a_sweep_that_ended_before_it_moved_its_checkpoint_finds_it(
     find_rate(trainer, tmp_path)
     trainer.train(tmp_path, lambda step, loss: None, 9)
     assert [row["step"] for row in trainer.rows if "loss" in row] == list(range(1, 10))
+
+
+def test_a_rate_that_was_found_before_is_trained_at_again_though_its_checkpoint_is_gone(
+    made: School, tmp_path: Path
+) -> None:
+    find_rate(_trainer(made), tmp_path)
+    (tmp_path / CHECKPOINT).unlink()
+    trainer = _trainer(made)
+    find_rate(trainer, tmp_path)
+    trainer.train(tmp_path, lambda step, loss: None, 1)
+    assert (trainer.recipe.rate, trainer.step) == (0.3, 1)

@@ -34,7 +34,7 @@ def find_rate(
 ) -> list[Try]:
     """Find the learning rate of a trainer that has none, and set it; return what was tried.
 
-    The training then goes on in `directory` from the last step of the best try. `progress` is asked for the progress of
+    The training then goes on in `directory` from the last step of the best try, while its checkpoint lies there. `progress` is asked for the progress of
     each rate. An interrupted sweep goes on with the rates that are left. Raises `TrainingDiverged` if no rate is any good.
     """
     path, trials = directory / SWEEP, directory / "sweep"
@@ -55,8 +55,9 @@ def find_rate(
     rate = best_rate(loss_at)
     if loss_at(rate) == math.inf:
         raise TrainingDiverged(f"training diverges at every rate tried, {', '.join(f'{one.rate:g}' for one in found)}")
-    if not (directory / CHECKPOINT).exists():
-        (trials / str(rate) / CHECKPOINT).replace(directory / CHECKPOINT)
+    best = trials / str(rate) / CHECKPOINT
+    if best.exists() and not (directory / CHECKPOINT).exists():
+        best.replace(directory / CHECKPOINT)
     shutil.rmtree(trials, ignore_errors=True)
     trainer.begin(rate)
     return found
