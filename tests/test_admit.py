@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import quietly
+from faulty_proxy import Answer as Sent
+from faulty_proxy import FaultyProxy, Handler, sound
 from homes import CHUNK, STILL, Home, read, until
 from making import make_artifact, make_fingerprint
+from s3 import S3Server
 
 with quietly():
     from lmcache_cartridge.serve.api import CartridgePlugin
@@ -25,7 +28,7 @@ from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
 from lmcache_cartridge.manifest import Provenance
 from lmcache_cartridge.reads import Reads
 from lmcache_cartridge.serve.control import ControlServer, Workers
-from lmcache_cartridge.serve.request import Reference, Refusal, Resolver
+from lmcache_cartridge.serve.request import MAX_READS, Reference, Refusal, Resolver
 from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.store import CartridgeStore, Place
 from lmcache_cartridge.writer import ArtifactWriter
@@ -47,7 +50,7 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Cartridge
         roots = [str(home.path / "roots")]
         plugin.settings = from_mapping({"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings)
         plugin.resolver, plugin._workers = Resolver(plugin.settings), Workers([server.path])
-        plugin._pool, plugin._reads = ThreadPoolExecutor(8), Reads(64)
+        plugin._pool, plugin._reads = ThreadPoolExecutor(8), Reads(MAX_READS)
         plugin.canaries = Canaries(plugin, CHUNK)
         opened.append(plugin)
         return plugin
@@ -238,37 +241,35 @@ def test_a_manifest_that_is_not_read_in_time_is_a_503(serve: Callable, hanging: 
     assert _run(_status(serve(), "hot")) == 200
 
 
-class _Shelf:
-    """Stands in for the copies of manifests on S3: some are fetched once `go_on` is set, one at once."""
+def test_two_dozen_slow_manifests_on_s3_hold_up_no_other(
+    serve: Callable, home: Home, s3_credentials: S3Server, bucket: str
+) -> None:
+    """More than there are connections for chunks."""
+    go_on, waiting, asked = threading.Event(), set(), []
+    for path in home.root("hot").iterdir():
+        s3_credentials.client.upload_file(str(path), bucket, f"fast/{path.name}")
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.go_on, self.asked = root, threading.Event(), []
+    def hold(handler: Handler, answer: Sent) -> None:
+        if "slow" in handler.path:
+            waiting.add(handler.path)
+            asked.append(handler.path)
+            go_on.wait(60)
+        sound(handler, answer)
 
-    def is_fresh(self, location: str) -> bool:
-        return False
-
-    def fetch(self, location: str, *, force: bool = False) -> Path:
-        self.asked.append(location)
-        if "slow" in location:
-            assert self.go_on.wait(100)
-        return self.root
-
-
-def test_sixteen_slow_manifests_on_s3_hold_up_no_seventeenth(serve: Callable, home: Home) -> None:
-    plugin = serve(buckets=["bucket"])
-    plugin.resolver._mirror = shelf = _Shelf(home.root("hot"))
-
-    async def live() -> None:
-        named = [f"s3://bucket/slow{n % 16}" for n in range(32)]
-        slow = [asyncio.create_task(plugin.resolve([Reference(id=name)])) for name in named]
-        await asyncio.to_thread(until, lambda: len(shelf.asked) == 16)
-        await plugin.resolve([Reference(id="s3://bucket/fast")])
-        assert len(shelf.asked) == 17, "those who want one manifest wait for one answer"
+    async def live(plugin: CartridgePlugin) -> None:
+        named = [Reference(id=f"s3://{bucket}/slow{n % 24}") for n in range(48)]
+        slow = [asyncio.create_task(plugin.resolve([one])) for one in named]
+        await asyncio.to_thread(until, lambda: len(waiting) == 24)
+        assert len(asked) == 24, "those who want one manifest wait for one answer"
+        await plugin.resolve([Reference(id=f"s3://{bucket}/fast")])
         assert not any(task.done() for task in slow)
-        shelf.go_on.set()
-        await asyncio.gather(*slow)
+        go_on.set()
+        refused = await asyncio.gather(*slow, return_exceptions=True)
+        assert [getattr(one, "status", one) for one in refused] == [404] * 48
 
-    _run(live())
+    with FaultyProxy(s3_credentials.port) as proxy:
+        proxy.always = hold
+        _run(live(serve(buckets=[bucket], s3_endpoint_url=proxy.endpoint, disk_dir=home.path / "cache")))
 
 
 def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(

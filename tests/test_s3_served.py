@@ -29,7 +29,6 @@ from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, POSITIONS = 64, 1024
 WHOLE = POSITIONS // CHUNK
-NETWORK_THREADS = 16
 ARGS = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
 KINDS = {"hot": "prefill", "doc": "prefill", "trained": "trained"}
 
@@ -264,9 +263,9 @@ def test_a_manifest_that_does_not_come_holds_up_no_other_request(served: Served)
 
     served.proxy.always = hold
     try:
-        with ThreadPoolExecutor(24) as pool:  # more than there are threads for the network
+        with ThreadPoolExecutor(24) as pool:  # more than there are connections for chunks
             slow = [pool.submit(_status, served, f"s3://{served.bucket}/allowed/new{i}") for i in range(24)]
-            until(lambda: len(waiting) == NETWORK_THREADS)
+            until(lambda: len(waiting) == 24)
             assert served.state("hot")["state"] == "resident"
             assert all(served.right("hot") for _ in range(5))
             assert not any(each.done() for each in slow)

@@ -41,6 +41,7 @@ from .control import Claimed, Workers
 from .gate import COUNTS, Gate
 from .request import (
     GRANT,
+    MAX_READS,
     REQUIRED,
     TAG,
     Found,
@@ -57,8 +58,6 @@ from .yaml_settings import from_environment
 
 logger = init_logger("vllm.lmcache_cartridge.api")
 
-_MAX_READS = 64
-"""Manifests that are read at once, one of each location; requests for what was read before wait for none of them."""
 _ASK_AGAIN_S = 0.05
 """How often a read is asked for that another one keeps from starting."""
 _LAST_POLL_S = 0.5
@@ -136,7 +135,7 @@ class CartridgePlugin:
         self.resolver, self.router = Resolver(self.settings), Router(self.settings)
         self._workers = Workers(await self._control_paths())
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
-        self._reads = Reads(_MAX_READS)
+        self._reads = Reads(MAX_READS)
         for rank in (ranks := await self.call("numbers")):
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         self.canaries = Canaries(self, ranks[0]["chunk_tokens"])

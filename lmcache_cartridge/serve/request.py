@@ -47,6 +47,8 @@ TAG = "lmcache.tag.cartridge"
 GRANT = "cartridge"
 """The key in `kv_transfer_params` that tells our connector how many positions must be injected, not computed."""
 MAX_CHAIN = 16
+MAX_READS = 64
+"""Manifests that are read at once, one of each location; requests for what was read before wait for none of them."""
 REQUIRED = (
     "the request gets no cartridge, and this server answers with cartridges only (setting `required`); name one in "
     "`cartridges`, or in kv_transfer_params.cartridge_id for /v1/messages"
@@ -268,7 +270,9 @@ class Resolver:
         self._settings, self._clock = settings, clock
         self._registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
-        self._mirror = Mirror(settings.mirror_dir, Sources(settings))
+        # A connection for each read there may be: a slow one keeps no other waiting.
+        sources = Sources(settings.model_copy(update={"s3_connections": MAX_READS}))
+        self._mirror = Mirror(settings.mirror_dir, sources)
         self._registered: OrderedDict[tuple[str, str], Found] = OrderedDict()
         """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
         self._rows: OrderedDict[str, list[Location]] = OrderedDict()
