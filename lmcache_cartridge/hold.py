@@ -63,7 +63,7 @@ class Hold:
             if not self._closed:
                 self._closed = True
                 for entry in self._entries.values():
-                    entry.holds -= 1
+                    self._residency._hold(entry, -1)
 
     def __enter__(self) -> Hold:
         return self
@@ -92,7 +92,7 @@ class Hold:
             if not self._counted:
                 residency._count(entry)
             if entry is not None and key not in held:
-                entry.holds += 1
+                residency._hold(entry, 1)
                 held[key] = entry
         self._counted = True
         for key in self.keys:
@@ -100,5 +100,5 @@ class Hold:
                 if not residency._has_room():
                     break
                 entry = held[key] = residency._start(key)
-                entry.holds += 1
+                residency._hold(entry, 1)
         residency._touch([key for key in self.keys if key in held])

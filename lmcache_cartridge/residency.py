@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -66,6 +67,7 @@ class Entry:
         self.state: Literal["loading", "resident", "gone"] = "loading"
         self.error: CartridgeError | None = None
         self.leases: deque[float] = deque()
+        """When each runs out."""
         self.loans = 0
         self.holds = 0
 
@@ -93,7 +95,7 @@ class Loan:
         with self._residency._lock:
             entry, self._entry = self._entry, None
             if entry is not None:
-                entry.loans -= 1
+                self._residency._lend(entry, -1)
 
     def __enter__(self) -> Loan:
         return self
@@ -127,6 +129,12 @@ class Residency:
         self._changed = threading.Condition(self._lock)
         self._threads = LoadThreads(load, self._loaded, self._lock, threads=threads, **loading)
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
+        # How many chunks are so, kept as they change: whoever asks for totals must not hold up a hit.
+        self._held = self._lent = 0
+        self._leased: OrderedDict[Entry, None] = OrderedDict()
+        """Those with a lease, in the order in which the last one runs out; it may have since."""
+        self._reordered: set[Entry] = set()
+        """Those whose last lease was given back, so that they have no place in that order."""
         self._load_seconds, self._load_counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._closed = False
 
@@ -139,7 +147,7 @@ class Residency:
         with self._lock:
             if _resident_run([self._entries[k] for k in takewhile(self._entries.__contains__, keys)]) < len(keys):
                 return False
-            self._admit(keys)
+            self._admit(keys, self._clock() + self._lease_s)
             return True
 
     def want(self, keys: Sequence[ChunkKey]) -> None:
@@ -159,7 +167,8 @@ class Residency:
             if whole and not self._fits(keys):
                 self._misses += 1
                 return 0
-            entries = self._admit(keys)
+            expiry = self._clock() + self._lease_s
+            entries = self._admit(keys, expiry)
             run = _resident_run(entries)
             while run < len(entries) and entries[run].state == "loading":
                 remaining = deadline - self._clock()
@@ -170,17 +179,16 @@ class Residency:
             if whole and run < len(keys):
                 run = 0
             for entry in entries[run:]:
-                if entry.leases:  # it may have run out meanwhile, or another's late release may have ended it
-                    entry.leases.pop()
+                self._unlease(entry, expiry)
             return run
 
     def release(self, key: ChunkKey) -> bool:
         """End one lease of the chunk, the oldest that has not run out; False if it has none."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or not entry.live_leases(self._clock()):
+            if entry is None or not self._live_leases(entry, self._clock()):
                 return False
-            entry.leases.popleft()
+            self._unlease(entry, entry.leases[0])
             return True
 
     def resident(self, keys: Sequence[ChunkKey]) -> int:
@@ -200,7 +208,7 @@ class Residency:
                 entry = self._entries.get(key)
                 if entry is None or entry.state != "resident":
                     break
-                entry.loans += 1
+                self._lend(entry, 1)
                 loans.append(Loan(self, entry))
         return loans
 
@@ -219,10 +227,10 @@ class Residency:
             return len(mine)
 
     def stats(self) -> ResidencyStats:
-        """Return counters and totals; no side effects."""
+        """Return counters and totals, at a cost that does not grow with the chunks; no side effects."""
         with self._lock:
-            entries, now = self._entries.values(), self._clock()
-            resident = sum(e.state == "resident" for e in entries)
+            self._forget_ends(self._clock())
+            resident = self._promoted - self._evicted
             return ResidencyStats(
                 hits=self._hits,
                 misses=self._misses,
@@ -231,9 +239,9 @@ class Residency:
                 evicted=self._evicted,
                 resident=resident,
                 loading=len(self._entries) - resident,
-                held=sum(e.holds > 0 for e in entries),
-                leased=sum(any(t > now for t in e.leases) for e in entries),
-                lent=sum(e.loans > 0 for e in entries),
+                held=self._held,
+                leased=len(self._leased) + len(self._reordered),
+                lent=self._lent,
                 resident_bytes=resident * self._slab.slot_bytes,
                 budget_bytes=self.budget_bytes,
                 load_seconds=self._load_seconds,
@@ -250,6 +258,12 @@ class Residency:
             assert all(e.holds >= 0 for e in self._entries.values()), "a hold was closed twice"
             resident = sum(e.state == "resident" for e in self._entries.values())
             assert self._promoted - self._evicted == resident, "promoted - evicted != resident"
+            now, entries = self._clock(), self._entries.values()
+            self._forget_ends(now)
+            found = [sum(e.holds > 0 for e in entries), sum(e.loans > 0 for e in entries)]
+            found.append(sum(any(t > now for t in e.leases) for e in entries))
+            leased = len(self._leased) + len(self._reordered)
+            assert [self._held, self._lent, leased] == found, "what is held, lent or leased was miscounted"
 
     def close(self) -> None:
         """Admit no more chunks and wait for the loads under way. Loans stay valid."""
@@ -267,15 +281,14 @@ class Residency:
         idle = sum(self._is_idle(e, now) for k, e in self._entries.items() if k not in wanted)
         return missing <= self._slab.free_slots + idle
 
-    def _admit(self, keys: Sequence[ChunkKey]) -> list[Entry]:
+    def _admit(self, keys: Sequence[ChunkKey], expiry: float) -> list[Entry]:
         """Lease a leading run of `keys`, start loading what is missing of it, and return it. The lock is held."""
-        expiry = self._clock() + self._lease_s
         # What is here already is leased first, so that loading its neighbours cannot evict it.
         here = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         for entry in here:
             if not entry.holds:  # what is held was counted when it was
                 self._count(entry)
-            entry.leases.append(expiry)
+            self._lease(entry, expiry)
         if len(here) == len(keys):
             self._touch(keys)
             return here
@@ -287,10 +300,10 @@ class Residency:
                 if self._closed or not self._has_room():
                     for beyond in keys[count + 1 :]:
                         if beyond in self._entries:
-                            self._entries[beyond].leases.pop()
+                            self._unlease(self._entries[beyond], expiry)
                     break
                 entry = self._start(key)
-                entry.leases.append(expiry)
+                self._lease(entry, expiry)
             admitted.append(entry)
         self._touch(keys[: len(admitted)])
         return admitted
@@ -331,13 +344,60 @@ class Residency:
             entry.state = "resident"
             self._promoted += 1
         else:
+            self._held -= entry.holds > 0
             entry.state, entry.error = "gone", error
+            entry.leases.clear()
+            self._no_lease(entry)
             self._failed += 1
             del self._entries[key]
             self._slab.give(entry.slot)
 
     def _is_idle(self, entry: Entry, now: float) -> bool:
-        return entry.state == "resident" and not (entry.holds or entry.loans or entry.live_leases(now))
+        return entry.state == "resident" and not (entry.holds or entry.loans or self._live_leases(entry, now))
+
+    def _hold(self, entry: Entry, change: int) -> None:
+        """Note that one hold more, or less, keeps a chunk. The lock is held."""
+        before, entry.holds = entry.holds > 0, entry.holds + change
+        if entry.state != "gone":
+            self._held += (entry.holds > 0) - before
+
+    def _lend(self, entry: Entry, change: int) -> None:
+        before, entry.loans = entry.loans > 0, entry.loans + change
+        self._lent += (entry.loans > 0) - before
+
+    def _lease(self, entry: Entry, expiry: float) -> None:
+        entry.leases.append(expiry)
+        self._reordered.discard(entry)
+        self._leased[entry] = None
+        self._leased.move_to_end(entry)
+
+    def _unlease(self, entry: Entry, expiry: float) -> None:
+        """End the lease that runs out then; no change if it did, or somebody's late release ended it."""
+        with suppress(ValueError):
+            entry.leases.remove(expiry)
+            if not entry.leases:
+                self._no_lease(entry)
+            elif entry.leases[-1] < expiry:
+                self._leased.pop(entry, None)
+                self._reordered.add(entry)
+
+    def _live_leases(self, entry: Entry, now: float) -> int:
+        """Forget the leases that have run out and return how many are left."""
+        live = entry.live_leases(now)
+        if not live:
+            self._no_lease(entry)
+        return live
+
+    def _forget_ends(self, now: float) -> None:
+        """Note which chunks have no lease any more since their last one ran out."""
+        while self._leased and next(iter(self._leased)).leases[-1] <= now:
+            self._live_leases(next(iter(self._leased)), now)
+        for entry in list(self._reordered):
+            self._live_leases(entry, now)
+
+    def _no_lease(self, entry: Entry) -> None:
+        self._leased.pop(entry, None)
+        self._reordered.discard(entry)
 
     def _has_room(self) -> bool:
         """Whether a slot is free, that of the least recently used idle chunk if need be. The lock is held."""

@@ -907,6 +907,45 @@ def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_residency: Ca
     assert residency.evict("a") == 1, "its lease went on without it"
 
 
+def test_totals_cost_no_walk_over_the_chunks(open_residency: Callable, clock: _Clock) -> None:
+    residency, keys = open_residency(8), _keys("a", 8)
+    for _ in range(50):
+        assert residency.acquire(keys, 5) == 8
+        assert all(residency.release(key) for key in keys)
+        assert residency.acquire(keys[:3], 5) == 3
+        clock.now += 1
+    with residency.hold(keys[:2]) as hold, residency.lend(keys[0]), residency.lend(keys[0]):
+        hold.poll()
+        residency._entries.values = None  # nothing iterates over it
+        stats = residency.stats()
+        assert (stats.resident, stats.leased, stats.held, stats.lent) == (8, 3, 2, 1)
+    del residency._entries.values
+    clock.now += 100
+    stats = residency.stats()
+    assert (stats.leased, stats.held, stats.lent) == (0, 0, 0)
+
+
+def test_a_lookup_that_gives_up_ends_its_own_lease_and_no_other(
+    open_residency: Callable, loads: _Loads, clock: _Clock
+) -> None:
+    residency, (key,) = open_residency(1), _keys("a", 1)
+    loads.held = {key: threading.Event()}
+    entries: list[int] = []
+
+    def other(seconds: float) -> bool:
+        """Stand in for the wait of the first lookup, in which another one comes a second later."""
+        if not entries:
+            entries.append(1)
+            clock.now += 1
+            residency.acquire([key], 0.0)
+            residency._lease(residency._entries[key], clock.now + 100)  # of a third, who is told of it
+        return False
+
+    residency._changed.wait = other
+    assert residency.acquire([key], 5) == 0
+    assert list(residency._entries[key].leases) == [clock.now + 100], "the newest is not the first lookup's"
+
+
 class _Together:
     """Loads chunks in a row together, up to `most`, and notes each call."""
 
