@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from homes import home  # noqa: F401
-from s3 import bucket, s3_credentials, s3_server  # noqa: F401
+from s3 import bucket, moto_server, s3_credentials, s3_kind, s3_server  # noqa: F401
 
 CACHE = "LMCACHE_CARTRIDGE_CACHE"
 # No test, nor a server that it starts, uses the download cache of the person who runs it.

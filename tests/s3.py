@@ -1,4 +1,7 @@
-"""A real S3 server for tests: OpenStack Swift with its s3api, one replica, four processes on loopback."""
+"""Two S3 servers for tests: OpenStack Swift with its s3api, one replica, four processes on loopback; and moto's.
+
+They were written by different people, so what both do is likely what S3 does. `both` has a test run with each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -52,18 +55,73 @@ for kind, port in zip(sys.argv[2:5], sys.argv[5:]):
 """Run in a process of its own: swift brings eventlet, which warns of every fork from then on."""
 
 
-class S3Server:
-    """The server under `root`, a directory of a file system with user extended attributes (ext4, xfs, tmpfs)."""
+class _Server:
+    """What the two have in common: `endpoint`, `port` and credentials."""
+
+    endpoint: str
+    environment: ClassVar = {
+        "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }  # fmt: skip
+
+    @functools.cached_property
+    def client(self) -> Any:
+        """A boto3 client that bypasses the code under test."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}),
+        )  # fmt: skip
+
+    def _wait(self, root: Path) -> None:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(self.endpoint, timeout=5).close()
+                return
+            except urllib.error.HTTPError as error:
+                error.close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise TimeoutError(f"{self.endpoint} does not answer; its logs lie in {root}")
+
+
+class MotoServer(_Server):
+    """Moto's server, with what it is given in memory and its log in `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.port = root, free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        server = [sys.executable, "-c", END_WITH_PARENT, sys.executable, "-m", "moto.server"]
+        with (self._root / "moto.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*server, "-H", "127.0.0.1", "-p", str(self.port)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._wait(self._root)
+
+    def kill(self) -> None:
+        """End it at once."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class S3Server(_Server):
+    """Swift under `root`, a directory of a file system with user extended attributes (ext4, xfs, tmpfs)."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._processes: dict[str, subprocess.Popen] = {}
         self._ports = {kind: free_port() for kind in (*STORAGE, "proxy")}
         self.endpoint = f"http://127.0.0.1:{self._ports['proxy']}"
-        self.environment = {
-            "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        }  # fmt: skip
         self._configure()
 
     @property
@@ -85,15 +143,7 @@ class S3Server:
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(self.endpoint, timeout=5).close()
-            except urllib.error.HTTPError as error:
-                error.close()
-                return
-            except OSError:
-                time.sleep(0.1)
-        raise TimeoutError(f"{self.endpoint} does not answer; its logs lie in {self._root}")
+        self._wait(self._root)
 
     def kill(self, *kinds: str) -> None:
         """End the server at once, or only some of its processes: `proxy` is the one that clients connect to."""
@@ -101,17 +151,6 @@ class S3Server:
             process = self._processes.pop(kind)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-    @functools.cached_property
-    def client(self) -> Any:
-        """A boto3 client that bypasses the code under test."""
-        import boto3
-        from botocore.config import Config
-
-        return boto3.client(
-            "s3", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-            region_name="us-east-1", config=Config(s3={"addressing_style": "path"}),
-        )  # fmt: skip
 
     def _configure(self) -> None:
         etc, devices = self._root / "etc", self._root / "node"
@@ -150,9 +189,31 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         server.client.close()
 
 
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    """Moto's server, started for the first test that asks for it."""
+    server = MotoServer(tmp_path_factory.mktemp("moto"))
+    server.start()
+    yield server
+    server.kill()
+    server.client.close()
+
+
 @pytest.fixture
-def s3_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def s3_kind() -> str:
+    """Which server `s3_credentials` and `bucket` are of."""
+    return "swift"
+
+
+both = pytest.mark.parametrize("s3_kind", ["swift", "moto"])
+
+
+@pytest.fixture
+def s3_credentials(
+    s3_kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> S3Server | MotoServer:
     """The server, with its credentials in the environment and no others to be found."""
+    s3_server = request.getfixturevalue({"swift": "s3_server", "moto": "moto_server"}[s3_kind])
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in s3_server.environment.items():
@@ -161,8 +222,8 @@ def s3_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Se
 
 
 @pytest.fixture
-def bucket(s3_server: S3Server) -> str:
+def bucket(s3_credentials: S3Server | MotoServer) -> str:
     """A new, empty bucket."""
     name = f"bucket-{uuid.uuid4().hex[:12]}"
-    s3_server.client.create_bucket(Bucket=name)
+    s3_credentials.client.create_bucket(Bucket=name)
     return name

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from faulty_proxy import FaultyProxy, reset, silence, status
 from making import Made, files_under, make_artifact, run_threads
-from s3 import S3Server
+from s3 import S3Server, both
 
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, load_manifest, load_token_ids
 from lmcache_cartridge.errors import (
@@ -74,6 +74,7 @@ def remote(s3_credentials: S3Server, bucket: str, tmp_path: Path) -> Iterator[_R
         remote.sources.close()
 
 
+@both
 def test_a_copy_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
     made = remote.put()
     copy = remote.mirror().fetch(remote.location)
@@ -94,6 +95,7 @@ def test_a_copy_is_private(remote: _Remote) -> None:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
+@both
 def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> None:
     remote.put()
     mirror = remote.mirror(max_age_s=2.0)

@@ -16,7 +16,7 @@ import pytest
 from faulty_proxy import FaultyProxy, flipped, reset, status, trickle
 from homes import until
 from making import files_under, flip_bit, make_artifact, make_fingerprint, run_threads
-from s3 import S3Server
+from s3 import S3Server, both
 
 from lmcache_cartridge import s3_call, transfer
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
@@ -98,6 +98,7 @@ def _one_line(ran: _Ran, *words: str) -> None:
         assert word in last
 
 
+@both
 def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _Machine) -> None:
     root = _registered(here)
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
@@ -118,6 +119,7 @@ def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _M
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask
 
 
+@both
 def test_a_payload_of_several_parts_and_windows_arrives(
     here: _Machine, there: _Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> Non
     assert files_under(there.home / "cartridges") == files
 
 
+@both
 def test_a_push_completes_one_that_lost_a_file(here: _Machine) -> None:
     root = _registered(here)
     for lost in (PAYLOAD, "token_ids.npy", MANIFEST):

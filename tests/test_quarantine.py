@@ -9,7 +9,7 @@ import pytest
 from faulty_proxy import FaultyProxy
 from homes import Home, Prompt, assert_served, prompt_for, until
 from making import Made, flip_bit, run_threads
-from s3 import S3Server
+from s3 import S3Server, both
 
 from lmcache_cartridge import catalog
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
@@ -134,6 +134,7 @@ def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytes
         home.close()
 
 
+@both
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_copy_on_s3_that_was_repaired_is_served_again(remote: _Remote, restart: bool) -> None:
     store = remote.open()

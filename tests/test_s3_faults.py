@@ -27,7 +27,7 @@ from faulty_proxy import (
 )
 from homes import until
 from making import make_artifact, run_threads
-from s3 import S3Server
+from s3 import S3Server, both
 
 from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify_chunk
 from lmcache_cartridge.bytesource import ByteRange
@@ -55,8 +55,8 @@ def proxy(s3_credentials: S3Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture
-def location(s3_server: S3Server, bucket: str) -> str:
-    s3_server.client.put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
+def location(s3_credentials: S3Server, bucket: str) -> str:
+    s3_credentials.client.put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
     return f"s3://{bucket}/artefact"
 
 
@@ -87,6 +87,7 @@ PASSING = {
 }  # fmt: skip
 
 
+@both
 @pytest.mark.parametrize("times", [1, 6])
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_fault_that_passes_is_not_noticed(
@@ -99,6 +100,7 @@ def test_a_fault_that_passes_is_not_noticed(
     assert proxy.faults == []
 
 
+@both
 @pytest.mark.parametrize("fault", [cut(1000), truncated(1000)], ids=["cut", "truncated"])
 def test_a_part_that_broke_goes_on_from_where_it_broke(
     proxy: FaultyProxy, source: S3Source, location: str, fault: Fault
@@ -268,6 +270,7 @@ def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProx
     source.close()
 
 
+@both
 @pytest.mark.parametrize(("start", "end"), [(SIZE - 5, SIZE + 1), (0, SIZE + 1), (SIZE, SIZE + 1)])
 def test_an_object_that_ends_early_is_no_fault_to_try_again(
     proxy: FaultyProxy, location: str, start: int, end: int
