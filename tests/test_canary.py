@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 import shutil
@@ -24,7 +25,9 @@ from transformers import (
     SmolLM3Config,
 )  # fmt: skip
 
+from lmcache_cartridge.artifact import MANIFEST
 from lmcache_cartridge.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
+from lmcache_cartridge.cli import main
 from lmcache_cartridge.errors import ManifestError
 from lmcache_cartridge.make import canary as make_canary
 from lmcache_cartridge.make.canary import in_another_layout
@@ -32,6 +35,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.stored import as_served
 from lmcache_cartridge.manifest import check
 from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.rope import shift_keys
 
 # The models are tiny, and threads that contend with each other make them slower.
@@ -245,6 +249,19 @@ def test_a_canary_is_no_part_of_the_digest(tmp_path: Path) -> None:
     with_canary = msgspec.structs.replace(plain, canary=CANARY)
     check(with_canary, "here")
     assert msgspec.json.decode(with_canary.encode(), type=type(plain)) == with_canary
+
+
+def test_describe_says_whether_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for name, canary in (("old", None), ("new", CANARY)):
+        root = tmp_path / name
+        plain = make_artifact(root, positions=40, cartridge_id=name).manifest
+        (root / MANIFEST).write_bytes(msgspec.structs.replace(plain, canary=canary).encode())
+        Registry(tmp_path / "registry.sqlite").register(root)
+        assert main(["describe", name, "--home", str(tmp_path), "--format", "json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["canary"])
+    assert found[0].startswith("none")
+    assert found[1] == {"questions": 1, "in_a_chain": 0, "sensitivity": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,14 @@ def _describe(arguments: argparse.Namespace) -> None:
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
+    if asked := result["canary"]:  # what is asked and answered is for servers
+        result["canary"] = {
+            "questions": len(asked["after"]),
+            "in_a_chain": len(asked.get("behind", ())),
+            "sensitivity": asked["sensitivity"],
+        }
+    elif result["payload"]:
+        result["canary"] = "none: no server tries its engine with it; make it again to have one"
     current = location.name in registry.current([location.id])
     result |= {
         "current": current,
