@@ -109,7 +109,9 @@ class CartridgeStore:
         self._tiers.add_device(engine.device, self._device_bytes())
         self._reads = Reads(_MAX_READS)
         self._open: set[Claim] = set()
-        self._answered: set[str] = set()
+        self._trusted: set[str] | None = None
+        """Those that may answer prompts which do not name them; None where nobody tries this engine, and all may."""
+        self._untried: set[str] = set()
         self._claims: dict[str, Claim] = {}
         self._pins: dict[str, Claim] = {}
         self._lock = threading.RLock()  # taken again by `claim` within `pin`
@@ -127,16 +129,17 @@ class CartridgeStore:
         `tag` names a cartridge or chain by its digests, joined by dots; without one only prefill cartridges answer,
         each for its own tokens. What is not resident starts loading, and is waited for `lookup_timeout_s` at most.
         Where a trained cartridge is part of it, all its chunks answer or none. Every chunk counted is resident,
-        verified, and stays for the lease.
+        verified, and stays for the lease. Without a tag only what `trust` was told of answers, once it was called.
         """
         needed = self._catalog.derive(tag)
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         if needed is None or not keys or len(keys) < needed:
             return 0
-        count = self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
-        if count and tag is None:
-            self._answered.add(keys[0].digest)
-        return count
+        trusted = len(keys) if tag is not None else self._count_trusted(keys)
+        leased = self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        for key in keys[trusted:leased]:
+            self._tiers.release(key)
+        return min(leased, trusted)
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Return how many leading hashes could be lent now; leases and loads nothing."""
@@ -293,9 +296,20 @@ class CartridgeStore:
         """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
         self._catalog.distrust(digest, reason)
 
-    def answered(self) -> list[str]:
-        """Return the digests of those that answered prompts which did not name them, since this process started."""
-        return sorted(self._answered)
+    def trust(self, digests: Sequence[str]) -> None:
+        """Let cartridges answer prompts that do not name them: this engine was seen to answer right from them.
+
+        From the first call on no others do.
+        """
+        with self._lock:
+            self._trusted = (self._trusted or set()) | set(digests)
+            self._untried -= self._trusted
+
+    def untried(self) -> list[str]:
+        """Return the digests of those that could have answered such prompts since the last call, were they trusted."""
+        with self._lock:
+            untried, self._untried = sorted(self._untried), set()
+        return untried
 
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
@@ -343,7 +357,7 @@ class CartridgeStore:
             "quarantined": len(self._catalog.quarantined),
             "pinned": pinned,
             "loading": len(self._waiting()),
-            "answered": len(self._answered),
+            "untried": len(self._untried),
             **self._claim_numbers(),
             "tiers": self.tiers(),
         }
@@ -396,6 +410,17 @@ class CartridgeStore:
             started_at = [claim.started_at for claim in self._open if claim not in own]
         age_s = self._clock() - min(started_at) if started_at else 0.0
         return {"claims": len(started_at), "oldest_claim_s": age_s}
+
+    def _count_trusted(self, keys: Sequence[ChunkKey]) -> int:
+        """Return how many leading keys may answer a prompt that names no cartridge; note whose the next one is."""
+        if (trusted := self._trusted) is None:
+            return len(keys)
+        for count, key in enumerate(keys):
+            if key.digest not in trusted:
+                with self._lock:
+                    self._untried.add(key.digest)
+                return count
+        return len(keys)
 
     def _refusal(self, tag: str) -> Readiness | None:
         error = self._catalog.refusal(tag)

@@ -231,21 +231,47 @@ def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run: Ru
     run(work)
 
 
-def test_one_that_answers_prompts_which_do_not_name_it_is_tried_soon(
-    run: Run, store: CartridgeStore, home: Home
+@pytest.mark.parametrize("fate", ["passed", "failed", "late", "off"])
+def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_tried_with_it(
+    run: Run, store: CartridgeStore, home: Home, fate: str
 ) -> None:
     manifest = load_manifest(home.root("doc"))
     hashes = list(sha256_hasher(CHUNK)([*load_token_ids(manifest, home.root("doc")).tolist(), *range(CHUNK)]))
 
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        engine.wrong = {manifest.digest}
+    async def look(plugin: CartridgePlugin) -> None:
         plugin.canaries.follow(await plugin.call("numbers"))
-        assert plugin.canaries._trying is None, "nothing to try"
-        assert await asyncio.to_thread(store.lookup, hashes) == 4
-        for _ in range(2):
-            plugin.canaries.follow(await plugin.call("numbers"))
+        if plugin.canaries._trying is not None:
             await plugin.canaries._trying
-        assert len(engine.asked) == 1
+
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        engine.wrong = {manifest.digest} if fate == "failed" else set()
+        engine.finish = "error" if fate == "late" else "length"
+        await plugin.canaries.begin()
+        await look(plugin)
+        assert not engine.asked, "nothing to try"
+        found = await asyncio.to_thread(store.lookup, hashes)
+        assert found == (4 if fate == "off" else 0)
+        assert store.check() is None and store.stats().leased == found, "what is refused is not promised"
+        await look(plugin)
+        await look(plugin)
+        assert len(engine.asked) == (fate != "off")
+        engine.finish = "length"
+        assert await asyncio.to_thread(store.lookup, hashes) == (4 if fate in ("passed", "off") else 0)
+        await look(plugin)
+        assert await asyncio.to_thread(store.lookup, hashes) == (0 if fate == "failed" else 4)
+        assert len(engine.asked) == {"off": 0, "late": 2}.get(fate, 1)
+
+    run(work, canary=fate != "off")
+
+
+def test_one_that_was_named_and_passed_answers_prompts_with_its_text_too(
+    run: Run, store: CartridgeStore, home: Home
+) -> None:
+    hashes = sha256_hasher(CHUNK)(load_token_ids(load_manifest(home.root("doc")), home.root("doc")).tolist())
+
+    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+        await plugin.canaries.begin()
+        assert await _ask(plugin, "doc") == "kv"
+        assert await asyncio.to_thread(store.lookup, hashes) == 4
 
     run(work)
-    assert store.lookup(hashes) == 0, "it answers nobody any more"

@@ -139,6 +139,7 @@ class CartridgePlugin:
         for rank in (ranks := await self.call("numbers")):
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         self.canaries = Canaries(self, ranks[0]["chunk_tokens"])
+        await self.canaries.begin()
         for name in _HANDLERS:
             serving = getattr(state, name, None)
             if serving is None:
@@ -154,7 +155,7 @@ class CartridgePlugin:
         self._following = asyncio.create_task(scrape.follow(self._numbers, self._look))
 
     async def _look(self) -> list[Any]:
-        """Return the workers' numbers, and have those tried that answer prompts which do not name them."""
+        """Return the workers' numbers, and have those tried whose text came in prompts that do not name them."""
         ranks = await self.call("numbers")
         self.canaries.follow(ranks)
         return ranks

@@ -55,7 +55,6 @@ class Canaries:
         """By tag: None for those that the engine answers from as it should, else how it does not."""
         self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
         self._unasked: set[str] = set()
-        self._unnamed: set[str] = set()
         self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, digest: str) -> str | None:
@@ -63,29 +62,32 @@ class Canaries:
         found = [why for (tag, _), why in self._results.items() if tag == digest]
         return ("failed" if found[-1] else "passed") if found else None
 
-    def follow(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Have those tried, in the background, that answered a prompt with their document's text and were not yet.
+    async def begin(self) -> None:
+        """Let no cartridge answer prompts that do not name it before the engine was tried with it."""
+        if self._plugin.settings.canary:
+            await self._plugin.call("trust", [])
 
-        `ranks` are the workers' numbers. No request waits for it: the prompt that came first is answered already.
+    def follow(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Have those tried, in the background, whose document's text came in prompts that do not name them.
+
+        `ranks` are the workers' numbers. No request waits for it: until then such prompts are computed.
         """
-        more = max(rank["answered"] for rank in ranks) > len(self._unnamed)
-        if more and self._plugin.settings.canary and (self._trying is None or self._trying.done()):
+        if any(rank["untried"] for rank in ranks) and (self._trying is None or self._trying.done()):
             self._trying = asyncio.create_task(self._try_unnamed())
 
     async def _try_unnamed(self) -> None:
-        answered = set(chain.from_iterable(await self._plugin.call("answered"))) - self._unnamed
+        untried = set(chain.from_iterable(await self._plugin.call("untried")))
         registry = Registry(self._plugin.settings.registry_path, read_only=True)
-        rows = await asyncio.to_thread(registry.having, answered)
-        self._unnamed |= answered - {row.digest for row in rows}
-        for row in rows:
+        for row in await asyncio.to_thread(registry.having, untried):
             try:
                 selection = await self._plugin.resolve([Reference(id=row.name, source="registry")])
                 refusal = await self.check(selection)
             except (Refusal, CartridgeError) as error:
-                logger.warning("%s could not be tried on this engine: %s", row.name, error)
-                continue
-            if refusal is None or refusal.status != 503:  # which is asked again
-                self._unnamed.add(row.digest)
+                refusal = error
+            if refusal is None:
+                await self._plugin.call("trust", [row.digest])
+            else:  # the next prompt with its text has it tried again, unless it failed
+                logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return what to say of a cartridge that the engine was seen not to answer right from; None if there is none."""
@@ -164,6 +166,8 @@ class Canaries:
                 problem = await self._ask_all(due)
                 if problem is not None and not due.twice:
                     await self._plugin.call("distrust", due.manifest.digest, problem)
+                elif not due.twice:
+                    await self._plugin.call("trust", [due.manifest.digest])
         except Unfinished as reason:
             requests().canary("unfinished")
             logger.warning("%s could not be tried on this engine: %s", due.manifest.name, reason)
