@@ -51,7 +51,7 @@ class _Served(NamedTuple):
         return sum(a.text.strip() == q.answer for a, q in zip(answers, sheet.questions, strict=True))
 
 
-@pytest.fixture(scope="module", params=["in-process-swift"])
+@pytest.fixture(scope="module", params=["in-process-swift", "multiprocess-moto"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
     mode, _, kind = request.param.rpartition("-")
     server: S3Server | MotoServer = request.getfixturevalue({"swift": "s3_server", "moto": "moto_server"}[kind])
