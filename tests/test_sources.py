@@ -277,6 +277,7 @@ def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path: Pa
         assert isinstance(caught.value.__cause__, OSError)
 
 
+@pytest.mark.parametrize("s3_kind", ["swift", "moto"], indirect=True)
 def test_a_location_is_read_from_where_its_form_says(
     s3_credentials: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
