@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -29,6 +29,12 @@ LoadFailed = Callable[[ChunkKey, CartridgeError], None]
 """Hears of a load that raised."""
 
 
+STALLED_S = 5.0
+"""A load that takes longer is counted as stalled, as a file on a mount that hangs is."""
+_MOST_STALLED = 64
+"""Threads that may be stalled before no others take their place: they cannot be ended."""
+
+
 class LoadThreads:
     """Loads each chunk once, soon after it was asked for, and tells how that ended."""
 
@@ -44,6 +50,7 @@ class LoadThreads:
         load_run: LoadRun | None = None,
         run_of: Callable[[ChunkKey], int] = lambda key: 1,
         on_failure: LoadFailed | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """No thread begins with a chunk while a caller holds `lock`, so what is submitted meanwhile is there together.
 
@@ -56,19 +63,27 @@ class LoadThreads:
         self._is_slow, self._run_of, self._on_failure = is_slow, run_of, on_failure
         self._waiting: dict[ChunkKey, torch.Tensor] = {}
         self._lock = lock
-        self._pool = _pool(threads, "cartridge-load")
-        self._slow_pool = _pool(slow_threads, "cartridge-fetch") if slow_threads else self._pool
+        self._pool = _Pool(self._run, threads, "cartridge-load", clock)
+        self._slow_pool = _Pool(self._run, slow_threads, "cartridge-fetch", clock) if slow_threads else self._pool
 
     def submit(self, key: ChunkKey, slot: torch.Tensor) -> None:
         """Have a chunk loaded into `slot`, which is the loader's until `loaded` has heard of it. Does not wait."""
         with self._lock:
             self._waiting[key] = slot
-        (self._slow_pool if self._is_slow(key) else self._pool).submit(self._run, key)
+        (self._slow_pool if self._is_slow(key) else self._pool).submit(key)
+
+    def relieve(self) -> None:
+        """Put other threads in the place of those that are stalled, for all cartridges but theirs. Does not wait.
+
+        To be called every now and then.
+        """
+        for pool in (self._pool, self._slow_pool):
+            pool.relieve()
 
     def close(self) -> None:
-        """Wait for everything that was submitted; nothing may be afterwards."""
+        """Wait for everything that was submitted, but not for what is stalled; nothing may be submitted afterwards."""
         for pool in (self._pool, self._slow_pool):
-            pool.shutdown(wait=True, cancel_futures=False)
+            pool.close()
 
     def _run(self, key: ChunkKey) -> None:
         taken = self._take(key)
@@ -127,12 +142,91 @@ def _next(key: ChunkKey, step: int) -> ChunkKey:
     return key._replace(chunk=key.chunk + step)
 
 
-def _pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return threads that load, each of which uses one core.
+class _Pool:
+    """Threads that load, each of which uses one core.
 
     A parallel operation of torch in any of them would start a team of OpenMP threads of its own. With more of those than
     cores OpenMP's barriers stop spinning, in the engine's team too: on a CPU engine each of its operations then takes
     longer, for good (decode steps of the shipped model 9 ms instead of 3). Not `torch.set_num_threads`: vLLM's CPU
     worker replaces that by one that does nothing.
+
+    A thread that hangs in a read cannot be ended. Once it is stalled another takes its place, and no further thread
+    begins with a chunk of that cartridge or chain before the read has ended.
     """
-    return ThreadPoolExecutor(threads, name, initializer=torch._C.set_num_threads, initargs=(1,))
+
+    def __init__(self, run: Callable[[ChunkKey], None], threads: int, name: str, clock: Callable[[], float]) -> None:
+        self._run, self._threads, self._name, self._clock = run, threads, name, clock
+        self._jobs: deque[ChunkKey] = deque()
+        self._running: dict[threading.Thread, tuple[str, float]] = {}
+        """What each thread that loads is at, and since when."""
+        self._stalled: dict[threading.Thread, str] = {}
+        self._alive = self._idle = 0
+        """Threads that are not stalled; those of them that wait for something to do."""
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def submit(self, key: ChunkKey) -> None:
+        """Have `run(key)` called by a thread."""
+        with self._changed:
+            self._jobs.append(key)
+            self._wake()
+
+    def relieve(self) -> None:
+        """Count as stalled what has been running for too long, and have its place taken."""
+        with self._changed:
+            late = self._clock() - STALLED_S
+            for thread, (digest, started) in self._running.items():
+                if started < late and thread not in self._stalled and len(self._stalled) < _MOST_STALLED:
+                    self._stalled[thread] = digest
+                    self._alive -= 1
+                    logger.warning("loading %s has taken more than %g s; others go on without it", digest, STALLED_S)
+                    self._wake()
+
+    def close(self) -> None:
+        """Wait until every thread that is not stalled has ended. Calling again is no change."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        while self._alive:
+            self.relieve()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._alive, 0.1)
+
+    def _wake(self) -> None:
+        """Have a thread look for something to do. The lock is held."""
+        if len(self._jobs) > self._idle and self._alive < self._threads:
+            self._alive += 1
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._changed.notify_all()
+
+    def _next_job(self) -> ChunkKey | None:
+        stalled = set(self._stalled.values())
+        for place, key in enumerate(self._jobs):
+            if key.digest not in stalled:
+                del self._jobs[place]
+                return key
+        return None
+
+    def _work(self) -> None:
+        torch._C.set_num_threads(1)
+        me = threading.current_thread()
+        while True:
+            with self._changed:
+                while (key := self._next_job()) is None:
+                    if self._closed:
+                        self._alive -= 1
+                        self._changed.notify_all()
+                        return
+                    self._idle += 1
+                    self._changed.wait()
+                    self._idle -= 1
+                self._running[me] = key.digest, self._clock()
+            try:
+                self._run(key)
+            except Exception:
+                logger.exception("loading %s failed", key)
+            with self._changed:
+                del self._running[me]
+                if self._stalled.pop(me, None) is not None:
+                    self._changed.notify_all()  # what waited for it may go on; another thread has this one's place
+                    return

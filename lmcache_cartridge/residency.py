@@ -127,7 +127,7 @@ class Residency:
         self._entries: OrderedDict[ChunkKey, Entry] = OrderedDict()
         self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
         self._changed = threading.Condition(self._lock)
-        self._threads = LoadThreads(load, self._loaded, self._lock, threads=threads, **loading)
+        self._threads = LoadThreads(load, self._loaded, self._lock, threads=threads, clock=clock, **loading)
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
         # How many chunks are so, kept as they change: whoever asks for totals must not hold up a hit.
         self._held = self._lent = 0
@@ -264,6 +264,10 @@ class Residency:
             found.append(sum(any(t > now for t in e.leases) for e in entries))
             leased = len(self._leased) + len(self._reordered)
             assert [self._held, self._lent, leased] == found, "what is held, lent or leased was miscounted"
+
+    def relieve(self) -> None:
+        """Let other cartridges load past those whose reads hang; see `LoadThreads.relieve`. Does not wait."""
+        self._threads.relieve()
 
     def close(self) -> None:
         """Admit no more chunks and wait for the loads under way. Loans stay valid."""

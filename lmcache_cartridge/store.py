@@ -462,6 +462,7 @@ class CartridgeStore:
         """Look after what loads in the background, and after changes of the registry, until the store is closed."""
         refreshed_at, complaint = self._clock(), None
         while not self._stopping.wait(_POLL_S):
+            self._tiers.relieve()
             with self._lock:
                 for tag, claim in list(self._claims.items()):
                     self._settle(tag, claim)

@@ -126,6 +126,11 @@ class Tiers:
         for tier in self._memory:
             tier.check()
 
+    def relieve(self) -> None:
+        """Do `Residency.relieve` for each tier in memory."""
+        for tier in self._memory:
+            tier.relieve()
+
     def close(self) -> None:
         """Stop loading. Loans stay valid."""
         for tier in self._memory:

@@ -144,6 +144,7 @@ class _Way:
         if at_once >= len(hashes):
             until(lambda: claim.poll().ready)
         else:
+            until(claim._open)  # it is known from then on, and nothing of it loads before a poll
             claim.close()
         for first in range(0, len(hashes), at_once):
             if 1 < at_once < len(hashes) and manifest.kind == "prefill":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from homes import until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,6 +21,7 @@ from making import run_threads
 from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.hold import Hold
 from lmcache_cartridge.keys import ChunkKey
+from lmcache_cartridge.load_threads import STALLED_S
 from lmcache_cartridge.residency import Loan, Residency
 from lmcache_cartridge.slab import Slab
 
@@ -1087,3 +1089,23 @@ def test_loading_starts_no_threads_that_the_engine_would_wait_for() -> None:
         [sys.executable, "-c", _LOADS_BIG_TENSORS], capture_output=True, text=True, timeout=120, check=True
     )
     assert told.stdout.split() == ["2", "2"], "two that load, and the engine's team as it was"
+
+
+def test_reads_that_hang_keep_no_other_cartridge_waiting_and_take_no_further_threads(
+    open_residency: Callable, loads: _Loads, clock: _Clock
+) -> None:
+    residency, hung, others = open_residency(16, threads=2), _keys("hung", 6), _keys("b", 4)
+    loads.held = {key: threading.Event() for key in hung}
+    assert residency.acquire(hung, 0) == 0
+    until(lambda: sum(loads.counts.values()) == 2)
+    residency.relieve()
+    assert residency.acquire(others, 0.3) == 0, "the control: every thread hangs, and not for long enough"
+    clock.now += STALLED_S + 1
+    for _ in range(3):
+        residency.relieve()
+    assert residency.acquire(others, 20) == 4
+    assert sum(loads.counts[key] for key in hung) == 2, "another of them would hang too"
+    for held in loads.held.values():
+        held.set()
+    assert residency.acquire(hung, 20) == 6
+    assert set(loads.counts.values()) == {1}

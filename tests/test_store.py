@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, lent, prompt_for
+from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, prompt_for, until
 from making import (
     VOCABULARY,
     Made,
@@ -28,12 +30,13 @@ from making import (
     sha256_hasher,
 )  # fmt: skip
 
-from lmcache_cartridge import keys
+from lmcache_cartridge import keys, load_threads
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.errors import OverBudget, RegistryError
 from lmcache_cartridge.layout import VIEWS, rank_heads
 from lmcache_cartridge.quarantine import Quarantine
 from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources import LocalSource
 from lmcache_cartridge.store import CartridgeStore
 from lmcache_cartridge.writer import TOKENS
 
@@ -609,3 +612,27 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
     for name in "ba":  # each is forgotten for the other
         assert all(store.release(chunk_hash, tags[name]) for chunk_hash in prompts[name].hashes[:4])
     assert store.stats().leased == 0
+
+
+def test_artefacts_whose_reads_hang_keep_no_others_waiting(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_threads, "STALLED_S", 0.2)
+    made = [home.make(name, seed=seed) for seed, name in enumerate(("hung-a", "hung-b", "sound"))]
+    go_on, inner = threading.Event(), LocalSource.read_into
+
+    def read_into(self: LocalSource, location: str, *arguments: Any) -> None:
+        assert "hung" not in location or go_on.wait(60)
+        inner(self, location, *arguments)
+
+    monkeypatch.setattr(LocalSource, "read_into", read_into)
+    store = home.open(settings=STILL | {"load_threads": 2})
+    claims = [store.claim(each.manifest.digest, {}) for each in made]
+    try:
+        for claim in claims:
+            claim.poll()
+        until(lambda: claims[2].poll().ready)
+        assert not claims[0].poll().ready and not claims[1].poll().ready, "the control: their reads hang"
+    finally:
+        go_on.set()
+    for claim in claims:
+        until(lambda: claim.poll().ready)  # noqa: B023 - called before the next turn
+        claim.close()
