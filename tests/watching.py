@@ -109,7 +109,8 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
     async def call(method: str) -> list[Any]:
         return [getattr(store, method)() for store in watched.stores]
 
-    add_routes(app, SimpleNamespace(settings=watched.settings, call=call))
+    nobody_asked = SimpleNamespace(outcome=lambda digest: None)
+    add_routes(app, SimpleNamespace(settings=watched.settings, call=call, canaries=nobody_asked))
 
     @app.middleware("http")
     async def authenticate(request: Request, call_next: Any) -> Response:
