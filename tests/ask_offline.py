@@ -1,4 +1,5 @@
-"""Script: answer questions with vLLM's offline LLM and cartridges. Prints JSON; run in a process of its own.
+"""Script: answer questions with vLLM's offline LLM and cartridges, of which `odd` is refused. Prints JSON; run in a process
+of its own.
 
 python ask_offline.py HOME MODEL_DIR
 """
@@ -13,6 +14,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 def main(home: str, model: str) -> None:
     from vllm import LLM, SamplingParams
 
+    from lmcache_cartridge.errors import CartridgeError
     from lmcache_cartridge.recall import load_sheet
     from lmcache_cartridge.serve.offline import engine_arguments, with_cartridges
     from lmcache_cartridge.settings import from_mapping
@@ -28,6 +30,11 @@ def main(home: str, model: str) -> None:
             prompt, params = with_cartridges(llm, settings, ["ward-a"], asked, greedy)
             (output,) = llm.generate(prompt, params, use_tqdm=False)
             answers.append([output.outputs[0].text.strip(), question.answer, output.num_cached_tokens])
+    for _ in range(2):
+        try:
+            with_cartridges(llm, settings, ["odd"], "Q: x? A:", greedy)
+        except CartridgeError as error:
+            print("refused:", error, flush=True)
     print(json.dumps(answers), flush=True)
     llm.llm_engine.engine_core.shutdown()
 

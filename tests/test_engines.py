@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
+from lmcache_cartridge.artifact import MANIFEST
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.identity import Identity
 from lmcache_cartridge.make import prefill
@@ -112,7 +114,18 @@ def test_each_tensor_parallel_rank_injects_its_own_heads(
             assert difference(reply, client.computed(prompt)) < NOISE
 
 
-def test_offline_inference_takes_cartridges_with_text_and_with_messages(settings: Settings) -> None:
+def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(
+    settings: Settings, model: CausalModel
+) -> None:
+    registry, root = Registry(settings.registry_path), settings.cartridges_dir / "odd"
+    manifest = prefill.build(model, SHEETS_DIR / "ward-b.txt", root, cartridge_id="odd", version=1)
+    (first, *others) = manifest.canary.after
+    wrong = msgspec.structs.replace(
+        first.answer, logprobs=tuple(tuple(n - 5 for n in each) for each in first.answer.logprobs)
+    )
+    canary = msgspec.structs.replace(manifest.canary, after=(msgspec.structs.replace(first, answer=wrong), *others))
+    (root / MANIFEST).write_bytes(msgspec.structs.replace(manifest, canary=canary).encode())
+    registry.register(root)
     script = Path(__file__).with_name("ask_offline.py")
     done = subprocess.run(
         [sys.executable, script, settings.home, MODEL_DIR], capture_output=True, text=True, timeout=300
@@ -123,6 +136,8 @@ def test_offline_inference_takes_cartridges_with_text_and_with_messages(settings
     for found, expected, cached in answers:
         assert found == expected
         assert cached == 1024
+    assert done.stdout.count("refused: odd@1 is set aside on this engine") == 2
+    registry.remove("odd@1")
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,23 @@ class Unfinished(Exception):
     """The engine could not be asked now."""
 
 
-class _Due(NamedTuple):
+class Due(NamedTuple):
     """A cartridge, alone or behind itself, that has to be asked about."""
 
     manifest: Manifest
     selection: Selection
     twice: bool
+
+    @property
+    def questions(self) -> tuple[Asked, ...]:
+        """Those that can be asked of it; none where its manifest has none for this."""
+        canary = self.manifest.canary
+        return () if canary is None else canary.behind if self.twice else canary.after
+
+    @property
+    def longest(self) -> int:
+        """Positions that asking the longest question takes, with its answer."""
+        return len(self.selection.token_ids) + max(len(q.question) + len(q.answer.tokens) for q in self.questions)
 
 
 class Canaries:
@@ -91,8 +102,8 @@ class Canaries:
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return what to say of a cartridge that the engine was seen not to answer right from; None if there is none."""
-        for due in self._due(selection) if self._plugin.settings.canary else ():
-            if problem := self._results.get(self._key(due.manifest, due.twice)):
+        for due in due_of(selection) if self._plugin.settings.canary else ():
+            if problem := self._results.get(self._key(due)):
                 return _failed(due.manifest, problem)
         return None
 
@@ -106,9 +117,9 @@ class Canaries:
         if not self._plugin.settings.canary:
             return None
         required = self._plugin.settings.canary == "required"
-        for due in self._due(selection):
+        for due in due_of(selection):
             name = due.manifest.name
-            if (key := self._key(due.manifest, due.twice)) is None:
+            if (key := self._key(due)) is None:
                 if required:
                     message = f"{name} has no canary for this, and the server requires one"
                     return Unservable(422, message, due.manifest.digest)
@@ -121,34 +132,24 @@ class Canaries:
                 return _failed(due.manifest, problem)
         return None
 
-    def _due(self, selection: Selection) -> Iterator[_Due]:
-        start = 0
-        for place, manifest in enumerate(selection.manifests):
-            ids, start = selection.token_ids[start : start + manifest.positions], start + manifest.positions
-            if manifest.kind == "tokens":
-                continue
-            where, twice = selection.places[place], place > 0
-            times = 2 if twice else 1
-            yield _Due(manifest, Selection((manifest,) * times, (where,) * times, ids * times, None), twice)
-
-    def _key(self, manifest: Manifest, twice: bool) -> tuple[str, ServedCanary] | None:
+    def _key(self, due: Due) -> tuple[str, ServedCanary] | None:
         """Return under what a result is kept; None for a cartridge that cannot be asked about."""
-        canary = manifest.canary
-        if canary is None or (twice and not canary.behind):
+        manifest = due.manifest
+        if not due.questions:
             return None
-        positions = manifest.positions * (1 + twice)
-        longest = max(len(each.question) + len(each.answer.tokens) for each in _questions(canary, twice))
-        size = positions * manifest.fingerprint.token_bytes
-        if positions + longest > self._plugin.engine.model_config.max_model_len or (
-            twice and size > self._plugin.settings.cpu_bytes
+        size = len(due.selection.token_ids) * manifest.fingerprint.token_bytes
+        if due.longest > self._plugin.engine.model_config.max_model_len or (
+            due.twice and size > self._plugin.settings.cpu_bytes
         ):
             if manifest.digest not in self._unasked:
                 self._unasked.add(manifest.digest)
-                logger.warning("%s cannot be tried on this engine: no room for %d positions", manifest.name, positions)
+                logger.warning(
+                    "%s cannot be tried on this engine: no room for %d positions", manifest.name, due.longest
+                )
             return None
-        return ".".join([manifest.digest] * (1 + twice)), canary
+        return due.selection.tag, manifest.canary
 
-    async def _result(self, key: tuple[str, ServedCanary], due: _Due) -> str | None:
+    async def _result(self, key: tuple[str, ServedCanary], due: Due) -> str | None:
         if key in self._results:
             return self._results[key]
         if key not in self._asking:
@@ -160,7 +161,7 @@ class Canaries:
         except TimeoutError:
             raise Unfinished("it took too long") from None
 
-    async def _settle(self, key: tuple[str, ServedCanary], due: _Due) -> str | None:
+    async def _settle(self, key: tuple[str, ServedCanary], due: Due) -> str | None:
         try:
             async with asyncio.timeout(self._plugin.settings.ready_timeout_s):
                 problem = await self._ask_all(due)
@@ -182,7 +183,7 @@ class Canaries:
         self._results[key] = problem
         return problem
 
-    async def _ask_all(self, due: _Due) -> str | None:
+    async def _ask_all(self, due: Due) -> str | None:
         """Return how the engine's answers differ from those expected, None if they do not."""
         whole = len(due.selection.token_ids) // self._chunk_tokens * self._chunk_tokens
         if whole == 0:
@@ -193,7 +194,7 @@ class Canaries:
         # Of its own, so that no request ever gets blocks that this one left; the later questions do.
         salt = uuid.uuid4().hex
         try:
-            for asked in _questions(due.manifest.canary, due.twice):
+            for asked in due.questions:
                 found = await self._ask(due, asked, salt, whole)
                 logger.info("%s%s: %s", due.manifest.name, " behind itself" if due.twice else "", found)
                 if not found.passed:
@@ -202,36 +203,54 @@ class Canaries:
         finally:
             claim.release()
 
-    async def _ask(self, due: _Due, asked: Asked, salt: str, whole: int) -> Comparison:
+    async def _ask(self, due: Due, asked: Asked, salt: str, whole: int) -> Comparison:
         """Have the engine answer one question, with KV that is injected or not at all."""
-        engine, expected = self._plugin.engine, asked.answer
-        most = engine.model_config.max_logprobs
-        params = SamplingParams(
-            temperature=0, max_tokens=len(expected.tokens), ignore_eos=True, detokenize=False,
-            logprobs=_TOP if most < 0 else min(_TOP, most), output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": {TAG: due.selection.tag, GRANT: {"must_inject": whole}}},
-        )  # fmt: skip
-        prompt: Any = {
-            "type": "token", "prompt_token_ids": [*due.selection.token_ids, *asked.question], "cache_salt": salt,
-        }  # fmt: skip
-        last = None
-        async for output in engine.generate(prompt, params, f"cartridge-canary-{uuid.uuid4().hex}"):
+        engine, last = self._plugin.engine, None
+        prompt, params = asking(due, asked, salt, whole, engine.model_config.max_logprobs)
+        request_id = f"cartridge-canary-{uuid.uuid4().hex}"
+        async for output in engine.generate({"type": "token", **prompt}, params, request_id):
             last = output
-        if last is None or not last.outputs or last.outputs[0].finish_reason == "error":
-            raise Unfinished("the engine could not load it")
-        if (last.num_cached_tokens or 0) < whole:
-            raise Unfinished("the engine computed it")
-        answer = last.outputs[0]
-        logprobs = [{token: found.logprob for token, found in each.items()} for each in answer.logprobs or ()]
-        if "logits" in engine.model_config.logprobs_mode:  # which differ from logprobs by a number for each position
-            for each, values in zip(logprobs, expected.logprobs, strict=False):
-                more = values[0] - max(each.values())
-                each.update({token: value + more for token, value in each.items()})
-        return compare(expected, list(answer.token_ids), logprobs)
+        return judge(asked, last, whole, engine.model_config.logprobs_mode)
 
 
-def _questions(canary: ServedCanary, twice: bool) -> tuple[Asked, ...]:
-    return canary.behind if twice else canary.after
+def due_of(selection: Selection) -> Iterator[Due]:
+    """Yield what an engine must be asked about before it answers from a selection: later ones behind themselves."""
+    start = 0
+    for place, manifest in enumerate(selection.manifests):
+        ids, start = selection.token_ids[start : start + manifest.positions], start + manifest.positions
+        if manifest.kind == "tokens":
+            continue
+        where, twice = selection.places[place], place > 0
+        times = 2 if twice else 1
+        yield Due(manifest, Selection((manifest,) * times, (where,) * times, ids * times, None), twice)
+
+
+def asking(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
+    """Return the prompt and parameters of one question, whose leading `whole` positions must be injected.
+
+    `max_logprobs` is how many the engine gives at most, -1 for all.
+    """
+    params = SamplingParams(
+        temperature=0, max_tokens=len(asked.answer.tokens), ignore_eos=True, detokenize=False,
+        logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_transfer_params": {TAG: due.selection.tag, GRANT: {"must_inject": whole}}},
+    )  # fmt: skip
+    return {"prompt_token_ids": [*due.selection.token_ids, *asked.question], "cache_salt": salt}, params
+
+
+def judge(asked: Asked, output: Any, whole: int, logprobs_mode: str) -> Comparison:
+    """Compare what the engine gave for a question, None for nothing. Raises `Unfinished` where that says nothing of KV."""
+    if output is None or not output.outputs or output.outputs[0].finish_reason == "error":
+        raise Unfinished("the engine could not load it")
+    if (output.num_cached_tokens or 0) < whole:
+        raise Unfinished("the engine computed it")
+    answer, expected = output.outputs[0], asked.answer
+    logprobs = [{token: found.logprob for token, found in each.items()} for each in answer.logprobs or ()]
+    if "logits" in logprobs_mode:  # which differ from logprobs by a number for each position
+        for each, values in zip(logprobs, expected.logprobs, strict=False):
+            more = values[0] - max(each.values())
+            each.update({token: value + more for token, value in each.items()})
+    return compare(expected, list(answer.token_ids), logprobs)
 
 
 def _failed(manifest: Manifest, problem: str) -> Unservable:

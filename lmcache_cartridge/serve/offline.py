@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,14 @@ from vllm import LLM, SamplingParams
 
 from ..errors import CartridgeError
 from ..settings import Settings
+from .canary import Unfinished, asking, due_of, judge
 from .control import Claimed, Workers
 from .launch import plan
 from .request import GRANT, TAG, Resolver, Selection, read
 
 _workers: weakref.WeakKeyDictionary[LLM, Workers] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
+"""Of each engine the cartridges it was tried with, by tag: None, or how it does not answer right from them."""
 
 
 def engine_arguments(settings: Settings, *, chunk_tokens: int = 256, on_load_failure: str = "fail") -> dict[str, Any]:
@@ -45,8 +49,9 @@ def with_cartridges(
     """Return a prompt and sampling parameters for `llm.generate` that put cartridges before text, ids or messages.
 
     Waits, `ready_timeout_s` at most, until the cartridges are in memory, where they stay as long as the prompt is
-    referred to. Raises `Refusal` for unknown ones, `CartridgeError` for those that cannot be served or are not there
-    in time.
+    referred to. The first time of each cartridge the engine is asked its canary's questions, as the setting `canary`
+    says. Raises `Refusal` for unknown ones, `CartridgeError` for those that cannot be served, are not there in time, or
+    that this engine does not answer right from.
     """
     selection = Resolver(settings).resolve(read({"cartridges": list(cartridges)}, None))
     tokenizer = llm.get_tokenizer()
@@ -66,6 +71,8 @@ def with_cartridges(
         if params.prompt_logprobs is not None and selection.must_inject:
             raise CartridgeError("prompt logprobs need the prompt computed, and a trained cartridge cannot be")
         _claim(llm, settings, selection, result)
+        if settings.canary:
+            _try(llm, settings, selection)
         grant = {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}}
         params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
     return result, params
@@ -75,6 +82,33 @@ class Prompt(dict):
     """A prompt for `LLM.generate` that keeps its cartridges in memory."""
 
     claim: Claimed | None = None
+
+
+def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
+    """Ask the engine what it was not asked yet of a selection. Raises `CartridgeError` unless it answers right."""
+    tried, config = _tried.setdefault(llm, {}), llm.llm_engine.model_config
+    chunk_tokens = _workers[llm].call("numbers")[0]["chunk_tokens"]
+    for due in due_of(selection):
+        tag, name = due.selection.tag, due.manifest.name
+        if not due.questions or due.longest > config.max_model_len:
+            if settings.canary == "required":
+                raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
+            continue
+        if tag not in tried:
+            whole, held = len(due.selection.token_ids) // chunk_tokens * chunk_tokens, Prompt()
+            _claim(llm, settings, due.selection, held)
+            salt, problem = uuid.uuid4().hex, None
+            for asked in due.questions if whole else ():
+                prompt, params = asking(due, asked, salt, whole, config.max_logprobs)
+                (output,) = llm.generate([prompt], params, use_tqdm=False)
+                try:
+                    found = judge(asked, output, whole, config.logprobs_mode)
+                except Unfinished as reason:
+                    raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
+                problem = problem or (None if found.passed else str(found))
+            tried[tag] = problem
+        if tried[tag] is not None:
+            raise CartridgeError(f"{name} is set aside on this engine: {tried[tag]}")
 
 
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
