@@ -88,6 +88,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = home / "server.log"
     with ServerProcess(launch, log) as server, NamingClient(server.url, str(MODEL_DIR)) as client:
         client.names = {manifest.digest: manifest.name for manifest in trained.values()}
+        for name in DOCUMENTS:  # the engine is tried with each, and from then on plain prompts are answered from it
+            client.post({"prompt": [5], "cartridges": [name], "max_tokens": 1}).raise_for_status()
         yield Served(client, log, model, settings, ids, trained)
 
 
