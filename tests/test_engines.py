@@ -83,7 +83,8 @@ def test_the_demo_command_answers_from_the_cartridge_and_computes_only_the_rest(
 def test_a_chunk_that_cannot_be_had_after_all_is_computed_and_the_answer_right(
     settings: Settings, model: CausalModel, tmp_path: Path
 ) -> None:
-    launch = plan(str(MODEL_DIR), settings, vllm_args=SERVER_ARGS)
+    # No canary: it would meet the fault first, and the prompts' KV would never be asked for.
+    launch = plan(str(MODEL_DIR), settings.model_copy(update={"canary": False}), vllm_args=SERVER_ARGS)
     launch = _edited(launch, "lmcache_cartridge.serve.backend", "faulty")
     environment = SMALL | {"FAULTY_CHUNK": "2", "PYTHONPATH": str(Path(__file__).parent)}
     with _serving(launch, tmp_path, environment) as client:

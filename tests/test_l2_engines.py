@@ -26,6 +26,8 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
     arguments = [*SERVER_ARGS, "--tensor-parallel-size", "4"]
     launch = plan(str(MODEL_DIR), patient, vllm_args=arguments, mode="multiprocess")
     with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
+        # The engine is tried with it, and from then on plain prompts are answered from it.
+        client.post({"prompt": [5], "cartridges": ["ward-a"], "max_tokens": 1}).raise_for_status()
         for prompt, answer in _prompts(model, 4):
             reply = client.ask(prompt)
             assert reply.cached_tokens == 1024

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,21 @@ class Pair:
     def __init__(self, lmcache: list[str], vllm: list[str]) -> None:
         self._commands = {"LMCache's server": lmcache, "vLLM": vllm}
         self._children: dict[str, subprocess.Popen] = {}
-        self._stop = threading.Event()
+        self._stop = False
 
     def run(self) -> int:
         """Start both, wait until one ends or a signal comes, end both; return vLLM's exit status, or 1."""
+
+        def stop(*_: object) -> None:
+            self._stop = True  # no event: its lock may be held by the very code that the signal interrupts
+
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._stop.set())
+            signal.signal(number, stop)
         try:
             for name, command in self._commands.items():
                 self._children[name] = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
-            while not self._stop.wait(0.2):
+            while not self._stop:
+                time.sleep(0.2)
                 for name, child in self._children.items():
                     if child.poll() is not None:
                         print(f"lmcache-cartridge: {name} ended with {child.returncode}; ending", file=sys.stderr)
