@@ -26,6 +26,11 @@ Fault = Callable[["Handler", Answer], None]
 """Sends something for an answer through a handler."""
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    """With the five of the library some of many connections at once wait for half a minute on a busy machine."""
+
+
 class FaultyProxy:
     """Listens on `endpoint`, forwards to `port` of this machine. A context manager.
 
@@ -39,7 +44,7 @@ class FaultyProxy:
         """Range of each request, "" for one without."""
         self.open_now = self.open_most = 0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"proxy": self, "port": port}))
+        self._server = _Server(("127.0.0.1", 0), type("Bound", (Handler,), {"proxy": self, "port": port}))
         self._server.daemon_threads = True
         self._server.block_on_close = False
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
