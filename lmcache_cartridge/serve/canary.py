@@ -41,8 +41,32 @@ class Due(NamedTuple):
     """A cartridge, alone or behind itself, that has to be asked about."""
 
     manifest: Manifest
-    selection: Selection
-    twice: bool
+    whole: Selection
+    """What it is asked for."""
+    place: int
+    """Which of the selection it is; from the second on it is asked about behind itself."""
+
+    @property
+    def twice(self) -> bool:
+        """Whether it is asked about behind itself."""
+        return self.place > 0
+
+    @property
+    def positions(self) -> int:
+        """Positions of KV before a question."""
+        return self.manifest.positions * (1 + self.twice)
+
+    @property
+    def tag(self) -> str:
+        """The tag of `selection`."""
+        return ".".join([self.manifest.digest] * (1 + self.twice))
+
+    @property
+    def selection(self) -> Selection:
+        """What the engine is asked with. Copies its ids: for those alone that are asked."""
+        times, start = 1 + self.twice, sum(m.positions for m in self.whole.manifests[: self.place])
+        ids = self.whole.token_ids[start : start + self.manifest.positions]
+        return Selection((self.manifest,) * times, (self.whole.places[self.place],) * times, ids * times, None)
 
     @property
     def questions(self) -> tuple[Asked, ...]:
@@ -53,7 +77,7 @@ class Due(NamedTuple):
     @property
     def longest(self) -> int:
         """Positions that asking the longest question takes, with its answer."""
-        return len(self.selection.token_ids) + max(len(q.question) + len(q.answer.tokens) for q in self.questions)
+        return self.positions + max(len(q.question) + len(q.answer.tokens) for q in self.questions)
 
 
 class Canaries:
@@ -137,7 +161,7 @@ class Canaries:
         manifest = due.manifest
         if not due.questions:
             return None
-        size = len(due.selection.token_ids) * manifest.fingerprint.token_bytes
+        size = due.positions * manifest.fingerprint.token_bytes
         if due.longest > self._plugin.engine.model_config.max_model_len or (
             due.twice and size > self._plugin.settings.cpu_bytes
         ):
@@ -147,7 +171,7 @@ class Canaries:
                     "%s cannot be tried on this engine: no room for %d positions", manifest.name, due.longest
                 )
             return None
-        return due.selection.tag, manifest.canary
+        return due.tag, manifest.canary
 
     async def _result(self, key: tuple[str, ServedCanary], due: Due) -> str | None:
         if key in self._results:
@@ -185,7 +209,7 @@ class Canaries:
 
     async def _ask_all(self, due: Due) -> str | None:
         """Return how the engine's answers differ from those expected, None if they do not."""
-        whole = len(due.selection.token_ids) // self._chunk_tokens * self._chunk_tokens
+        whole = due.positions // self._chunk_tokens * self._chunk_tokens
         if whole == 0:
             return None  # nothing of it is ever injected
         claim = await self._plugin.hold(due.selection)
@@ -215,14 +239,9 @@ class Canaries:
 
 def due_of(selection: Selection) -> Iterator[Due]:
     """Yield what an engine must be asked about before it answers from a selection: later ones behind themselves."""
-    start = 0
     for place, manifest in enumerate(selection.manifests):
-        ids, start = selection.token_ids[start : start + manifest.positions], start + manifest.positions
-        if manifest.kind == "tokens":
-            continue
-        where, twice = selection.places[place], place > 0
-        times = 2 if twice else 1
-        yield Due(manifest, Selection((manifest,) * times, (where,) * times, ids * times, None), twice)
+        if manifest.kind != "tokens":
+            yield Due(manifest, selection, place)
 
 
 def asking(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
@@ -233,7 +252,7 @@ def asking(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> 
     params = SamplingParams(
         temperature=0, max_tokens=len(asked.answer.tokens), ignore_eos=True, detokenize=False,
         logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": {TAG: due.selection.tag, GRANT: {"must_inject": whole}}},
+        extra_args={"kv_transfer_params": {TAG: due.tag, GRANT: {"must_inject": whole}}},
     )  # fmt: skip
     return {"prompt_token_ids": [*due.selection.token_ids, *asked.question], "cache_salt": salt}, params
 

@@ -89,13 +89,13 @@ def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
     tried, config = _tried.setdefault(llm, {}), llm.llm_engine.model_config
     chunk_tokens = _workers[llm].call("numbers")[0]["chunk_tokens"]
     for due in due_of(selection):
-        tag, name = due.selection.tag, due.manifest.name
+        tag, name = due.tag, due.manifest.name
         if not due.questions or due.longest > config.max_model_len:
             if settings.canary == "required":
                 raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
             continue
         if tag not in tried:
-            whole, held = len(due.selection.token_ids) // chunk_tokens * chunk_tokens, Prompt()
+            whole, held = due.positions // chunk_tokens * chunk_tokens, Prompt()
             _claim(llm, settings, due.selection, held)
             salt, problem = uuid.uuid4().hex, None
             for asked in due.questions if whole else ():
