@@ -171,22 +171,25 @@ class Catalog:
 
         Where its bytes came from S3 it is served again once there are others. Blocks to ask S3 which ones they were.
         """
+        row = self._rows.get(digest)
+        copy = None
+        if row is not None and Sources.is_remote(row.location):
+            revision = ""
+            with suppress(CartridgeError):
+                revision = self._mirror.payload_revision(row.location)
+            copy = BadCopy(row.location, revision)
         with self._lock:
             if digest in self.quarantined:
                 return
+            if copy is not None:  # before anybody is told: whoever puts it right from now on is heard
+                self._copies[digest] = copy
+                self._quarantine.put_copy(digest, copy)
             self.quarantined[digest] = reason
             self._quarantine.put(digest, reason)
             if self._quarantine.reason(digest) is not None:
                 self._noted.add(digest)
             name = ", ".join(self._names.get(digest, ())) or digest
         logger.error("cartridge %s is quarantined: %s", name, reason)
-        row = self._rows.get(digest)
-        if row is not None and Sources.is_remote(row.location):
-            revision = ""
-            with suppress(CartridgeError):
-                revision = self._mirror.payload_revision(row.location)
-            self._copies[digest] = copy = BadCopy(row.location, revision)
-            self._quarantine.put_copy(digest, copy)
 
     def forgive(self, digest: str) -> None:
         """Lift a quarantine that a copy on S3 caused; what is there now is checked when it is loaded. Else no change."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from s3 import S3Server, both
 
 from lmcache_cartridge import catalog
 from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.mirror import Mirror
 from lmcache_cartridge.quarantine import BadCopy, Quarantine
 from lmcache_cartridge.store import CartridgeStore, Place
 
@@ -150,6 +152,21 @@ def test_a_copy_on_s3_that_was_repaired_is_served_again(remote: _Remote, restart
     until(served)
     assert_served(store, remote.made, remote.prompt)
     assert Quarantine(store._settings.quarantine_dir).digests() == set()
+
+
+def test_one_that_is_repaired_as_soon_as_it_is_refused_is_served_again(
+    remote: _Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(mirror: Mirror, location: str) -> str:
+        time.sleep(1)
+        return ask(mirror, location)
+
+    ask = Mirror.payload_revision
+    monkeypatch.setattr(Mirror, "payload_revision", slow)
+    store = remote.open()
+    assert remote.claim(store)
+    remote.put()
+    until(lambda: store.refresh() or remote.claim(store) is None)
 
 
 def test_a_copy_on_s3_that_is_as_it_was_stays_quarantined(remote: _Remote) -> None:
