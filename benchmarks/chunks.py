@@ -39,7 +39,7 @@ import report
 from blake3 import blake3
 from sizes import SHAPES, Shape
 
-from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.settings import Settings, from_mapping, parse_bytes
 
 THREADS = 4
@@ -108,8 +108,8 @@ def finite_bytes(count: int) -> bytes:
 
 def write_artifact(root: Path, fingerprint: Any, case: Case, seed: int) -> Manifest:
     """Write an artefact whose chunks all have the same bytes; another seed gives other token ids."""
-    from lmcache_cartridge.manifest import Provenance
-    from lmcache_cartridge.writer import ArtifactWriter
+    from lmcache_cartridge.artifact.manifest import Provenance
+    from lmcache_cartridge.artifact.writing import ArtifactWriter
 
     ids = np.random.default_rng(seed).integers(0, fingerprint.vocab_size, case.chunks * case.chunk_tokens)
     writer = ArtifactWriter(
@@ -130,10 +130,10 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     from blocks import vllm_config
     from inprocess import lmcache_config, lmcache_engine, lmcache_metadata, plugin
 
-    from lmcache_cartridge.artifact import load_token_ids
-    from lmcache_cartridge.registry import Registry
-    from lmcache_cartridge.serve import engine as engines
-    from lmcache_cartridge.serve.inject import EngineWriteConnector
+    from lmcache_cartridge.artifact.reading import load_token_ids
+    from lmcache_cartridge.engine import host as engines
+    from lmcache_cartridge.engine.inject import EngineWriteConnector
+    from lmcache_cartridge.library.registry import Registry
 
     model = scratch / "model"
     model.mkdir()
@@ -179,8 +179,8 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
 
 def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:
     """Put an artefact of the same chunks, with other token ids, on S3 and register it there."""
-    from lmcache_cartridge.sources import Sources
-    from lmcache_cartridge.transfer import push as push_artifact
+    from lmcache_cartridge.sources.sources import Sources
+    from lmcache_cartridge.sources.transfer import push as push_artifact
 
     root = scratch / "remote"
     manifest = write_artifact(root, fingerprint, case, seed=2)
@@ -534,9 +534,9 @@ def halves() -> tuple[set[int], set[int]]:
 def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for ours and for raw ranged GETs, by the same client settings."""
     server, digest, keys, settings = at.s3
-    from lmcache_cartridge.registry import Registry
-    from lmcache_cartridge.s3 import parse
-    from lmcache_cartridge.sources import Sources
+    from lmcache_cartridge.library.registry import Registry
+    from lmcache_cartridge.sources.s3 import parse
+    from lmcache_cartridge.sources.sources import Sources
 
     location = Registry(settings.registry_path, read_only=True).find("remote").location
     bucket, prefix = parse(location)

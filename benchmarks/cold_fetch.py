@@ -24,11 +24,11 @@ from faulty_proxy import FaultyProxy, sound
 from s3 import S3Server
 from wards import MODEL, Asker, patients, save
 
-from lmcache_cartridge.cli import main as command
+from lmcache_cartridge.cli.main import main as command
+from lmcache_cartridge.cli.recall.ward import ask, write_document
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall.ward import ask, write_document
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK, POSITIONS, CLIENTS = 64, 1024, 2

@@ -52,12 +52,12 @@ def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
     import torch
     from blocks import Blocks, quietly, vllm_config
 
-    from lmcache_cartridge.layout import DTYPES
+    from lmcache_cartridge.memory.layout import DTYPES
 
     with quietly():
         from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-        from lmcache_cartridge.serve.inject import EngineWriteConnector
+        from lmcache_cartridge.engine.inject import EngineWriteConnector
 
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(shape.config()))

@@ -12,7 +12,7 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-from lmcache_cartridge.serve import backend
+from lmcache_cartridge.engine import backend
 
 TAG = ("bench", "localcpu")
 

@@ -23,11 +23,11 @@ import numpy as np
 import report
 from scale import chain
 
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.writer import ArtifactWriter
 
 CHUNK, CHUNKS = 256, 4
 SHAPE = Fingerprint("benchmark", 4, 2, 64, "bfloat16", 128_000, None, "00" * 32)
@@ -127,7 +127,7 @@ POLICIES: dict[str, Callable[[Sequence[int], int], int]] = {"LRU": lru, "LFU": l
 
 def ours(mix: Mix, requests: Sequence[int]) -> list[tuple[bool, float]]:
     """Return for each request whether the real store had its cartridge, and the seconds until it was resident."""
-    from lmcache_cartridge.store import CartridgeStore, Engine
+    from lmcache_cartridge.memory.store import CartridgeStore, Engine
 
     with tempfile.TemporaryDirectory(prefix="cartridge-mix-") as scratch:
         home = Path(scratch)

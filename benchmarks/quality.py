@@ -32,20 +32,22 @@ from quality_page import PAGE
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from lmcache_cartridge import __version__, artifact, cli
+from lmcache_cartridge import __version__
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.cli.main import main as command
+from lmcache_cartridge.cli.output import size
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall.train import hardware
+from lmcache_cartridge.cli.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
 from lmcache_cartridge.errors import CartridgeNotFound
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import evaluate, plot, stored
 from lmcache_cartridge.make.ask import ModelAsker, ServerAsker
 from lmcache_cartridge.make.chat import Server
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import Question, save
-from lmcache_cartridge.output import size
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.recall.train import hardware
-from lmcache_cartridge.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 HERE = Path(__file__).parent
@@ -133,7 +135,7 @@ def run_cli(*argv: str) -> dict[str, Any]:
     """Run one command of the command line in this process and return what it tells programs."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        status = cli.main([*argv, "--format", "json"])
+        status = command([*argv, "--format", "json"])
     if status:
         raise SystemExit(status)
     return json.loads(out.getvalue())
@@ -253,7 +255,7 @@ def ask_offline(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str]
         asked = evaluate.pick(sheet.questions, limit)
         for row in rows:
             root = Path(registry.find(cartridge(sheet, row)).location)
-            kv = stored.read_kv(artifact.load_manifest(root), root)
+            kv = stored.read_kv(reading.load_manifest(root), root)
             found = evaluate.ask_all(ModelAsker(model, [], kv, "chat"), asked, 4, ways=("cartridge",))
             sheet.results[row]["hf"] = share(found["cartridge"])
 

@@ -22,14 +22,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.output import table
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.output import table
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import request
 from lmcache_cartridge.serve.router import Router
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.writer import ArtifactWriter
 
 SHAPE = Fingerprint("Llama", 1, 1, 8, "bfloat16", 128_000, None, "00" * 32)
 

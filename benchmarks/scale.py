@@ -31,14 +31,14 @@ import numpy as np
 import report
 from blake3 import blake3
 
-from lmcache_cartridge.artifact import load_manifest
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.manifest import FORMAT, Manifest, Payload, Provenance, Tokens, content_digest
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import FORMAT, Manifest, Payload, Provenance, Tokens, content_digest
+from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 
 if TYPE_CHECKING:
-    from lmcache_cartridge.store import Engine
+    from lmcache_cartridge.memory.store import Engine
 
 POSITIONS, CHUNK = 4096, 256
 SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, None, "00" * 32)
@@ -60,7 +60,7 @@ def document(number: int) -> np.ndarray:
 
 def write_payload(root: Path) -> tuple[Path, Payload]:
     """Write the payload that all cartridges share and return its entry in their manifests."""
-    from lmcache_cartridge.writer import ArtifactWriter
+    from lmcache_cartridge.artifact.writing import ArtifactWriter
 
     writer = ArtifactWriter(
         root, cartridge_id="first", version=1, kind="prefill", fingerprint=SHAPE, token_ids=document(0),
@@ -104,14 +104,14 @@ def settings_of(home: Path) -> Settings:
 
 def engine_of() -> Engine:
     """Return an engine that hashes as LMCache does."""
-    from lmcache_cartridge.store import Engine
+    from lmcache_cartridge.memory.store import Engine
 
     return Engine(SHAPE, CHUNK, 0, 1, "heads", chain, pin_memory=False, allow_trained=True)
 
 
 def prepare(home: Path, count: int) -> dict[str, Any]:
     """Make and register `count` cartridges under `home`, and start a store with them for the first time."""
-    from lmcache_cartridge.store import CartridgeStore
+    from lmcache_cartridge.memory.store import CartridgeStore
 
     settings = settings_of(home)
     roots = home / "artefacts"
@@ -148,7 +148,7 @@ def prepare(home: Path, count: int) -> dict[str, Any]:
 
 def measure(home: Path, count: int) -> dict[str, Any]:
     """Return the figures of the `count` cartridges that were prepared under `home`. Run once in a process."""
-    from lmcache_cartridge.store import CartridgeStore
+    from lmcache_cartridge.memory.store import CartridgeStore
 
     settings, engine = settings_of(home), engine_of()
     gc.collect()

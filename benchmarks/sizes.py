@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.output import size, table
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.cli.output import size, table
 
 POSITIONS = (256, 1024, 4096, 16_384, 32_768)
 

@@ -19,7 +19,7 @@ import numpy as np
 import report
 from mix import CHUNK, CHUNKS, SHAPE, make
 
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import from_mapping
 
 CARTRIDGES = 100

@@ -42,11 +42,11 @@ import report
 from chunks import drop, finite_bytes, start_s3
 from sizes import SHAPES, Shape
 
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.writer import ArtifactWriter
 
 CHUNK = 256
 QUESTION = 32
@@ -354,7 +354,7 @@ def server(model: Path, settings: Settings, scratch: Path, plan: Plan, token_byt
     launch = _launch(model, settings, plan, token_bytes, "in-process")
     pool_gb = 0.1 + 1.1 * sum(plan.positions) * token_bytes / 2**30
     yaml = launch.yaml.replace("max_local_cpu_size: 0.1 ", f"max_local_cpu_size: {pool_gb:.2f} ")
-    yaml = yaml.replace('"lmcache_cartridge.serve.backend"', '"localcpu"')
+    yaml = yaml.replace('"lmcache_cartridge.engine.backend"', '"localcpu"')
     assert '"localcpu"' in yaml and f"{pool_gb:.2f}" in yaml, "the launch has another YAML than this was written for"
     here = str(Path(__file__).parent)
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
@@ -388,7 +388,7 @@ def _launch(model: Path, settings: Settings, plan: Plan, token_bytes: int, mode:
 
 @contextlib.contextmanager
 def _running(launch: Any, log: Path) -> Iterator[Any]:
-    from lmcache_cartridge.serve.process import ServerProcess
+    from lmcache_cartridge.serve.processes import ServerProcess
 
     offline = launch._replace(environment=launch.environment | {"HF_HUB_OFFLINE": "1"})
     with ServerProcess(offline, log, environment={}, timeout_s=600) as process:
@@ -422,8 +422,8 @@ def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: 
 
 def push(root: Path, settings: Settings, registry: Registry, s3: Any) -> None:
     """Put an artefact on S3 and register it there."""
-    from lmcache_cartridge.sources import Sources
-    from lmcache_cartridge.transfer import push as push_artifact
+    from lmcache_cartridge.sources.sources import Sources
+    from lmcache_cartridge.sources.transfer import push as push_artifact
 
     bucket, sources = "ttft-benchmark", Sources(settings)
     with contextlib.suppress(s3.client.exceptions.BucketAlreadyOwnedByYou):

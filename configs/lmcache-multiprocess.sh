@@ -25,7 +25,7 @@ YAML=configs/lmcache.yaml                              # vLLM's API server reads
 LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-port 8755 --chunk-size 256 \
   --supported-transfer-mode engine_driven --no-l1-use-lazy --shm-name lmcache-cartridge-5755 \
   --l1-size-gb 1 --eviction-policy LRU --l2-prefetch-policy retain --worker-reap-timeout-seconds 0 \
-  --l2-adapter '{"type": "plugin", "module_path": "lmcache_cartridge.serve.l2", "class_name": "CartridgeL2Adapter",
+  --l2-adapter '{"type": "plugin", "module_path": "lmcache_cartridge.engine.l2", "class_name": "CartridgeL2Adapter",
                  "adapter_params": {"control": "'"$CONTROL"'", "lmcache_http": "http://127.0.0.1:8755",
                                     "home": "'"$HOME_DIR"'", "cpu_bytes": "1GiB"}}' &
 
@@ -33,9 +33,9 @@ LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-por
 #    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.
 VLLM_PLUGINS=cartridges LMCACHE_CONFIG_FILE=$YAML VLLM_NO_USAGE_STATS=1 \
 python -m vllm.entrypoints.launchers.api_server.entry --model "$MODEL" --enable-prompt-tokens-details \
-  --worker-extension-cls lmcache_cartridge.serve.worker.CartridgeWorker --kv-cache-memory-bytes 1073741824 \
+  --worker-extension-cls lmcache_cartridge.engine.worker.CartridgeWorker --kv-cache-memory-bytes 1073741824 \
   --kv-transfer-config '{"kv_connector": "CartridgeMPConnector",
-    "kv_connector_module_path": "lmcache_cartridge.serve.mp_connector",
+    "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
     "kv_role": "kv_consumer", "kv_load_failure_policy": "fail",
     "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": 5755,
                                   "cartridge.control": "'"$CONTROL"'"}}'

@@ -126,7 +126,7 @@ class Settings(BaseModel):
     @field_validator("buckets")
     @classmethod
     def _check_buckets(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
-        from .s3 import parse
+        from .sources.s3 import parse
 
         for bucket in buckets:
             parse(f"s3://{bucket}/x")

@@ -14,8 +14,8 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 def main(home: str, model: str) -> None:
     from vllm import LLM, SamplingParams
 
+    from lmcache_cartridge.cli.recall import load_sheet
     from lmcache_cartridge.errors import CartridgeError
-    from lmcache_cartridge.recall import load_sheet
     from lmcache_cartridge.serve.offline import engine_arguments, with_cartridges
     from lmcache_cartridge.settings import from_mapping
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from lmcache_cartridge.layout import ChunkShape
-from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.memory.layout import ChunkShape
 
 torch.set_num_threads(1)  # with more, everything here takes ten times as long while the machine is busy
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -55,7 +55,7 @@ BLOCK = 32
 """Tokens in a block of vLLM's cache."""
 CARTRIDGES = {
     "kv_connector": "CartridgeConnector",
-    "kv_connector_module_path": "lmcache_cartridge.serve.connector",
+    "kv_connector_module_path": "lmcache_cartridge.engine.connector",
     "kv_role": "kv_consumer",
     "kv_load_failure_policy": "fail",
 }

@@ -19,8 +19,8 @@ CHUNK = 64
 def main(home: str, model: str, asked: str, wrong: str = "1000") -> None:
     from vllm import LLM, SamplingParams
 
-    from lmcache_cartridge import loader
-    from lmcache_cartridge.rope import rotate
+    from lmcache_cartridge.memory import loader
+    from lmcache_cartridge.memory.rope import rotate
     from lmcache_cartridge.serve.offline import engine_arguments, with_cartridges
     from lmcache_cartridge.settings import from_mapping
 

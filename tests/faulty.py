@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lmcache_cartridge import loader, rope, tiles
-from lmcache_cartridge.serve import backend
+from lmcache_cartridge.engine import backend
+from lmcache_cartridge.memory import loader, rope, tiles
 
 
 class CartridgeBackend(backend.CartridgeBackend):

@@ -6,7 +6,7 @@ from typing import Any
 
 from faulty import _fault, _slowed
 
-from lmcache_cartridge.serve import l2
+from lmcache_cartridge.engine import l2
 
 
 class CartridgeL2Adapter(l2.CartridgeL2Adapter):

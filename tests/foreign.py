@@ -14,7 +14,7 @@ from peft.tuners.cartridge.utils import prompt_embeddings_from_past_key_values
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lmcache_cartridge.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall import MODEL_DIR
 
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 64
 """Geometry of the shipped model."""

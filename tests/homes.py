@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
 
-from lmcache_cartridge.artifact import PAYLOAD, load_token_ids
-from lmcache_cartridge.claim import Claim
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.layout import rank_heads
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory.claim import Claim
+from lmcache_cartridge.memory.layout import rank_heads
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.store import CartridgeStore
 
 CHUNK = 16
 CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK

@@ -14,9 +14,9 @@ import yaml
 from blocks import quietly
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.launch import PLUGIN, lmcache_yaml
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.store import CartridgeStore
 
 with quietly():
     from lmcache.integration.vllm.utils import ENGINE_NAME
@@ -27,8 +27,8 @@ with quietly():
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.pin_monitor import PinMonitor
 
-    from lmcache_cartridge.serve import backend
-    from lmcache_cartridge.serve.backend import CartridgeBackend
+    from lmcache_cartridge.engine import backend
+    from lmcache_cartridge.engine.backend import CartridgeBackend
 
 CHUNK = 64
 """Tokens in a chunk: two blocks of `blocks.BLOCK`."""

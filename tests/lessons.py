@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from lmcache_cartridge.make import lesson
-from lmcache_cartridge.make.lesson import Lesson
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import Question, from_template
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
+from lmcache_cartridge.make.train import lesson
+from lmcache_cartridge.make.train.lesson import Lesson
 
 torch.set_num_threads(1)
 

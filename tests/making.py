@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
-from lmcache_cartridge.codec import encode
-from lmcache_cartridge.fingerprint import Fingerprint, Rope
-from lmcache_cartridge.keys import Hasher
-from lmcache_cartridge.layout import DTYPES, to_heads
-from lmcache_cartridge.manifest import Manifest, Provenance
-from lmcache_cartridge.store import Engine
-from lmcache_cartridge.writer import ArtifactWriter
+from lmcache_cartridge.artifact.fingerprint import Fingerprint, Rope
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.library.index import Hasher
+from lmcache_cartridge.memory.codec import encode
+from lmcache_cartridge.memory.layout import DTYPES, to_heads
+from lmcache_cartridge.memory.store import Engine
 
 VOCABULARY = 1000
 

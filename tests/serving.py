@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest, Provenance
-from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.writer import ArtifactWriter
 
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
 

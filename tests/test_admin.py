@@ -15,9 +15,9 @@ from homes import read, until
 from rich.console import Console
 from watching import CHUNK, Watched, serving
 
-from lmcache_cartridge import top
-from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.cli import top
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import admin
 
 NAMES = ["a@1", "b@1", "c@1", "d@1", "e@1"]

@@ -23,15 +23,15 @@ with quietly():
     from lmcache_cartridge.serve.api import CartridgePlugin
     from lmcache_cartridge.serve.canary import Canaries
 
-from lmcache_cartridge import artifact
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.reads import Reads
-from lmcache_cartridge.serve.control import ControlServer, Workers
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.engine.control import ControlServer, Workers
+from lmcache_cartridge.memory.store import CartridgeStore, Place
 from lmcache_cartridge.serve.request import MAX_READS, Reference, Refusal, Resolver
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.store import CartridgeStore, Place
-from lmcache_cartridge.writer import ArtifactWriter
+from lmcache_cartridge.sources.reads import Reads
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ class _Hanging:
 
     def __init__(self, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.go_on, self.waiting = home.path / "roots" / "nfs", threading.Event(), []
-        load = artifact.load_manifest
+        load = reading.load_manifest
 
         def slow(root: Path, *args: Any, **kwargs: Any) -> Any:
             if root.is_relative_to(self.directory):
@@ -195,7 +195,7 @@ class _Hanging:
             make_artifact(
                 self.directory / str(number), cartridge_id=f"n{number}", positions=CHUNK, kind="trained", seed=number
             )
-        monkeypatch.setattr(artifact, "load_manifest", slow)
+        monkeypatch.setattr(reading, "load_manifest", slow)
 
     def root(self, number: int) -> str:
         return str(self.directory / str(number))
@@ -276,7 +276,7 @@ def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(
     store: CartridgeStore, home: Home, hanging: _Hanging
 ) -> None:
     hanging.go_on.set()
-    digests = [artifact.load_manifest(Path(hanging.root(n))).digest for n in range(2)]
+    digests = [reading.load_manifest(Path(hanging.root(n))).digest for n in range(2)]
     hanging.go_on.clear()
     del hanging.waiting[:]
     hot = home.registry.find("hot").digest

@@ -22,12 +22,14 @@ from hypothesis import strategies as st
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 
-from lmcache_cartridge import artifact, cli, top
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.cli import top
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall.ward import Fact, ask, encode
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall.ward import Fact, ask, encode
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Resolver
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -478,7 +480,7 @@ def test_a_plain_prompt_of_identity_tokens_neither_gets_the_cartridge_nor_poison
     name = f"secret-{plain_first}"
     ward = _cut(served.model, write_ward(served.model, patients(3, 4), name, tokens=530), 512)
     manifest = register(served.model, served.settings, ward.ids, name=name, kind="trained")
-    identity = artifact.load_token_ids(manifest, served.settings.cartridges_dir / name / "1").tolist()
+    identity = reading.load_token_ids(manifest, served.settings.cartridges_dir / name / "1").tolist()
     guess = Resolver(served.settings).resolve([Reference(id=name)]).salt(None)
     facts = ward.facts[:8]
 
@@ -598,7 +600,7 @@ def test_a_stored_prefix_without_kv_is_computed_once_and_kept_by_the_engine(serv
     source = tmp_path / "prefix.json"
     source.write_text(json.dumps({"token_ids": list(ward.ids)}))
     home = str(served.settings.home)
-    assert cli.main(["register", str(source), "--home", home, "--id", "prefix", "--model", str(MODEL)]) == 0
+    assert main(["register", str(source), "--home", home, "--id", "prefix", "--model", str(MODEL)]) == 0
     first, again = (served.asker.complete(ask(fact, 0), "prefix") for fact in ward.facts[:2])
     assert [first.text.strip(), again.text.strip()] == [fact.value for fact in ward.facts[:2]]
     assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128

@@ -13,7 +13,7 @@ import torch
 from making import VOCABULARY, Made, flip_bit, heads_bytes, make_artifact, make_ids
 from safetensors import safe_open
 
-from lmcache_cartridge.artifact import (
+from lmcache_cartridge.artifact.reading import (  # fmt: skip
     PAYLOAD,
     check_finite,
     chunk_range,
@@ -21,10 +21,10 @@ from lmcache_cartridge.artifact import (
     load_token_ids,
     verify,
     verify_chunk,
-)  # fmt: skip
+)
+from lmcache_cartridge.artifact.writing import INLINE_TOKENS, TOKENS
 from lmcache_cartridge.errors import ArtifactError, CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload
-from lmcache_cartridge.layout import DTYPES, rank_heads
-from lmcache_cartridge.writer import INLINE_TOKENS, TOKENS
+from lmcache_cartridge.memory.layout import DTYPES, rank_heads
 
 
 def _stored(root: Path, start: int, end: int) -> bytes:

@@ -33,19 +33,19 @@ from lmcache.v1.token_database import ChunkedTokenDatabase
 from making import Made, flip_bit, heads_bytes, make_artifact, run_threads
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from lmcache_cartridge import tiles
-from lmcache_cartridge.artifact import PAYLOAD, chunk_range
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.layout import kv_2ltd_view
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine import backend
+from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.inject import EngineWriteConnector
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.serve import backend
-from lmcache_cartridge.serve.backend import CartridgeBackend
-from lmcache_cartridge.serve.inject import EngineWriteConnector
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import kv_2ltd_view
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.launch import PLUGIN
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.store import CartridgeStore
 
 VOCABULARY = 640
 QUESTION = 20

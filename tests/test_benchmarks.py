@@ -41,7 +41,7 @@ def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
 def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path: Path) -> None:
     """What `ttft` does before it starts its server, which takes too long for a smoke test."""
     ttft = importlib.import_module("ttft")
-    from lmcache_cartridge.artifact import verify
+    from lmcache_cartridge.artifact.reading import verify
     from lmcache_cartridge.make.model import CausalModel
     from lmcache_cartridge.settings import from_mapping
 

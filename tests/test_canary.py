@@ -25,18 +25,18 @@ from transformers import (
     SmolLM3Config,
 )  # fmt: skip
 
-from lmcache_cartridge.artifact import MANIFEST
-from lmcache_cartridge.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
-from lmcache_cartridge.cli import main
+from lmcache_cartridge.artifact.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
+from lmcache_cartridge.artifact.manifest import check
+from lmcache_cartridge.artifact.reading import MANIFEST
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import ManifestError
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import canary as make_canary
 from lmcache_cartridge.make.canary import in_another_layout
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.stored import as_served
-from lmcache_cartridge.manifest import check
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.rope import shift_keys
+from lmcache_cartridge.memory.rope import shift_keys
 
 # The models are tiny, and threads that contend with each other make them slower.
 torch.set_num_threads(1)

@@ -17,17 +17,18 @@ import torch
 from families import FAMILIES, make_model
 from serving import SERVER_ARGS
 
-from lmcache_cartridge import artifact
-from lmcache_cartridge.cli import main
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import canary as make_canary
-from lmcache_cartridge.make import stored, trained
+from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.make.train import trained
 from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.writer import ArtifactWriter
 
 torch.set_num_threads(1)
 CHUNK, POSITIONS = 64, 192
@@ -68,7 +69,7 @@ def faulty_launch() -> Callable[[str, Settings], Launch]:
 
     def launch(model: str, settings: Settings) -> Launch:
         launch = plan(model, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
-        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.serve.backend", "faulty"))
+        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.engine.backend", "faulty"))
 
     return launch
 
@@ -206,7 +207,7 @@ def test_validate_asks_the_server_over_http(served: Served, capsys: pytest.Captu
     home, url = str(served.settings.home), str(served.http.base_url)
     assert main(["validate", "t2", "--server", url, "--home", home, "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    canary = artifact.load_manifest(served.settings.cartridges_dir / "t2").canary
+    canary = reading.load_manifest(served.settings.cartridges_dir / "t2").canary
     assert (rows["name"], rows["passed"]) == ("t2@1", True)
     assert len(rows["questions"]) == len(canary.after) + len(canary.behind)
     assert all(row["injected"] >= POSITIONS and row["difference"] <= row["bound"] for row in rows["questions"])

@@ -13,13 +13,13 @@ import pytest
 from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope, run_threads
 
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.errors import RegistryError
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory.store import CartridgeStore, Place
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.store import CartridgeStore, Place
 
 GRACE_S = 50.0
 
@@ -473,7 +473,7 @@ def test_the_keeper_complains_once_and_goes_on(home: Home, caplog: pytest.LogCap
     looks, refresh = [], store.refresh
     store.refresh = lambda: (looks.append(None), refresh())
     away = home.registry.path.rename(home.path / "away")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.store"):
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.memory.store"):
         until(lambda: len(looks) > 4)
     assert [r.getMessage() for r in caplog.records] == [
         f"changes are not followed: registry {home.registry.path} is gone"

@@ -16,13 +16,13 @@ import pytest
 import torch
 from wards import MODEL, margins, patients, prefill, save
 
-from lmcache_cartridge import loader
-from lmcache_cartridge.layout import ChunkShape, heads_view
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.cli.recall.ward import Document, write_document
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall.ward import Document, write_document
+from lmcache_cartridge.memory import loader
+from lmcache_cartridge.memory.layout import ChunkShape, heads_view
+from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import Sources
+from lmcache_cartridge.sources.sources import Sources
 
 MARGIN = 0.05
 """By this share of all questions a chain may do worse than the concatenated documents. Measured: it does better."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from making import Made, heads_bytes, make_artifact, make_fingerprint, make_kv
 
-from lmcache_cartridge.chunk_check import ChunkCheck
+from lmcache_cartridge.artifact.check import ChunkCheck
 from lmcache_cartridge.errors import CorruptChunk, NonFiniteKV
 
 HEADS, HEAD_BYTES = range(1, 3), 2 * 3 * 16 * 64 * 2

@@ -11,14 +11,14 @@ import pytest
 from homes import STILL, Clock, Home, assert_served, prompt_for, read, until
 from making import Made, flip_bit, make_fingerprint, make_rope, run_threads, sha256_hasher
 
-from lmcache_cartridge import claim as claim_module
-from lmcache_cartridge import store as store_module
-from lmcache_cartridge.artifact import chunk_range
+from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget
-from lmcache_cartridge.keys import Hasher
-from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.library.index import Hasher
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.memory import claim as claim_module
+from lmcache_cartridge.memory import store as store_module
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.store import CartridgeStore
 
 
 def _lookup_and_release(store: CartridgeStore, home: Home, made: Made, name: str) -> int:

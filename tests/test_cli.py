@@ -14,11 +14,11 @@ import pytest
 from making import files_under, flip_bit, make_artifact
 
 from lmcache_cartridge import __version__
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range
-from lmcache_cartridge.cli import main
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import HOME_VARIABLE
 
 

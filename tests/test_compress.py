@@ -14,15 +14,16 @@ from making import files_under, flip_bit, make_artifact
 from serving import stored_kv
 from wards import MODEL, patients, write_ward
 
-from lmcache_cartridge import artifact, cli
-from lmcache_cartridge.artifact import PAYLOAD, chunk_range
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Manifest, Origin
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CorruptChunk
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.compress import compress
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest, Origin
-from lmcache_cartridge.recall import load_sheet
-from lmcache_cartridge.registry import Registry
 
 CLOSE = 0.02
 """Largest error of int8 on this model's KV, relative to the norm of K or V of a layer; 0.007 measured."""
@@ -36,13 +37,13 @@ class _Cli:
 
     def __call__(self, *argv: str, status: int = 0, form: str = "--format") -> Any:
         machine = [form, "json"] if form == "--format" else [form]
-        assert cli.main([*argv, "--home", str(self.home), *machine]) == status
+        assert main([*argv, "--home", str(self.home), *machine]) == status
         out, err = self._capsys.readouterr()
         return json.loads(out) if status == 0 else err
 
     def artefact(self, name: str) -> tuple[Manifest, Path]:
         root = Path(Registry(self.home / "registry.sqlite").find(name).location)
-        return artifact.load_manifest(root), root
+        return reading.load_manifest(root), root
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(
 def test_a_canary_that_fails_on_int8_alone_leaves_nothing(
     run: _Cli, sheet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmcache_cartridge import codec
+    from lmcache_cartridge.memory import codec
 
     decode = codec.decode
     monkeypatch.setattr(codec, "decode", lambda *a: (decode(*a), a[1].zero_()))
@@ -124,7 +125,7 @@ def test_train_stores_int8_and_scores_what_is_served(run: _Cli, tmp_path: Path) 
     assert 0 < abs(made["held_out_loss"] - plain["held_out_loss"]) < 0.1
     manifest, root = run.artefact("small")
     assert (manifest.kind, manifest.payload.encoding, made["bytes"]) == ("trained", "int8", manifest.payload_bytes)
-    assert len(list(artifact.verify(root))) == 2
+    assert len(list(reading.verify(root))) == 2
 
 
 def test_import_stores_int8(run: _Cli, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: 
     assert manifest.provenance.origin == Origin("cartridge", "doc@1", made.manifest.digest)
     assert (result["name"], result["bytes"], result["bytes_before"]) == (
         "small@1", manifest.payload_bytes, made.manifest.payload_bytes)  # fmt: skip
-    assert artifact.load_token_ids(manifest, root).tolist() == artifact.load_token_ids(
+    assert reading.load_token_ids(manifest, root).tolist() == reading.load_token_ids(
         made.manifest, tmp_path / "doc").tolist()  # fmt: skip
     assert files_under(tmp_path / "doc") == before
     assert run("verify", "small")[0]["sound"]
@@ -208,5 +209,5 @@ def test_text_for_people_says_what_export_did(run: _Cli, tmp_path: Path, capsys:
     make_artifact(tmp_path / "doc", positions=80, fingerprint=shape, encoding="int8", token_ids=[7] * 80)
     Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
     argv = ["export", "doc", "--format", "hazy", "--output", str(tmp_path / "out"), "--home", str(run.home)]
-    assert cli.main(argv) == 0
+    assert main(argv) == 0
     assert capsys.readouterr().out.rstrip().endswith("/out, from int8 to bfloat16")

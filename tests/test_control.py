@@ -19,10 +19,10 @@ import pytest
 from homes import STILL, Home, assert_served, prompt_for, until
 from making import Made, make_artifact, run_threads
 
+from lmcache_cartridge.engine import control, frames
+from lmcache_cartridge.engine.control import ControlServer, Workers
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
-from lmcache_cartridge.serve import control, frames
-from lmcache_cartridge.serve.control import ControlServer, Workers
-from lmcache_cartridge.store import CartridgeStore
+from lmcache_cartridge.memory.store import CartridgeStore
 
 
 @pytest.fixture

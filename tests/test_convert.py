@@ -20,15 +20,17 @@ from safetensors.torch import load_file, save_file
 from serving import stored_kv
 from wards import prefill
 
-from lmcache_cartridge import __version__, artifact, cli
+from lmcache_cartridge import __version__
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.identity import DISTINCT
+from lmcache_cartridge.artifact.manifest import Origin
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import CartridgeError, ForeignFormatError, ModelMismatch
-from lmcache_cartridge.identity import DISTINCT
-from lmcache_cartridge.make import convert
-from lmcache_cartridge.make.convert import Imported
+from lmcache_cartridge.make.foreign import convert
+from lmcache_cartridge.make.foreign.convert import Imported
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.ordinary import ordinary_ids
-from lmcache_cartridge.manifest import Origin
-from lmcache_cartridge.recall import MODEL_DIR, load_sheet
 
 P = 64
 QUESTION = "Q: blood of Tehor? A:"
@@ -99,7 +101,7 @@ def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model: CausalMode
     done = bring(model, make(kv, tmp_path), tmp_path / "out")
     assert (done.form, done.manifest.kind, done.manifest.positions) == (form, "trained", P)
     assert torch.equal(stored_kv(tmp_path / "out"), kv)
-    assert list(artifact.verify(tmp_path / "out"))
+    assert list(reading.verify(tmp_path / "out"))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
 
 
@@ -129,7 +131,7 @@ def test_the_kv_of_a_cache_of_transformers_is_what_peft_feeds(
 
 def test_identity_tokens_are_ordinary_words(model: CausalModel, tmp_path: Path) -> None:
     manifest = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out").manifest
-    drawn = artifact.load_token_ids(manifest, tmp_path / "out").tolist()
+    drawn = reading.load_token_ids(manifest, tmp_path / "out").tolist()
     assert len(drawn) == P
     assert len(set(drawn[:DISTINCT])) == DISTINCT
     assert not set(drawn) & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
@@ -156,7 +158,7 @@ def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(
     foreign.write_ids(tmp_path, ids[:100])
     done = bring(model, path, tmp_path / "out")
     assert done.manifest.kind == "prefill"
-    assert artifact.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:100]
+    assert reading.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:100]
     assert "differs by" in done.evidence
     assert done.warnings == ()
 
@@ -183,7 +185,7 @@ def test_ids_that_do_not_give_the_kv_are_not_its_tokens(
     done = bring(model, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out")
     assert done.manifest.kind == "trained", done.evidence
     assert "the ids are not its tokens" in done.evidence
-    assert artifact.load_token_ids(done.manifest, tmp_path / "out").tolist() != ids[:100]
+    assert reading.load_token_ids(done.manifest, tmp_path / "out").tolist() != ids[:100]
 
 
 @pytest.mark.parametrize("layer", range(foreign.LAYERS))
@@ -213,7 +215,7 @@ def test_ids_alone_make_a_cartridge_of_tokens(model: CausalModel, ids: list[int]
         path.write_text(json.dumps({"token_ids": ids[:50]} if where == "json dict" else ids[:50]))
     done = bring(model, tmp_path if where == "directory" else path, tmp_path / "out")
     assert (done.manifest.kind, done.manifest.payload) == ("tokens", None)
-    assert artifact.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:50]
+    assert reading.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:50]
 
 
 # Axes.
@@ -427,7 +429,7 @@ def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel,
     (tmp_path / "sheet.txt").write_text(text)
     done = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out",
                  document=tmp_path / "sheet.txt")  # fmt: skip
-    found = artifact.load_document_ids(done.manifest, tmp_path / "out").tolist()
+    found = reading.load_document_ids(done.manifest, tmp_path / "out").tolist()
     assert found == model.encode(text, special=True)
     assert done.manifest.provenance.document == "sheet.txt"
 
@@ -494,7 +496,7 @@ def test_provenance_holds_no_path_of_another_machine(model: CausalModel, tmp_pat
 
 def _run(capsys: pytest.CaptureFixture, *argv: Any) -> tuple[int, str, str]:
     capsys.readouterr()
-    status = cli.main([str(word) for word in argv])
+    status = main([str(word) for word in argv])
     return (status, *capsys.readouterr())
 
 
@@ -537,7 +539,7 @@ def refuse(*a, **k):
     print("NETWORK", file=sys.stderr)
     raise OSError("no network here")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-from lmcache_cartridge.cli import main
+from lmcache_cartridge.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -559,7 +561,7 @@ def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_p
     done = _hub(tmp_path / "cache", tmp_path / "home", "org/notes", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert "NETWORK" not in done.stderr
-    manifest = artifact.load_manifest(tmp_path / "home" / "cartridges" / "it" / "1")
+    manifest = reading.load_manifest(tmp_path / "home" / "cartridges" / "it" / "1")
     assert manifest.provenance.origin.name == "org/notes"
     gone = _hub(tmp_path / "cache", tmp_path / "home", "org/other", HF_HUB_OFFLINE="1")
     assert gone.returncode == 1

@@ -18,14 +18,15 @@ from making import files_under, flip_bit
 from serving import stored_kv
 from wards import MODEL, save
 
-from lmcache_cartridge import artifact, cli
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Manifest, Origin, Provenance, Training
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists
-from lmcache_cartridge.make import convert
-from lmcache_cartridge.make.export import card, export
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.foreign import convert
+from lmcache_cartridge.make.foreign.export import card, export
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest, Origin, Provenance, Training
-from lmcache_cartridge.recall import load_sheet
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import from_mapping
 
 P = 128
@@ -155,16 +156,16 @@ def test_the_command_exports(
     save(model, settings.cartridges_dir / "it", ids[:P], name="it")
     Registry(settings.registry_path).register(settings.cartridges_dir / "it")
     options = ["--output", str(tmp_path / "out"), "--home", str(tmp_path / "home")]
-    assert cli.main(["export", "it", "--format", "peft", *options, *(["--json"] if json_output else [])]) == 0
+    assert main(["export", "it", "--format", "peft", *options, *(["--json"] if json_output else [])]) == 0
     out = capsys.readouterr().out
     expected = {"name": "it@1", "format": "peft", "output": str(tmp_path / "out")}
     assert json.loads(out) == expected if json_output else out == f"it@1 as peft in {tmp_path / 'out'}\n"
     assert np.array_equal(
-        artifact.load_token_ids(_back(model, tmp_path / "out", tmp_path / "b"), tmp_path / "b"), ids[:P]
+        reading.load_token_ids(_back(model, tmp_path / "out", tmp_path / "b"), tmp_path / "b"), ids[:P]
     )
-    assert cli.main(["export", "gone", "--format", "peft", *options]) == 1
+    assert main(["export", "gone", "--format", "peft", *options]) == 1
     with pytest.raises(SystemExit):
-        cli.main(["export", "it", "--format", "json", *options])
+        main(["export", "it", "--format", "json", *options])
 
 
 def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
@@ -181,6 +182,6 @@ def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
     for name, message in (("far", "lmcache-cartridge pull s3://bucket/far"), ("it", "was replaced")):
         output = tmp_path / "out"
         options = ["--format", "hazy", "--output", str(output), "--home", str(tmp_path / "home")]
-        assert cli.main(["export", name, *options]) == 1
+        assert main(["export", name, *options]) == 1
         assert message in capsys.readouterr().err
         assert not output.exists()

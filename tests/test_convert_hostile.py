@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import stored_kv
 
-from lmcache_cartridge import artifact
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, ForeignFormatError
-from lmcache_cartridge.make import convert, pytorch
+from lmcache_cartridge.make.foreign import convert, pytorch
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR
 
 P = 16
 HUGE = 1 << 40
@@ -179,7 +179,7 @@ def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path: P
      "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_device_tensor_from_numpy",
      "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor",
      "torch._tensor._rebuild_from_type_v2", "torch.storage.UntypedStorage", "torch.nn.modules.linear.Linear",
-     "collections.Counter", "torch.nn.parameter.Parameter", "lmcache_cartridge.cli.main"],
+     "collections.Counter", "torch.nn.parameter.Parameter", "lmcache_cartridge.cli.main.main"],
 )  # fmt: skip
 def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path: Path, name: str) -> None:
     path = _archive(tmp_path / "a.pt", _call(name, _number(HUGE)))
@@ -425,7 +425,7 @@ class _Bench:
             assert not out.exists()
             return None
         self.taken += 1
-        assert list(artifact.verify(out))
+        assert list(reading.verify(out))
         return stored_kv(out)
 
 
@@ -510,4 +510,4 @@ def bench_tokens(bench: _Bench, path: Path) -> bool:
         _import(bench.model, path, out)
     except CartridgeError:
         return not out.exists()
-    return artifact.load_manifest(out).kind == "tokens"
+    return reading.load_manifest(out).kind == "tokens"

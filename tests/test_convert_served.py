@@ -14,16 +14,17 @@ import torch
 from serving import SERVER_ARGS
 from wards import MODEL, Ward, patients, prefill, sure, write_ward
 
-from lmcache_cartridge import artifact, cli
-from lmcache_cartridge.int8 import record
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.int8 import record
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall.ward import Fact, ask, encode
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall.ward import Fact, ask, encode
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.writer import ArtifactWriter
 
 CHUNK = 64
 P = 512
@@ -93,7 +94,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ward = Ward(ward.document, ward.ids[:P], sure(model, kv, ward.facts))
     for name, make in MAKERS.items():
         path = make(kv, home / name)
-        assert cli.main(["import", str(path), "--model", MODEL, "--id", name, "--home", str(home), "--format", "json",
+        assert main(["import", str(path), "--model", MODEL, "--id", name, "--home", str(home), "--format", "json",
                          "--chunk-size", str(CHUNK), *(["--round"] if name == "rounded" else [])]) == 0  # fmt: skip
     sheet = home / "sheet.txt"
     sheet.write_text(ward.document.text)
@@ -102,7 +103,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ("int8", "import", str(home / "peft")), ("sheet", "build", "--document", str(sheet)),
         ("sheet-int8", "build", "--document", str(sheet)),
     ):  # fmt: skip
-        assert cli.main([*command, *common, "--id", name, *(["--payload", "int8"] if "int8" in name else [])]) == 0
+        assert main([*command, *common, "--id", name, *(["--payload", "int8"] if "int8" in name else [])]) == 0
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
     for name, damage in WRONG_STEPS.items():
         _damage_steps(settings, name, damage)
@@ -115,16 +116,16 @@ def _damage_steps(settings: Settings, name: str, damage: Callable[[np.ndarray], 
     """Register the int8 cartridge again with records that were changed before their checksums were taken."""
     registry = Registry(settings.registry_path)
     root = Path(registry.find("int8").location)
-    manifest = artifact.load_manifest(root)
-    ids = artifact.load_token_ids(manifest, root)
+    manifest = reading.load_manifest(root)
+    ids = reading.load_token_ids(manifest, root)
     writer = ArtifactWriter(
         settings.home / name, cartridge_id=name, version=1, kind="trained", fingerprint=manifest.fingerprint,
         token_ids=ids, chunk_tokens=CHUNK, encoding="int8",
     )  # fmt: skip
-    data = (root / artifact.PAYLOAD).read_bytes()
+    data = (root / reading.PAYLOAD).read_bytes()
     with writer:
         for chunk in range(manifest.chunks):
-            start, end = artifact.chunk_range(manifest, chunk, range(manifest.fingerprint.kv_heads))
+            start, end = reading.chunk_range(manifest, chunk, range(manifest.fingerprint.kv_heads))
             heads = np.frombuffer(bytearray(data[start:end]), record(manifest.fingerprint, CHUNK))
             damage(heads)
             writer.write(memoryview(heads.view("u1")))
@@ -134,7 +135,7 @@ def _damage_steps(settings: Settings, name: str, damage: Callable[[np.ndarray], 
 
 def _stored(served: Served, name: str) -> torch.Tensor:
     root = Path(Registry(served.settings.registry_path).find(name).location)
-    return stored.read_kv(artifact.load_manifest(root), root)
+    return stored.read_kv(reading.load_manifest(root), root)
 
 
 def _worst(served: Served, first: tuple[str, ...], second: tuple[str, ...]) -> float:

@@ -18,10 +18,10 @@ from hypothesis.stateful import (
 )
 from making import Made, make_fingerprint, run_threads
 
-from lmcache_cartridge.claim import Claim
 from lmcache_cartridge.errors import CartridgeError
-from lmcache_cartridge.residency import Loan, Residency
-from lmcache_cartridge.store import CartridgeStore
+from lmcache_cartridge.memory.claim import Claim
+from lmcache_cartridge.memory.store import CartridgeStore
+from lmcache_cartridge.memory.tier import Loan, Residency
 
 
 def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> CartridgeStore:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from making import run_threads
 
-from lmcache_cartridge.disk import DiskTier, PieceKey
-from lmcache_cartridge.disk_index import locked
+from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
+from lmcache_cartridge.sources.disk_index import locked
 
 SIZE = 1000
 

@@ -26,11 +26,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache_cartridge import disk as disk_module
-from lmcache_cartridge import disk_index
-from lmcache_cartridge.disk import DiskStats, DiskTier, PieceKey
-from lmcache_cartridge.disk_index import locked
-from lmcache_cartridge.pieces import Partial, PieceFiles
+from lmcache_cartridge.sources import disk_cache as disk_module
+from lmcache_cartridge.sources import disk_index
+from lmcache_cartridge.sources.disk_cache import DiskStats, DiskTier, PieceKey
+from lmcache_cartridge.sources.disk_index import locked
+from lmcache_cartridge.sources.pieces import Partial, PieceFiles
 
 SIZE = 4096
 SPAWN = multiprocessing.get_context("spawn")

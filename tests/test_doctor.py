@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_cartridge import cli, doctor
+from lmcache_cartridge.cli import doctor, main
 from lmcache_cartridge.errors import ENGINE
 from lmcache_cartridge.settings import HOME_VARIABLE, Settings
 
@@ -58,14 +58,14 @@ def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config"]) == 0
+    assert main(["config"]) == 0
     names = capsys.readouterr().out.split()
     assert names == sorted(path.name for path in CONFIGS.iterdir())
     for name in names:
-        assert cli.main(["config", name]) == 0
+        assert main(["config", name]) == 0
         assert capsys.readouterr().out == (CONFIGS / name).read_text()
     for name in ("nope.yaml", "../setup.cfg", "."):
-        assert cli.main(["config", name]) == 1
+        assert main(["config", name]) == 1
         assert "there are grafana.json, " in capsys.readouterr().err
 
 
@@ -84,7 +84,7 @@ def test_a_library_that_lacks_is_one_line_and_what_to_install(
 ) -> None:
     from making import make_artifact
 
-    from lmcache_cartridge.registry import Registry
+    from lmcache_cartridge.library.registry import Registry
 
     make_artifact(home / "a", positions=16, cartridge_id="a")
     Registry(Settings(home=home).registry_path).register(home / "a")
@@ -92,7 +92,7 @@ def test_a_library_that_lacks_is_one_line_and_what_to_install(
     for name in [name for name in sys.modules if name.startswith("lmcache_cartridge.make.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    assert cli.main(command.format(home / "file.json").split()) == 1
+    assert main(command.format(home / "file.json").split()) == 1
     out, err = capsys.readouterr()
     assert err == (
         f"lmcache-cartridge: this command needs {missing}, which is not installed: "
@@ -105,7 +105,7 @@ def test_a_server_is_asked_without_torch(
 ) -> None:
     from making import make_artifact
 
-    from lmcache_cartridge.registry import Registry
+    from lmcache_cartridge.library.registry import Registry
 
     make_artifact(home / "a", positions=16, cartridge_id="a")
     Registry(Settings(home=home).registry_path).register(home / "a")
@@ -116,9 +116,9 @@ def test_a_server_is_asked_without_torch(
     for name in ("torch", "transformers", "safetensors", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     command = ["evaluate", "a", "--questions", str(home / "questions.json"), "--server", "http://127.0.0.1:1"]
-    assert cli.main(command) == 1
+    assert main(command) == 1
     assert capsys.readouterr().err.startswith("lmcache-cartridge: http://127.0.0.1:1/v1/models: ConnectError")
-    assert cli.main([*command, "--document", str(home / "document.txt")]) == 1
+    assert main([*command, "--document", str(home / "document.txt")]) == 1
     assert "document.txt is no UTF-8 text: " in capsys.readouterr().err
 
 

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
-from lmcache_cartridge import artifact
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Manifest
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest
-from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.recall import MODEL_DIR, load_sheet
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 64
@@ -103,12 +103,12 @@ def _build(model: CausalModel, registry: Registry, settings: Settings, name: str
     root = settings.cartridges_dir / name
     manifest = prefill.build(model, document, root, cartridge_id=name, version=1, chunk_tokens=chunk)
     registry.register(root)
-    return artifact.load_token_ids(manifest, root).tolist()
+    return reading.load_token_ids(manifest, root).tolist()
 
 
 def _flip_a_bit(root: Path) -> None:
     with (root / "payload.safetensors").open("r+b") as file:
-        file.seek(artifact.load_manifest(root).payload.data_offset_bytes + 300_000)
+        file.seek(reading.load_manifest(root).payload.data_offset_bytes + 300_000)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 0x10]))
@@ -126,7 +126,7 @@ def _register_variants(registry: Registry, home: Path, ids: list[int]) -> dict[s
     made = stored_kv(root)[:, :, :whole]
     variants = {"made": made, "captured": load_file(captured)["kv"][:, :, :whole]}
     variants |= {name: damage(made) for name, damage in DAMAGE.items()}
-    like = artifact.load_manifest(root)
+    like = reading.load_manifest(root)
     return {
         name: register_kv(registry, home / "variants", name.replace(" ", "-"), kv, like, np.array(ids[:whole]))
         for name, kv in variants.items()
@@ -213,7 +213,7 @@ def test_a_flipped_bit_is_refused_and_noted_and_the_document_computed(served: Se
         assert reply.text.strip() == question.answer
         # Chunks before the damage may be used: each is verified by itself.
         assert reply.cached_tokens < len(served.ids["flipped"]) // CHUNK * CHUNK
-    digest = artifact.load_manifest(served.settings.cartridges_dir / "flipped").digest
+    digest = reading.load_manifest(served.settings.cartridges_dir / "flipped").digest
     assert "checksum" in Quarantine(served.settings.quarantine_dir).reason(digest)
     healthy = served.ids["a"] + question_ids(served.model, load_sheet("ward-a").questions[0].text)
     assert served.client.ask(healthy).cached_tokens == CHUNK * WHOLE_CHUNKS["a"]

@@ -20,15 +20,15 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine import host as engines
+from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
-from lmcache_cartridge.fingerprint import Fingerprint
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.serve import engine as engines
-from lmcache_cartridge.serve.backend import CartridgeBackend
-from lmcache_cartridge.serve.inject import EngineWriteConnector
+from lmcache_cartridge.memory.store import Engine
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.store import Engine
 
 ROPE = {
     "default": {"rope_theta": 5e5},

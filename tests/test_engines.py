@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
-from lmcache_cartridge.artifact import MANIFEST
+from lmcache_cartridge.artifact.identity import Identity
+from lmcache_cartridge.artifact.reading import MANIFEST
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.identity import Identity
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR, SHEETS_DIR, load_sheet
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 NOISE = 0.25
@@ -69,7 +69,7 @@ def _edited(launch: Launch, old: str, new: str) -> Launch:
 
 
 def test_the_demo_command_answers_from_the_cartridge_and_computes_only_the_rest(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lmcache_cartridge.cli", "demo", "--format", "json"]
+    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "demo", "--format", "json"]
     done = subprocess.run([*command, "--home", tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -85,7 +85,7 @@ def test_a_chunk_that_cannot_be_had_after_all_is_computed_and_the_answer_right(
 ) -> None:
     # No canary: it would meet the fault first, and the prompts' KV would never be asked for.
     launch = plan(str(MODEL_DIR), settings.model_copy(update={"canary": False}), vllm_args=SERVER_ARGS)
-    launch = _edited(launch, "lmcache_cartridge.serve.backend", "faulty")
+    launch = _edited(launch, "lmcache_cartridge.engine.backend", "faulty")
     environment = SMALL | {"FAULTY_CHUNK": "2", "PYTHONPATH": str(Path(__file__).parent)}
     with _serving(launch, tmp_path, environment) as client:
         for prompt, answer in _prompts(model, 4):

@@ -14,23 +14,23 @@ import pytest
 from lessons import MODEL, School, school
 from serving import SERVER_ARGS
 
-from lmcache_cartridge import cli
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall.ward import ask
 from lmcache_cartridge.errors import CartridgeError, SourceError
-from lmcache_cartridge.make import trained
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS, ModelAsker
 from lmcache_cartridge.make.chat import Server
 from lmcache_cartridge.make.evaluate import Answer, pick, report, rows, same
-from lmcache_cartridge.make.initial import prefilled
 from lmcache_cartridge.make.judge import PROMPT, Judge, read_score
 from lmcache_cartridge.make.questions import Question, ServerWriter, save, self_study
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.recall.ward import ask
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.make.train import trained
+from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess, free_port
+from lmcache_cartridge.serve.processes import ServerProcess, free_port
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.writer import ArtifactWriter
 
 CHUNK = 16
 
@@ -99,7 +99,7 @@ class _Ran(NamedTuple):
 def evaluate(home: Home, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(name: str, *argv: str) -> _Ran:
         options = ["--home", str(home.path), "--questions", str(home.questions), "--answer-tokens", "4", *argv]
-        return _Ran(cli.main(["evaluate", name, *options]), *capsys.readouterr())
+        return _Ran(main(["evaluate", name, *options]), *capsys.readouterr())
 
     return run
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from families import FAMILIES, ROTATING, chain, make_model, write
 
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import Settings
 
 NOISE = 1e-3

@@ -16,11 +16,11 @@ import pytest
 from making import flip_bit
 from wards import MODEL, Answer, Asker, Ward, prefill, register, sure
 
-from lmcache_cartridge import artifact
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.cli.recall.ward import NAMES, ask, encode, write_document
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall.ward import NAMES, ask, encode, write_document
 from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, POSITIONS = 64, 1024
@@ -53,7 +53,7 @@ def faulty_launch() -> Callable[[Settings], Launch]:
 
     def launch(settings: Settings) -> Launch:
         launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
-        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.serve.backend", "faulty"))
+        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.engine.backend", "faulty"))
 
     return launch
 
@@ -160,7 +160,7 @@ def test_a_flipped_bit_is_an_error_without_a_document_and_the_documents_answer_w
         ward = _ward(served.model, name)
         _register(served.model, served.settings, name, ward)
         root = served.settings.cartridges_dir / name / "1"
-        where = artifact.chunk_range(artifact.load_manifest(root), chunk, range(2))
+        where = reading.chunk_range(reading.load_manifest(root), chunk, range(2))
         flip_bit(root / "payload.safetensors", random.Random(name).randrange(where.start, where.end))
         if kind == "trained":
             assert _refused(served, name, ward)[0] == 422

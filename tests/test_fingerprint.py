@@ -11,9 +11,9 @@ import torch
 from making import make_fingerprint, make_rope
 from safetensors.torch import save_file
 
+from lmcache_cartridge.artifact.fingerprint import config_fields, model_directory, of_config, weights_digest
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.fingerprint import config_fields, model_directory, of_config, weights_digest
-from lmcache_cartridge.rope import default_frequencies
+from lmcache_cartridge.memory.rope import default_frequencies
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,

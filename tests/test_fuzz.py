@@ -15,14 +15,14 @@ import pytest
 import torch
 from making import Made, heads_bytes, make_artifact
 
-from lmcache_cartridge import artifact
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Manifest, content_digest, decode
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
-from lmcache_cartridge.layout import ChunkShape, heads_view
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
-from lmcache_cartridge.manifest import Manifest, content_digest, decode
+from lmcache_cartridge.memory.layout import ChunkShape, heads_view
+from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import Sources
+from lmcache_cartridge.sources.sources import Sources
 
 _SOURCES = Sources(Settings())
 LIMIT_BYTES = 4 << 20
@@ -129,10 +129,10 @@ def _peak(call: Callable[[], Any]) -> int:
 def _read(made: Made, root: Path, *, original: bool) -> str:
     """Read an artefact as the registry and a loader do, and return what came of it."""
     try:
-        manifest = artifact.load_manifest(root)
-        artifact.load_token_ids(manifest, root)
-        artifact.load_document_ids(manifest, root)
-        artifact.check_local_header(manifest, root)
+        manifest = reading.load_manifest(root)
+        reading.load_token_ids(manifest, root)
+        reading.load_document_ids(manifest, root)
+        reading.check_local_header(manifest, root)
         shape, own = manifest.fingerprint, made.manifest.fingerprint
         if manifest.payload is None or shape.differences(own):
             return "another model's"
@@ -178,7 +178,7 @@ def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(either: Made, 
 
     def check() -> None:
         with pytest.raises(ArtifactError, match="cartridge doc@1: .*payload.safetensors") as caught:
-            artifact.check_local_header(made.manifest, root)
+            reading.check_local_header(made.manifest, root)
         seen.add(type(caught.value))
 
     for turn in range(2600):

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from making import make_artifact
 
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import gate, headers
 from lmcache_cartridge.serve.admin import add_routes
 from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Resolver, Selection

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from lmcache_cartridge.artifact.identity import DISTINCT, Identity
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.identity import DISTINCT, Identity
-from lmcache_cartridge.recall import MODEL_DIR
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
 SPECIAL = {0, 1, 2, 3, 50, 639}

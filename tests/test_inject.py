@@ -15,11 +15,11 @@ from lmcache.utils import EngineType
 from lmcache.v1 import gpu_connector
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 
-from lmcache_cartridge import tiles
+from lmcache_cartridge.engine.cpu import cpu_connector
+from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.layout import DTYPES
-from lmcache_cartridge.serve.cpu import cpu_connector
-from lmcache_cartridge.serve.inject import EngineWriteConnector
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import DTYPES
 from lmcache_cartridge.settings import Settings
 
 CACHED = [0, 1, 31, 32, 63, 64, 65, 100, 127]

@@ -19,21 +19,22 @@ from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint,
 from s3 import S3Server
 from safetensors import safe_open
 
-from lmcache_cartridge import artifact, transfer
-from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify
-from lmcache_cartridge.bytesource import Seen
-from lmcache_cartridge.codec import decode, encode
-from lmcache_cartridge.disk import DiskTier, PieceKey
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.bytesource import Seen
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.int8 import is_finite, record
+from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
+from lmcache_cartridge.artifact.manifest import decode as decode_manifest
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
 from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload, WrongShape
-from lmcache_cartridge.fingerprint import Fingerprint
-from lmcache_cartridge.int8 import is_finite, record
-from lmcache_cartridge.layout import DTYPES, VIEWS, ChunkShape, rank_heads, to_heads
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
-from lmcache_cartridge.manifest import Manifest, content_digest, head_bytes
-from lmcache_cartridge.manifest import decode as decode_manifest
-from lmcache_cartridge.rope import shift_keys
+from lmcache_cartridge.memory.codec import decode, encode
+from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, rank_heads, to_heads
+from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.rope import shift_keys
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import LocalSource, Sources
+from lmcache_cartridge.sources import transfer
+from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
+from lmcache_cartridge.sources.sources import LocalSource, Sources
 
 POSITIONS, CHUNK = 80, 16
 
@@ -44,10 +45,10 @@ class _Local:
     is_remote = staticmethod(lambda location: True)
 
     def __init__(self) -> None:
-        self.ranges: list[artifact.ByteRange] = []
+        self.ranges: list[reading.ByteRange] = []
 
     def read_into(
-        self, location: str, file: str, where: artifact.ByteRange, out: memoryview, seen: Seen | None = None
+        self, location: str, file: str, where: reading.ByteRange, out: memoryview, seen: Seen | None = None
     ) -> None:
         self.ranges.append(where)
         LocalSource().read_into(location, file, where, out, seen)
@@ -321,7 +322,7 @@ def _forged(root: Path, made: Made, field: str, number: float, chunk: int = 2, h
     data[at : at + 4] = np.float32(number).tobytes()
     (root / PAYLOAD).write_bytes(data)
     sums = [list(row) for row in made.manifest.payload.checksums]
-    sums[chunk][head] = artifact.checksum(bytes(data[where.start : where.end]))
+    sums[chunk][head] = reading.checksum(bytes(data[where.start : where.end]))
     payload = msgspec.structs.replace(made.manifest.payload, checksums=tuple(map(tuple, sums)))
     draft = msgspec.structs.replace(made.manifest, payload=payload)
     manifest = msgspec.structs.replace(draft, digest=content_digest(draft))

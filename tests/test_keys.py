@@ -9,9 +9,9 @@ import pytest
 import torch
 from making import make_artifact, make_ids, sha256_hasher
 
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.errors import ChunkSizeMismatch
-from lmcache_cartridge.keys import ChunkKey, KeyIndex
-from lmcache_cartridge.manifest import Manifest
+from lmcache_cartridge.library.index import ChunkKey, KeyIndex
 
 CHUNK = 16
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from lmcache_cartridge import keys
-from lmcache_cartridge.keys import ChunkKey, KeyIndex
+from lmcache_cartridge.library import index
+from lmcache_cartridge.library.index import ChunkKey, KeyIndex
 
 CHUNK = 2
 documents = st.lists(st.integers(0, 2), max_size=8)
@@ -35,7 +35,7 @@ class _Index(RuleBasedStateMachine):
         self.hasher = _hasher(self.width)
         self.index = KeyIndex(lambda ids: self.hasher([min(i, 250) for i in ids]), CHUNK)
         self.index._width = self.width
-        self.index._sorted = keys._Sorted((), self.width)
+        self.index._sorted = index._Sorted((), self.width)
         self.open: dict[str, list[int]] = {}
         self.closed: dict[str, list[int]] = {}
         self.hidden: set[str] = set()
@@ -144,7 +144,7 @@ class _Index(RuleBasedStateMachine):
 @pytest.mark.parametrize("width", [8, 32])
 @pytest.mark.parametrize("bound", [1, 5, 1 << 18])
 def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "MAX_CHAIN_CHUNKS", bound)
+    monkeypatch.setattr(index, "MAX_CHAIN_CHUNKS", bound)
     machine = type("_Index", (_Index,), {"width": width})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 

@@ -41,14 +41,11 @@ with quietly():
     from lmcache.v1.multiprocess.http_apis.dependencies import MPHTTPContext
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
-    from lmcache_cartridge.serve import l2
+    from lmcache_cartridge.engine import l2
 
-from lmcache_cartridge import tiles
-from lmcache_cartridge.artifact import PAYLOAD, chunk_range, load_token_ids
-from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
-from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
-from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.serve.confirm import (
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_token_ids
+from lmcache_cartridge.engine.control import Workers
+from lmcache_cartridge.engine.report import (
     ANYBODY,
     NOBODY,
     Report,
@@ -59,7 +56,10 @@ from lmcache_cartridge.serve.confirm import (
     key_salt,
     tag_salt,
 )
-from lmcache_cartridge.serve.control import Workers
+from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.serve.multiprocess import free_port
 from lmcache_cartridge.serve.request import TAG
 
@@ -109,7 +109,7 @@ class Server:
         self.home = home
         self.socket = home.path.parent / "s" / "control"
         adapter = PluginL2AdapterConfig(
-            "lmcache_cartridge.serve.l2", "CartridgeL2Adapter",
+            "lmcache_cartridge.engine.l2", "CartridgeL2Adapter",
             {"home": str(home.path), "control": str(self.socket), "cpu_bytes": 4 << 20, "lookup_timeout_s": 5} | params,
         )  # fmt: skip
         with quietly():

@@ -21,7 +21,7 @@ def faulty_launch() -> Callable[[str, Settings], Launch]:
             model, settings, chunk_tokens=test_canary_served.CHUNK, on_load_failure="fail", mode="multiprocess",
             vllm_args=test_canary_served.ARGS,
         )  # fmt: skip
-        faulty = [argument.replace("lmcache_cartridge.serve.l2", "faulty_l2") for argument in launch.lmcache]
+        faulty = [argument.replace("lmcache_cartridge.engine.l2", "faulty_l2") for argument in launch.lmcache]
         return launch._replace(lmcache=faulty)
 
     return launch

@@ -25,13 +25,14 @@ from test_end_to_end import (  # noqa: F401 - the tests run here too, over this 
     test_the_shipped_questions_are_answered_right_from_the_cartridge,
 )
 
-from lmcache_cartridge import artifact, tiles
-from lmcache_cartridge.layout import ChunkShape
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR, load_sheet
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import ChunkShape
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 BLOCK = 32
@@ -72,7 +73,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ids = {name: _build(model, registry, settings, name) for name in (*DOCUMENTS, "flipped")}
     _flip_a_bit(settings.cartridges_dir / "flipped")
     root = settings.cartridges_dir / "a"
-    made, like = stored_kv(root)[:, :, :WHOLE], artifact.load_manifest(root)
+    made, like = stored_kv(root)[:, :, :WHOLE], reading.load_manifest(root)
     variants = {"made": made} | {name: damage(made) for name, damage in DAMAGE.items()}
     variants |= {name: _mistaken(made, name) for name in WRONG_LAYOUTS}
     trained = {

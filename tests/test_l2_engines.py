@@ -8,11 +8,11 @@ import pytest
 from serving import SERVER_ARGS, difference
 from test_engines import NOISE, _prompts, _serving, model, settings  # noqa: F401 - two are fixtures
 
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings
 
 

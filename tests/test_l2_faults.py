@@ -47,7 +47,7 @@ def faulty_launch() -> Callable[[Settings], Launch]:
             vllm_args=[*test_faults.ARGS, "--block-size", "32"],
         )  # fmt: skip
         # And LMCache must ask for every chunk each time, not keep what it once had.
-        changes = {"lmcache_cartridge.serve.l2": "faulty_l2", "retain": "default"}
+        changes = {"lmcache_cartridge.engine.l2": "faulty_l2", "retain": "default"}
         return launch._replace(lmcache=[_changed(argument, changes) for argument in launch.lmcache])
 
     return launch

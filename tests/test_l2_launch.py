@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from making import make_artifact
 
-from lmcache_cartridge import cli
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.multiprocess import CONTROL, l1_size_bytes
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -34,7 +34,7 @@ def _adapter(command: list[str]) -> dict[str, Any]:
 def test_lmcaches_server_gets_the_settings_that_vllm_reads_from_the_yaml(tmp_path: Path) -> None:
     settings = from_mapping({"home": tmp_path, "cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]})
     adapter = _adapter(plan("m", settings, mode="multiprocess").lmcache)
-    assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.serve.l2")
+    assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.engine.l2")
     own = {k: v for k, v in adapter["adapter_params"].items() if k not in ("control", "lmcache_http")}
     assert from_mapping(own) == settings
 
@@ -109,7 +109,7 @@ def test_serve_prints_both_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
         "1GiB",
         "--lmcache-port",
     ]
-    assert cli.main([*arguments, "5998", "--print", "--max-model-len", "77"]) == 0
+    assert main([*arguments, "5998", "--print", "--max-model-len", "77"]) == 0
     first, second = capsys.readouterr().out.split(" &\n")
     assert "lmcache.cli.main server" in first
     assert "--l1-size-gb 1 " in first
@@ -119,7 +119,7 @@ def test_serve_prints_both_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_size_that_is_none_is_an_error_that_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--l1-bytes", "1 mile"]) == 1
+    assert main(["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--l1-bytes", "1 mile"]) == 1
     assert "--l1-bytes" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from blocks import Blocks, vllm_config
 
+from lmcache_cartridge.engine.probe import block_layout, written_layout
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.serve.probe import block_layout, written_layout
 
 
 class _Impl:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmcache_cartridge import cli
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.engine.yaml_settings import from_environment, from_extra_config
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, plan
-from lmcache_cartridge.serve.yaml_settings import from_environment, from_extra_config
 from lmcache_cartridge.settings import from_mapping
 
 
@@ -105,7 +105,7 @@ KEY = "sk-very-secret"
                                    ["--api-k", KEY], ["--hf-token", KEY], ["--hf_token=" + KEY]])  # fmt: skip
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
 def test_no_secret_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture, given: list[str], mode: str) -> None:
-    assert cli.main(["serve", "m", "--home", str(tmp_path), "--mode", mode, "--print", *given, "--port", "1"]) == 0
+    assert main(["serve", "m", "--home", str(tmp_path), "--mode", mode, "--print", *given, "--port", "1"]) == 0
     printed = capsys.readouterr().out
     assert KEY not in printed
     assert "***" in printed
@@ -144,7 +144,7 @@ REFUSED = {
 def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture, given: str
 ) -> None:
-    assert cli.main(["serve", "m", "--home", str(tmp_path), *given.split(" "), "--port", "1"]) == 1
+    assert main(["serve", "m", "--home", str(tmp_path), *given.split(" "), "--port", "1"]) == 1
     error = capsys.readouterr().err
     assert re.search(REFUSED[given], error), error
     assert error.count("\n") == 1, "one line"
@@ -207,18 +207,18 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path: Path
 
 def test_a_lost_chunk_ends_the_request_whatever_is_registered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for given, policy in (([], "fail"), (["--on-load-failure", "recompute"], "recompute")):
-        assert cli.main(["serve", "m", "--home", str(tmp_path), "--print", *given]) == 0
+        assert main(["serve", "m", "--home", str(tmp_path), "--print", *given]) == 0
         assert f'"kv_load_failure_policy": "{policy}"' in capsys.readouterr().out
 
 
 def test_a_size_may_be_set_either_way_and_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     serve = ["serve", "m", "--home", str(tmp_path), "--print"]
     for given, size in (([], 1 << 30), (["--cpu-bytes", "2MiB"], 2 << 20), (["--set", "cpu_bytes=3MiB"], 3 << 20)):
-        assert cli.main([*serve, *given]) == 0
+        assert main([*serve, *given]) == 0
         assert f"cpu_bytes: {size}" in capsys.readouterr().out
     for name in ("cpu_bytes", "disk_bytes", "home"):
         option = ["--" + name.replace("_", "-"), str(tmp_path / "x") if name == "home" else "1MiB"]
-        assert cli.main([*serve, *option, "--set", f"{name}=3MiB"]) == 1
+        assert main([*serve, *option, "--set", f"{name}=3MiB"]) == 1
         assert name in capsys.readouterr().err
 
 
@@ -226,7 +226,7 @@ def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     arguments = ["serve", "m", "--home", str(tmp_path), "--set", "on_miss=document", "--set", 'roots=["/srv"]']
-    assert cli.main([*arguments, "--print", "--max-model-len", "77"]) == 0
+    assert main([*arguments, "--print", "--max-model-len", "77"]) == 0
     printed = capsys.readouterr().out
     assert 'on_miss: "document"' in printed
     assert 'roots: ["/srv"]' in printed
@@ -235,5 +235,5 @@ def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
 
 
 def test_an_unknown_setting_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["serve", "m", "--home", str(tmp_path), "--set", "on_mis=document", "--print"]) == 1
+    assert main(["serve", "m", "--home", str(tmp_path), "--set", "on_mis=document", "--print"]) == 1
     assert "on_mis: no such setting" in capsys.readouterr().err

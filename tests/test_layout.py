@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_cartridge.layout import DTYPES, VIEWS, ChunkShape, heads_view, kv_2ltd_view, rank_heads, to_heads
+from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, heads_view, kv_2ltd_view, rank_heads, to_heads
 
 POWERS = [1, 2, 4, 8]
 SHAPES = st.builds(

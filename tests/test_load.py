@@ -15,7 +15,7 @@ import pytest
 from homes import STILL, Clock, Home, chunk_bytes, lent, prompt_for, until
 from making import Made, make_fingerprint
 
-from lmcache_cartridge.store import CartridgeStore
+from lmcache_cartridge.memory.store import CartridgeStore
 
 SMALL = {"layers": 1, "head_size": 8}
 CARTRIDGES, ROOM, REQUESTS = 20, 5, 3000

@@ -13,11 +13,9 @@ import pytest
 import torch
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv
 
-from lmcache_cartridge import chunk_check
-from lmcache_cartridge import loader as loader_module
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, is_finite
-from lmcache_cartridge.bytesource import ByteRange, Seen
-from lmcache_cartridge.disk import DiskTier, PieceKey
+from lmcache_cartridge.artifact import check
+from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, is_finite
 from lmcache_cartridge.errors import (
     ArtifactError,
     CorruptChunk,
@@ -30,10 +28,12 @@ from lmcache_cartridge.errors import (
     WrongDtype,
     WrongShape,
 )
-from lmcache_cartridge.layout import VIEWS, ChunkShape, rank_heads
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory import loader as loader_module
+from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
+from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import LocalSource, Sources
+from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
+from lmcache_cartridge.sources.sources import LocalSource, Sources
 
 POSITIONS = 80
 
@@ -253,7 +253,7 @@ def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: P
 def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_artifact(tmp_path / "doc", positions=POSITIONS, kv_heads=4, chunk_tokens=POSITIONS)
     assert _load(_loader(made, 16), made, tmp_path / "doc", 1) is not None
-    monkeypatch.setattr("lmcache_cartridge.loader.MAX_SCRATCH_BYTES", made.manifest.payload_bytes // 2)
+    monkeypatch.setattr("lmcache_cartridge.memory.loader.MAX_SCRATCH_BYTES", made.manifest.payload_bytes // 2)
     with pytest.raises(OverBudget, match="cartridge doc@1: chunk 0 is stored as"):
         _load(_loader(made, 16), made, tmp_path / "doc", 1)
 
@@ -448,9 +448,7 @@ def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(
 ) -> None:
     monkeypatch.setattr(loader_module, "_MAX_FINITE", 2)
     looked: list[int] = []
-    monkeypatch.setattr(
-        chunk_check, "is_finite", lambda part, dtype: looked.append(len(part)) or is_finite(part, dtype)
-    )
+    monkeypatch.setattr(check, "is_finite", lambda part, dtype: looked.append(len(part)) or is_finite(part, dtype))
     made = [make_artifact(tmp_path / f"d{seed}", positions=POSITIONS, seed=seed) for seed in range(3)]
     loader = _loader(made[0], 16)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from making import Made, flip_bit, heads_bytes, make_artifact
 
-from lmcache_cartridge import tiles
-from lmcache_cartridge.artifact import PAYLOAD, chunk_range
-from lmcache_cartridge.bytesource import ByteRange, Seen
-from lmcache_cartridge.disk import DiskTier
+from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.errors import CartridgeError, CorruptChunk, SourceTimeout, TruncatedPayload
-from lmcache_cartridge.layout import ChunkShape, rank_heads
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
-from lmcache_cartridge.sources import LocalSource, Sources
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import ChunkShape, rank_heads
+from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.sources.disk_cache import DiskTier
+from lmcache_cartridge.sources.sources import LocalSource, Sources
 
 CHUNKS, TOKENS, HEADS = 6, 16, 4
 ALL = range(HEADS)

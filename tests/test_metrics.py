@@ -25,22 +25,22 @@ from serving import SERVER_ARGS
 from wards import MODEL, Asker, patients, register, write_ward
 from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
 
-from lmcache_cartridge import cli
-from lmcache_cartridge.layout import ChunkShape
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall.ward import ask
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.metrics import PREFIX, RequestMetrics, StatusCollector
-from lmcache_cartridge.recall.ward import ask
-from lmcache_cartridge.residency import LOAD_SECONDS
+from lmcache_cartridge.memory.layout import ChunkShape
+from lmcache_cartridge.memory.tier import LOAD_SECONDS
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
     warnings.simplefilter("ignore")
     from vllm.exceptions import GracefulHTTPError
 
+    from lmcache_cartridge.engine.control import ControlServer, Workers
     from lmcache_cartridge.serve import scrape
-    from lmcache_cartridge.serve.control import ControlServer, Workers
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "configs" / "grafana.json"
@@ -367,7 +367,7 @@ def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_pa
     environment = os.environ | {"VLLM_PLUGINS": "cartridges", "PYTHONPATH": str(ROOT)}
     if several:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
-    first = "from lmcache_cartridge.metrics import requests; requests().injected(5)"
+    first = "from lmcache_cartridge.serve.metrics import requests; requests().injected(5)"
     outputs = [
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
         for code in (first, _SECOND_SERVER)
@@ -446,7 +446,7 @@ def test_on_a_real_server_counters_move_by_what_requests_did(
         for theirs in ("vllm:request_success_total", "vllm:num_requests_running", "http_requests_total"):
             assert theirs in end
 
-        assert cli.main(["top", "--url", server.url, "--api-key", KEY, "--once", "--format", "json"]) == 0
+        assert main(["top", "--url", server.url, "--api-key", KEY, "--once", "--format", "json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["tiers"]["cpu"]["hits"] == {"total": whole, "per_s": None}
         assert [(row["id"], row["state"]) for row in shown["cartridges"]] == [("a", "resident")]

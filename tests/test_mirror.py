@@ -16,7 +16,7 @@ from faulty_proxy import FaultyProxy, reset, silence, status
 from making import Made, files_under, make_artifact, run_threads
 from s3 import S3Server, both
 
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, load_manifest, load_token_ids
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, load_manifest, load_token_ids
 from lmcache_cartridge.errors import (
     ArtifactError,
     ManifestError,
@@ -25,9 +25,9 @@ from lmcache_cartridge.errors import (
     SourceNotFound,
     TruncatedPayload,
 )
-from lmcache_cartridge.mirror import Mirror
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.sources import Sources
+from lmcache_cartridge.sources.manifest_cache import Mirror
+from lmcache_cartridge.sources.sources import Sources
 
 
 class _Remote:
@@ -346,7 +346,7 @@ def test_pruning_takes_nothing_that_is_not_understood_and_never_raises(remote: _
 
 
 def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_cartridge.mirror._MAX_ENTRIES", 3)
+    monkeypatch.setattr("lmcache_cartridge.sources.manifest_cache._MAX_ENTRIES", 3)
     remote.put()
     mirror = remote.mirror()
     copy = mirror.fetch(remote.location)

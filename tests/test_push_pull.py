@@ -18,14 +18,14 @@ from homes import until
 from making import files_under, flip_bit, make_artifact, make_fingerprint, run_threads
 from s3 import S3Server, both
 
-from lmcache_cartridge import s3_call, transfer
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD
-from lmcache_cartridge.cli import main
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import SourceError
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.sources import S3Source, Sources
-from lmcache_cartridge.writer import ArtifactWriter
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.sources import s3_call, transfer
+from lmcache_cartridge.sources.sources import S3Source, Sources
 
 
 class _Ran(NamedTuple):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from lmcache_cartridge.cli.recall.model import config
+from lmcache_cartridge.cli.recall.ward import build_tokenizer
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import (
@@ -23,8 +25,6 @@ from lmcache_cartridge.make.questions import (
     save,
     self_study,
 )
-from lmcache_cartridge.recall.model import config
-from lmcache_cartridge.recall.ward import build_tokenizer
 
 DOCUMENT = "Patient Mora: blood AB+, ward 7.\nPatient Tel: ward 9.\n"
 TEMPLATE = {

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from making import flip_bit, kept_files, make_artifact, run_threads
 
-from lmcache_cartridge.artifact import PAYLOAD, load_manifest
-from lmcache_cartridge.errors import (
+from lmcache_cartridge.artifact.reading import PAYLOAD, load_manifest
+from lmcache_cartridge.errors import (  # fmt: skip
     ArtifactError,
     CartridgeExists,
     CartridgeNotFound,
     ManifestError,
     RegistryError,
     TruncatedPayload,
-)  # fmt: skip
-from lmcache_cartridge.registry import Registry
+)
+from lmcache_cartridge.library.registry import Registry
 
 
 @pytest.fixture

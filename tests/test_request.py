@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint, make_rope
 from s3 import S3Server
 
-from lmcache_cartridge.fingerprint import Rope
-from lmcache_cartridge.manifest import Manifest, Provenance
-from lmcache_cartridge.mirror import Mirror
-from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact.fingerprint import Rope
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve.request import (
     GRANT,
     MAX_CHAIN,
@@ -38,8 +38,8 @@ from lmcache_cartridge.serve.request import (
 )
 from lmcache_cartridge.serve.router import Router
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.sources import Sources
-from lmcache_cartridge.writer import ArtifactWriter
+from lmcache_cartridge.sources.manifest_cache import Mirror
+from lmcache_cartridge.sources.sources import Sources
 
 SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
 

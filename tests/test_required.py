@@ -14,7 +14,7 @@ from wards import MODEL, patients, register, write_ward
 
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 NAMES = {"/v1/messages": {"kv_transfer_params": {"cartridge_id": "a"}}}

@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from making import run_threads
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
-from lmcache_cartridge.hold import Hold
-from lmcache_cartridge.keys import ChunkKey
-from lmcache_cartridge.load_threads import STALLED_S
-from lmcache_cartridge.residency import Loan, Residency
-from lmcache_cartridge.slab import Slab
+from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.memory.hold import Hold
+from lmcache_cartridge.memory.loads import STALLED_S
+from lmcache_cartridge.memory.slab import Slab
+from lmcache_cartridge.memory.tier import Loan, Residency
 
 SLOT = 64
 

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from s3 import S3Server
 
-from lmcache_cartridge.bytesource import ByteRange
+from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.errors import MalformedLocation, SettingsError, SourceDenied, SourceError
-from lmcache_cartridge.s3 import S3Source, allowed, parse
 from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.sources.s3 import S3Source, allowed, parse
 
 MALFORMED = [
     "", "s3://", "s3:///key", "s3://bucket", "s3://bucket/", "s3://bucket/key/", "s3://bucket//key", "s3://bucket/a//b",
@@ -247,7 +247,7 @@ def test_a_closed_source_says_so(s3_credentials: S3Server, bucket: str) -> None:
 def test_a_missing_boto3_says_how_to_get_it() -> None:
     code = (
         "import sys; sys.modules['boto3'] = None\n"
-        "from lmcache_cartridge.sources import Sources\nfrom lmcache_cartridge.settings import from_mapping\n"
+        "from lmcache_cartridge.sources.sources import Sources\nfrom lmcache_cartridge.settings import from_mapping\n"
         "Sources(from_mapping({})).size('s3://bucket/key', 'file')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -256,7 +256,7 @@ def test_a_missing_boto3_says_how_to_get_it() -> None:
 
 def test_a_process_with_a_stuck_read_can_end(s3_credentials: S3Server) -> None:
     code = (
-        "import socket, threading\nfrom lmcache_cartridge.s3 import S3Source\nserver = socket.create_server(('127.0.0.1', 0))\n"
+        "import socket, threading\nfrom lmcache_cartridge.sources.s3 import S3Source\nserver = socket.create_server(('127.0.0.1', 0))\n"
         "source = S3Source(endpoint_url=f'http://127.0.0.1:{server.getsockname()[1]}', timeout_s=300)\n"
         "threading.Thread(target=source.size, args=('s3://bucket/key', 'f'), daemon=True).start()\n"
         "server.accept(); print('stuck')"

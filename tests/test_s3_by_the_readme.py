@@ -10,11 +10,11 @@ import pytest
 from s3 import MotoServer, S3Server
 from wards import MODEL, Answer, Asker, save
 
-from lmcache_cartridge.cli import main
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import SHEETS_DIR, load_sheet
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import SHEETS_DIR, load_sheet
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 ARGS = ["--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]

@@ -29,8 +29,8 @@ from homes import until
 from making import make_artifact, run_threads
 from s3 import S3Server, both
 
-from lmcache_cartridge.artifact import PAYLOAD, chunk_range, verify_chunk
-from lmcache_cartridge.bytesource import ByteRange
+from lmcache_cartridge.artifact.bytesource import ByteRange
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify_chunk
 from lmcache_cartridge.errors import (
     CorruptChunk,
     SourceDenied,
@@ -39,7 +39,7 @@ from lmcache_cartridge.errors import (
     SourceTimeout,
     TruncatedPayload,
 )
-from lmcache_cartridge.sources import S3Source
+from lmcache_cartridge.sources.sources import S3Source
 
 CONTENT = random.Random(2).randbytes(1 << 20)
 SIZE = len(CONTENT)

@@ -20,11 +20,11 @@ from homes import until
 from s3 import S3Server
 from wards import MODEL, Answer, Asker, Ward, patients, prefill, save, sure
 
-from lmcache_cartridge.cli import main
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall.ward import ask, write_document
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall.ward import ask, write_document
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.process import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, POSITIONS = 64, 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_cartridge.errors import OverBudget
-from lmcache_cartridge.slab import Slab
+from lmcache_cartridge.memory.slab import Slab
 
 
 @pytest.mark.parametrize(("budget", "slots"), [(100, 1), (199, 1), (200, 2), (1050, 10)])

@@ -15,14 +15,15 @@ import pytest
 from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads, sha256_hasher
 
-from lmcache_cartridge import artifact, backlog, catalog, reader
-from lmcache_cartridge.artifact import MANIFEST
-from lmcache_cartridge.manifest import Manifest
-from lmcache_cartridge.quarantine import Quarantine
-from lmcache_cartridge.registry import Registry
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Manifest
+from lmcache_cartridge.artifact.reading import MANIFEST
+from lmcache_cartridge.library import backlog, catalog, reader
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.library.snapshot import Row, Snapshot
+from lmcache_cartridge.memory.store import CartridgeStore, Place
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.snapshot import Row, Snapshot
-from lmcache_cartridge.store import CartridgeStore, Place
 
 GRACE_S = 50.0
 
@@ -71,13 +72,13 @@ def _start_once(opened: Callable[..., CartridgeStore], **engine: object) -> None
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the list of the manifests that are read from now on."""
-    found, load = [], artifact.load_manifest
+    found, load = [], reading.load_manifest
 
     def counted(root: Path, *args: object, **kwargs: object) -> object:
         found.append(root)
         return load(root, *args, **kwargs)
 
-    monkeypatch.setattr(artifact, "load_manifest", counted)
+    monkeypatch.setattr(reading, "load_manifest", counted)
     return found
 
 
@@ -139,7 +140,7 @@ def test_what_is_made_for_others_is_refused_with_the_same_words_and_not_read_aga
 
 
 def _digest(home: Home, name: str) -> str:
-    return artifact.load_manifest(home.root(name)).digest
+    return reading.load_manifest(home.root(name)).digest
 
 
 def test_what_was_damaged_is_read_at_every_start(home: Home, opened: Callable) -> None:
@@ -216,7 +217,7 @@ def test_a_snapshot_of_another_engine_or_registry_is_not_taken(
     monkeypatch.setattr("making.sha256_hasher", lambda chunk_tokens: hasher)
     store = opened(**engine)
     assert reads == [home.root()]
-    ids = artifact.load_token_ids(made.manifest, home.root()).tolist()
+    ids = reading.load_token_ids(made.manifest, home.root()).tolist()
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
 
 
@@ -480,7 +481,7 @@ def test_where_no_snapshot_can_be_written_everything_is_served_all_the_same(
 ) -> None:
     made = home.make()
     (home.path / "cache").write_text("not a directory")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.snapshot"):
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.snapshot"):
         store = opened()
         assert_served(store, made, prompt_for(home, made))
         until(lambda: caplog.records)
@@ -601,19 +602,19 @@ def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(backlog, "_PATIENCE_S", -1.0)
-    reading, goes_on, load = threading.Event(), threading.Event(), artifact.load_manifest
+    read, goes_on, load = threading.Event(), threading.Event(), reading.load_manifest
 
     def slow(root: Path, *args: object, **kwargs: object) -> object:
         manifest = load(root, *args, **kwargs)
         if threading.current_thread().name.startswith("cartridge-manifest"):
-            reading.set()
+            read.set()
             assert goes_on.wait(20)
         return manifest
 
     old = home.make(seed=1)
-    monkeypatch.setattr(artifact, "load_manifest", slow)
+    monkeypatch.setattr(reading, "load_manifest", slow)
     store = opened()
-    assert reading.wait(20)
+    assert read.wait(20)
     home.registry.remove("doc")
     if what != "removed":
         new = make_artifact(home.path / "new", positions=72, seed=2)
@@ -637,7 +638,7 @@ def test_a_first_start_says_how_far_it_is(
     monkeypatch.setattr(backlog, "_PROGRESS_S", 0.0)
     for seed, name in enumerate("abc"):
         home.make(name, seed=seed)
-    with caplog.at_level(logging.INFO, "lmcache_cartridge.backlog"):
+    with caplog.at_level(logging.INFO, "lmcache_cartridge.library.backlog"):
         store = opened()
         until(lambda: len(store.names()) == 3)
         store.close()
@@ -652,7 +653,7 @@ def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
 ) -> None:
     made = home.make()
     away = home.root().rename(home.path / "away")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.catalog"):
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.catalog"):
         store = opened()
         for _ in range(3):
             store.refresh()
@@ -675,14 +676,14 @@ def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     home: Home, opened: Callable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
-    load = artifact.load_token_ids
+    load = reading.load_token_ids
 
     def broken(manifest: Manifest, root: Path) -> object:
         if root == home.root("b"):
             raise ZeroDivisionError("a bug")
         return load(manifest, root)
 
-    monkeypatch.setattr(artifact, "load_token_ids", broken)
+    monkeypatch.setattr(reading, "load_token_ids", broken)
     store = opened()
     assert sorted(store.names()) == ["a@1", "c@1"]
     for name in "ac":

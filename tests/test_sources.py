@@ -14,17 +14,11 @@ import pytest
 from making import run_threads
 from s3 import S3Server
 
-from lmcache_cartridge import sources as sources_module
-from lmcache_cartridge.bytesource import ByteRange
-from lmcache_cartridge.errors import (
-    MalformedLocation,
-    SourceDenied,
-    SourceError,
-    SourceNotFound,
-    TruncatedPayload,
-)
+from lmcache_cartridge.artifact.bytesource import ByteRange
+from lmcache_cartridge.errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.sources import ByteSource, LocalSource, S3Source, Small, Sources
+from lmcache_cartridge.sources import sources as sources_module
+from lmcache_cartridge.sources.sources import ByteSource, LocalSource, S3Source, Small, Sources
 
 CONTENT = random.Random(1).randbytes(300_000)
 SIZE = len(CONTENT)

@@ -14,13 +14,13 @@ import pytest
 from homes import until
 from serving import SERVER_ARGS, Client, difference, question_ids
 
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.recall import MODEL_DIR, SHEETS_DIR, load_sheet
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.serve.launch import Launch, _server
-from lmcache_cartridge.serve.process import ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 YAML = Path(__file__).parents[1] / "configs" / "lmcache-stock-connector.yaml"

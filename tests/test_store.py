@@ -30,15 +30,16 @@ from making import (
     sha256_hasher,
 )  # fmt: skip
 
-from lmcache_cartridge import keys, load_threads
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
+from lmcache_cartridge.artifact.writing import TOKENS
 from lmcache_cartridge.errors import OverBudget, RegistryError
-from lmcache_cartridge.layout import VIEWS, rank_heads
-from lmcache_cartridge.quarantine import Quarantine
+from lmcache_cartridge.library import index
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.memory import loads
+from lmcache_cartridge.memory.layout import VIEWS, rank_heads
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import LocalSource
-from lmcache_cartridge.store import CartridgeStore
-from lmcache_cartridge.writer import TOKENS
+from lmcache_cartridge.sources.sources import LocalSource
 
 
 def _assert_not_served(store: CartridgeStore, prompt: Prompt, made: Made | None = None) -> None:
@@ -602,7 +603,7 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
     prompts = {name: prompt_for(home, made[name], name) for name in made}
     tags = {name: made[name].manifest.digest for name in made}
     store = home.open()
-    monkeypatch.setattr(keys, "MAX_CHAIN_CHUNKS", 4)
+    monkeypatch.setattr(index, "MAX_CHAIN_CHUNKS", 4)
     assert store.lookup(prompts["a"].hashes, tags["a"]) == 4
     assert store.lookup(prompts["b"].hashes, tags["b"]) == 4, "a is forgotten for b"
     loans = store.lend_run(prompts["a"].hashes[:4], tags["a"])
@@ -615,7 +616,7 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
 
 
 def test_artefacts_whose_reads_hang_keep_no_others_waiting(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_threads, "STALLED_S", 0.2)
+    monkeypatch.setattr(loads, "STALLED_S", 0.2)
     made = [home.make(name, seed=seed) for seed, name in enumerate(("hung-a", "hung-b", "sound"))]
     go_on, inner = threading.Event(), LocalSource.read_into
 

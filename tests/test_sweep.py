@@ -12,10 +12,10 @@ import pytest
 from lessons import School, answered, school
 
 from lmcache_cartridge.errors import TrainingDiverged
-from lmcache_cartridge.make import sweep
-from lmcache_cartridge.make.initial import initial_kv
-from lmcache_cartridge.make.sweep import RATES, SWEEP, best_rate, find_rate
-from lmcache_cartridge.make.train import CHECKPOINT, Recipe, Trainer
+from lmcache_cartridge.make.train import sweep
+from lmcache_cartridge.make.train.initial import initial_kv
+from lmcache_cartridge.make.train.sweep import RATES, SWEEP, best_rate, find_rate
+from lmcache_cartridge.make.train.trainer import CHECKPOINT, Recipe, Trainer
 
 P = 32
 RECIPE = Recipe(steps=60, batch=32, warmup=2, check_every=10, jitter=5)

@@ -10,11 +10,11 @@ import torch
 from blocks import quietly
 from making import make_artifact
 
-from lmcache_cartridge import tiles
-from lmcache_cartridge.layout import DTYPES, VIEWS, ChunkShape
-from lmcache_cartridge.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape
+from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import Sources
+from lmcache_cartridge.sources.sources import Sources
 
 with quietly():
     from vllm import _custom_ops as ops

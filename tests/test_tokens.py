@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_cartridge import cli
-from lmcache_cartridge.artifact import load_manifest, load_token_ids, verify
+from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids, verify
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import ArtifactError
 from lmcache_cartridge.make.tokens import read_token_ids
-from lmcache_cartridge.recall import MODEL_DIR
 
 
 class _Bomb:
@@ -75,20 +75,20 @@ def test_register_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytes
     ids = np.arange(4, 204).tolist()
     source = _json(tmp_path / "prefix.json", {"token_ids": ids})
     arguments = ["register", str(source), "--home", str(tmp_path / "home"), "--format", "json"]
-    assert cli.main(arguments) == 1
+    assert main(arguments) == 1
     assert "--id and --model" in capsys.readouterr().err
     for version in (1, 2):
-        assert cli.main([*arguments, "--id", "prefix", "--model", str(MODEL_DIR)]) == 0
+        assert main([*arguments, "--id", "prefix", "--model", str(MODEL_DIR)]) == 0
         assert json.loads(capsys.readouterr().out)["name"] == f"prefix@{version}"
     root = tmp_path / "home" / "cartridges" / "prefix" / "2"
     manifest = load_manifest(root)
     assert (manifest.kind, manifest.payload, manifest.positions) == ("tokens", None, 200)
     assert load_token_ids(manifest, root).tolist() == ids
     assert list(verify(root)) == []
-    assert cli.main(["describe", "prefix", "--home", str(tmp_path / "home"), "--format", "json"]) == 0
+    assert main(["describe", "prefix", "--home", str(tmp_path / "home"), "--format", "json"]) == 0
 
 
 def test_ids_outside_the_models_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = _json(tmp_path / "prefix.json", {"token_ids": [5, 640]})
-    assert cli.main(["register", str(source), "--home", str(tmp_path), "--id", "p", "--model", str(MODEL_DIR)]) == 1
+    assert main(["register", str(source), "--home", str(tmp_path), "--id", "p", "--model", str(MODEL_DIR)]) == 1
     assert "token id 640 is outside" in capsys.readouterr().err

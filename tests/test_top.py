@@ -20,7 +20,8 @@ import pytest
 from rich.console import Console
 from watching import CHUNK_BYTES, CPU_CHUNKS, DISK_CHUNKS, RANKS, Watched, serving
 
-from lmcache_cartridge import cli, top
+from lmcache_cartridge.cli import top
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import CartridgeError, SettingsError
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +138,7 @@ def test_once_as_json_is_one_object(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    assert cli.main(["top", "--url", url + "/", "--once", "--format", "json"]) == 0
+    assert main(["top", "--url", url + "/", "--once", "--format", "json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {row["id"] for row in shown["cartridges"]} >= {"a", "cold"}
 
@@ -147,7 +148,7 @@ def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: list[str]
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert cli.main(["top", "--url", url, "--once", *key]) == 0
+    assert main(["top", "--url", url, "--once", *key]) == 0
     out = capsys.readouterr().out
     assert "--api-key" in out
     assert "cpu" in out and "a@1" not in out
@@ -185,7 +186,7 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str], status: int, body: bytes, said: str
 ) -> None:
     with _answering(status, body) as url:
-        assert cli.main(["top", "--url", url, "--once"]) == 1
+        assert main(["top", "--url", url, "--once"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert said in error and url in error
@@ -193,7 +194,7 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(
 
 def test_a_server_that_does_not_answer_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for once in ([], ["--once"]):
-        assert cli.main(["top", "--url", "http://127.0.0.1:9", *once]) == 1
+        assert main(["top", "--url", "http://127.0.0.1:9", *once]) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert "http://127.0.0.1:9/metrics does not answer: [Errno 111] Connection refused" in error
@@ -210,7 +211,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "x", "1e9"])
 def test_an_interval_that_makes_no_sense_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["top", "--interval", interval])
+        main(["top", "--interval", interval])
     assert stop.value.code == 2
     assert "--interval" in capsys.readouterr().err
 
@@ -230,7 +231,7 @@ def test_a_server_that_goes_is_said_and_asked_again(watched: Watched, url: str) 
 @contextmanager
 def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.Popen, int]]:
     """Run the command on a terminal of its own, or into a pipe; lend the process and what to read from."""
-    command = [sys.executable, "-m", "lmcache_cartridge.cli", "top", "--url", url, "--interval", "0.1", *arguments]
+    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "top", "--url", url, "--interval", "0.1", *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "TERM": "xterm",

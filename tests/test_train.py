@@ -15,19 +15,25 @@ import pytest
 import torch
 from lessons import MODEL, School, answered, school, tokens_of, write_template
 
-from lmcache_cartridge import __version__, artifact, cli
-from lmcache_cartridge.commands import training
+from lmcache_cartridge import __version__
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.cli import training
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall.ward import ask, write_document
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged
-from lmcache_cartridge.make import lesson, retention, stored, trained
-from lmcache_cartridge.make.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
-from lmcache_cartridge.make.job import HELD_OUT, QUESTIONS
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.ordinary import ordinary_ids
-from lmcache_cartridge.make.packed import pack, unpack
-from lmcache_cartridge.make.packing import Example, answer_logits, pack_examples
 from lmcache_cartridge.make.questions import Question, read, save
-from lmcache_cartridge.make.retention import Answered, Retention, count
-from lmcache_cartridge.make.sweep import RATES
-from lmcache_cartridge.make.train import (
+from lmcache_cartridge.make.train import lesson, retention, trained
+from lmcache_cartridge.make.train.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
+from lmcache_cartridge.make.train.job import HELD_OUT, QUESTIONS
+from lmcache_cartridge.make.train.packed import pack, unpack
+from lmcache_cartridge.make.train.packing import Example, answer_logits, pack_examples
+from lmcache_cartridge.make.train.retention import Answered, Retention, count
+from lmcache_cartridge.make.train.sweep import RATES
+from lmcache_cartridge.make.train.trainer import (
     CHECKPOINT,
     LOSS,
     Recipe,
@@ -38,9 +44,6 @@ from lmcache_cartridge.make.train import (
     positions_of,
     wrap,
 )
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.recall.ward import ask, write_document
-from lmcache_cartridge.registry import Registry
 
 P = 32
 RECIPE = Recipe(steps=80, batch=32, rate=0.3, warmup=5, check_every=20, jitter=5)
@@ -510,7 +513,7 @@ class _Cli:
 
     def __call__(self, *argv: str, form: str = "json") -> tuple[int, Any, str]:
         document, template = map(str, self._files)
-        status = cli.main(
+        status = main(
             ["train", "--home", str(self.home), "--model", MODEL, "--document", document, "--id", "a", "--chunk-size",
              "16", "--compress", "4x", "--template", template, "--steps", "6", "--check-every", "2", "--rate", "0.2",
              "--accept", "0", "--answer-tokens", "4", "--format", form, *argv]
@@ -540,11 +543,11 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(mad
     status, result, err = train()
     assert (status, err) == (0, "")
     location = Registry(train.home / "registry.sqlite").find("a")
-    manifest = artifact.load_manifest(Path(location.location), location.digest)
+    manifest = reading.load_manifest(Path(location.location), location.digest)
     assert result["name"] == manifest.name == "a@1"
     assert (manifest.kind, manifest.positions, manifest.payload.chunk_tokens) == ("trained", P, 16)
     assert result["compression"] == pytest.approx(len(made.ids) / P, abs=0.01)
-    assert artifact.load_document_ids(manifest, Path(location.location)).tolist() == made.ids
+    assert reading.load_document_ids(manifest, Path(location.location)).tolist() == made.ids
     assert manifest.provenance.document == "sheet.txt"
     training = manifest.provenance.training
     assert manifest.provenance.tool == f"lmcache-cartridge {__version__} train"
@@ -555,7 +558,7 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(mad
     run = train.home / "training" / "a" / "1"
     rows = [len(path.read_text().splitlines()) for path in (run / QUESTIONS, run / HELD_OUT)]
     assert [training.questions, training.held_out] == rows
-    list(artifact.verify(Path(location.location)))
+    list(reading.verify(Path(location.location)))
     losses = Path(result["losses"])
     assert [json.loads(line)["step"] for line in losses.read_text().splitlines()][-1] == 6
     assert losses.with_name("loss.png").read_bytes().startswith(b"\x89PNG")
@@ -568,14 +571,14 @@ def test_by_its_defaults_it_finds_the_rate_ends_by_itself_and_keeps_what_the_doc
 ) -> None:
     (tmp_path / "sheet.txt").write_text(made.document.text)
     template = str(write_template(tmp_path / "template.json"))
-    status = cli.main(
+    status = main(
         ["train", "--home", str(tmp_path), "--model", MODEL, "--document", str(tmp_path / "sheet.txt"), "--id", "a",
          "--chunk-size", "16", "--compress", "4x", "--template", template, "--answer-tokens", "4", "--check-every", "5",
          "--batch", "16"]
     )  # fmt: skip
     out, err = capsys.readouterr()
     assert status == 0, err
-    record = artifact.load_manifest(tmp_path / "cartridges" / "a" / "1").provenance.training
+    record = reading.load_manifest(tmp_path / "cartridges" / "a" / "1").provenance.training
     assert record.rate in RATES
     assert f"rate {record.rate:g}, found in" in err
     assert record.steps < Recipe().steps
@@ -653,7 +656,7 @@ def test_training_a_document_that_is_served_leaves_its_id_to_what_is_served(
     save([Question(ask(f, 0)[3:-3], f.value) for f in facts], tmp_path / "q.jsonl")
 
     def run(name: str, *argv: str) -> int:
-        return cli.main([*(files.get(word, word) for word in readme[name]), "--home", str(train.home), *argv])
+        return main([*(files.get(word, word) for word in readme[name]), "--home", str(train.home), *argv])
 
     registry = Registry(train.home / "registry.sqlite")
     assert run("build", "--chunk-size", "16") == 0
@@ -723,7 +726,7 @@ def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
     with monkeypatch.context() as patch:
         patch.setattr(Registry, "register", fail)
         assert train()[0] == 1
-    written = artifact.load_manifest(train.home / "cartridges" / "a" / "1")
+    written = reading.load_manifest(train.home / "cartridges" / "a" / "1")
     assert train()[1]["digest"] == written.digest
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from making import Made, heads_bytes, make_artifact, make_fingerprint, make_ids, make_kv
 
-from lmcache_cartridge.artifact import MANIFEST, PAYLOAD, load_manifest
+from lmcache_cartridge.artifact.manifest import Provenance
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, load_manifest
+from lmcache_cartridge.artifact.writing import TOKENS, ArtifactWriter
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists, ManifestError
-from lmcache_cartridge.manifest import Provenance
-from lmcache_cartridge.writer import TOKENS, ArtifactWriter
 
 PROVENANCE = Provenance(tool="tests", created="2026-01-01T00:00:00Z")
 

@@ -15,23 +15,15 @@ import openai
 import torch
 from transformers import DynamicCache
 
-from lmcache_cartridge.identity import Identity
+from lmcache_cartridge.artifact.identity import Identity
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall.ward import NAMES, VOCABULARY, Document, Fact, ask, encode, write_document
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.manifest import Manifest, Provenance
-from lmcache_cartridge.recall import MODEL_DIR
-from lmcache_cartridge.recall.ward import (
-    NAMES,
-    VOCABULARY,
-    Document,
-    Fact,
-    ask,
-    encode,
-    write_document,
-)
-from lmcache_cartridge.registry import Registry
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.writer import ArtifactWriter
 
 # The model is tiny, and threads that contend with a server's made it 10 to 100 times slower.
 torch.set_num_threads(1)

@@ -16,14 +16,14 @@ from making import Made, make_artifact, make_engine, make_fingerprint, make_rope
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_cartridge.artifact import load_token_ids
-from lmcache_cartridge.metrics import PREFIX, RequestMetrics, StatusCollector
-from lmcache_cartridge.registry import Registry
-from lmcache_cartridge.residency import LOAD_SECONDS
+from lmcache_cartridge.artifact.reading import load_token_ids
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory.store import CartridgeStore
+from lmcache_cartridge.memory.tier import LOAD_SECONDS
 from lmcache_cartridge.serve.admin import add_routes
-from lmcache_cartridge.serve.process import free_port
+from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
+from lmcache_cartridge.serve.processes import free_port
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.store import CartridgeStore
 
 CHUNK = 16
 RANKS = 2

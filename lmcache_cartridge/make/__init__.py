@@ -1,1 +1,1 @@
-"""The edge that authors touch: building cartridges."""
+"""What authors use: prefill, compaction, training, evaluation, foreign formats."""

@@ -40,7 +40,7 @@ class ModelAsker:
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
         """As `Asker` says."""
         if way == "document" and way not in self._kv:
-            from .initial import prefilled  # here, since a server is asked without torch
+            from .train.initial import prefilled  # here, since a server is asked without torch
 
             self._kv[way] = prefilled(self._model, self._document).to(self._model.model.dtype)
         start = self._model.encode("", special=True) if way == "no prefix" else []

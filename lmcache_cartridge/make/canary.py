@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
-from ..canary import MAX_QUESTIONS, Asked, Expected, ServedCanary
+from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary
 from ..errors import UnsupportedModel
-from ..layout import DTYPES
-from ..rope import rotate, shift_keys
+from ..memory.layout import DTYPES
+from ..memory.rope import rotate, shift_keys
 from . import stored
 from .model import CausalModel
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from .. import __version__, artifact
+from .. import __version__
+from ..artifact import reading
+from ..artifact.manifest import Manifest, Origin
+from ..artifact.writing import ArtifactWriter
 from ..errors import ArtifactError
-from ..manifest import Manifest, Origin
-from ..writer import ArtifactWriter
 from . import stored
 from .canary import in_int8
 
@@ -33,16 +34,16 @@ def compress(
     It stands for the same tokens; a trained one's are told apart from the old one's by their digests alone. Raises
     `ArtifactError` for an artefact that is corrupt, has no KV or is encoded already; leaves nothing then.
     """
-    manifest = artifact.load_manifest(root)
+    manifest = reading.load_manifest(root)
     if manifest.payload is None or manifest.payload.encoding != "plain":
         what = f"is in {manifest.payload.encoding} already" if manifest.payload else "has no KV"
         raise ArtifactError(f"cartridge {manifest.name} {what}; there is nothing to compress")
     writer = ArtifactWriter(
         output, cartridge_id=cartridge_id, version=version, kind=manifest.kind, fingerprint=manifest.fingerprint,
-        token_ids=artifact.load_token_ids(manifest, root), document_ids=artifact.load_document_ids(manifest, root),
+        token_ids=reading.load_token_ids(manifest, root), document_ids=reading.load_document_ids(manifest, root),
         chunk_tokens=manifest.payload.chunk_tokens, encoding=encoding,
     )  # fmt: skip
-    for done, total in artifact.verify(root):
+    for done, total in reading.verify(root):
         progress(done, 2 * total)
     with writer:
         chunks = stored.read_kv(manifest, root).split(manifest.payload.chunk_tokens, dim=2)

@@ -13,12 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
-from .. import __version__, fingerprint
+from .. import __version__
+from ..artifact import fingerprint
+from ..artifact.fingerprint import Fingerprint, Rope
+from ..artifact.manifest import Provenance
 from ..errors import UnsupportedModel
-from ..fingerprint import Fingerprint, Rope
-from ..layout import DTYPES
-from ..manifest import Provenance
-from ..rope import default_frequencies, rotate
+from ..memory.layout import DTYPES
+from ..memory.rope import default_frequencies, rotate
 
 ROWS_BYTES = 512 << 20
 """Memory that sequences sharing one prefix may take for their copies of it."""

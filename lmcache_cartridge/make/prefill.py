@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..artifact.manifest import Canary, Manifest
+from ..artifact.writing import ArtifactWriter
 from ..errors import CanaryFailed
-from ..manifest import Canary, Manifest
-from ..writer import ArtifactWriter
 from . import canary as served
 from . import stored
 from .document import read_fitting

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from .. import codec, int8
-from ..fingerprint import Fingerprint
-from ..layout import DTYPES, to_heads
-from ..manifest import Manifest
+from ..artifact import int8
+from ..artifact.fingerprint import Fingerprint
+from ..artifact.manifest import Manifest
+from ..memory import codec
+from ..memory.layout import DTYPES, to_heads
 
 
 def pack(kv: torch.Tensor, shape: Fingerprint, encoding: str = "plain") -> memoryview:

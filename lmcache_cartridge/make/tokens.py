@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from ..artifact.manifest import Manifest, Provenance
+from ..artifact.writing import ArtifactWriter
 from ..errors import ArtifactError, ForeignFormatError
-from ..manifest import Manifest, Provenance
-from ..writer import ArtifactWriter
-from . import pytorch
+from .foreign import pytorch
 from .model import CausalModel
 
 IDS = "prefix_token_ids.json"

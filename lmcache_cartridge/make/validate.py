@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Any, NamedTuple
 
-from ..canary import Asked, Comparison, compare
+from ..artifact.canary import Asked, Comparison, compare
+from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SourceError
-from ..manifest import Manifest
 from .chat import Server
 
 _TOP = 20

@@ -1,1 +1,1 @@
-"""The edge that engines touch: LMCache's plugin, vLLM's connector, and starting both."""
+"""The API server: the endpoint plugin, requests, routes, metrics; launching one server or a pair."""

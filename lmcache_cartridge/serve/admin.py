@@ -10,8 +10,8 @@ from fastapi import APIRouter, FastAPI, Query
 from fastapi.responses import JSONResponse
 
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError
-from ..quarantine import Quarantine
-from ..registry import Location, Registry
+from ..library.quarantine import Quarantine
+from ..library.registry import Location, Registry
 from .gate import error
 from .request import Reference, Refusal, without_paths
 

@@ -29,16 +29,17 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import init_logger
 
+from ..engine.control import Claimed, Workers
+from ..engine.yaml_settings import from_environment
 from ..errors import CartridgeError, UnsupportedEngine
-from ..metrics import Outcome, StatusCollector, requests
-from ..reads import Reads
-from ..residency import LOAD_SECONDS
+from ..memory.tier import LOAD_SECONDS
 from ..settings import Settings
+from ..sources.reads import Reads
 from . import headers, scrape
 from .admin import add_routes
 from .canary import Canaries
-from .control import Claimed, Workers
 from .gate import COUNTS, Gate
+from .metrics import Outcome, StatusCollector, requests
 from .request import (
     GRANT,
     MAX_READS,
@@ -54,7 +55,6 @@ from .request import (
     check_params,
 )
 from .router import Router
-from .yaml_settings import from_environment
 
 logger = init_logger("vllm.lmcache_cartridge.api")
 

@@ -34,7 +34,7 @@ _NEVER = {
     "speculative-config": "speculative decoding adds draft layers whose KV no cartridge has",
     "spec-method": "speculative decoding adds draft layers whose KV no cartridge has",
     "spec-model": "speculative decoding adds draft layers whose KV no cartridge has",
-    "worker-extension-cls": "`serve` needs that place for lmcache_cartridge.serve.worker.CartridgeWorker",
+    "worker-extension-cls": "`serve` needs that place for lmcache_cartridge.engine.worker.CartridgeWorker",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
 }
 REFUSED_EXTRA = {

@@ -17,17 +17,17 @@ from vllm import SamplingParams
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 
-from ..canary import Asked, Comparison, ServedCanary, compare
+from ..artifact.canary import Asked, Comparison, ServedCanary, compare
+from ..artifact.manifest import Manifest
 from ..errors import CartridgeError
-from ..manifest import Manifest
-from ..metrics import requests
-from ..registry import Registry
+from ..library.registry import Registry
+from .metrics import requests
 from .request import GRANT, TAG, Reference, Refusal, Selection, Unservable
 
 if TYPE_CHECKING:
     from .api import CartridgePlugin
 
-logger = init_logger("vllm.lmcache_cartridge.canary")
+logger = init_logger("vllm.lmcache_cartridge.artifact.canary")
 
 _TOP = 20
 """Likeliest tokens to ask for: more than are expected, as two of them may change places."""

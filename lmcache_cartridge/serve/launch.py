@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from blake3 import blake3
 
 from ..errors import ENGINE, UnsupportedEngine
-from ..registry import Registry
+from ..library.registry import Registry
 from ..settings import Settings
 from .arguments import TRANSFER, Arguments, redacted
 from .multiprocess import CONTROL, as_parameters, control_path, free_port, l1_size_bytes, lmcache_command
@@ -100,7 +100,7 @@ def plan(
     }
     transfer = {
         "kv_connector": "CartridgeConnector",
-        "kv_connector_module_path": "lmcache_cartridge.serve.connector",
+        "kv_connector_module_path": "lmcache_cartridge.engine.connector",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": on_load_failure,
     }
@@ -112,7 +112,7 @@ def plan(
         )
         transfer |= {
             "kv_connector": "CartridgeMPConnector",
-            "kv_connector_module_path": "lmcache_cartridge.serve.mp_connector",
+            "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": port,
@@ -125,7 +125,7 @@ def plan(
         environment[_KEY_VARIABLE] = key  # `ps` shows commands to everybody, and no variables
     command = [
         *_server(model), f"--{TRANSFER}", json.dumps(transfer), "--enable-prompt-tokens-details",
-        "--worker-extension-cls", "lmcache_cartridge.serve.worker.CartridgeWorker",
+        "--worker-extension-cls", "lmcache_cartridge.engine.worker.CartridgeWorker",
     ]  # fmt: skip
     sized = any(arguments.get(name) is not None for name in ("kv-cache-memory-bytes", "gpu-memory-utilization"))
     if _on_cpu() and not sized:
@@ -136,7 +136,7 @@ def plan(
 def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
     """Return the LMCache configuration: read-only, nothing but cartridges, hashes that agree between processes."""
     extra = {
-        f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.serve.backend",
+        f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.engine.backend",
         f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
         **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in as_parameters(settings).items()},
     }

@@ -38,7 +38,7 @@ def lmcache_command(settings: Settings, chunk_tokens: int, *, l1_bytes: int, por
     http_port = free_port()
     adapter = {
         "type": "plugin",
-        "module_path": "lmcache_cartridge.serve.l2",
+        "module_path": "lmcache_cartridge.engine.l2",
         "class_name": "CartridgeL2Adapter",
         "adapter_params": {"control": control_path(port), "lmcache_http": f"http://127.0.0.1:{http_port}"}
         | as_parameters(settings),

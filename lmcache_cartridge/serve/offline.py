@@ -12,10 +12,10 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
+from ..engine.control import Claimed, Workers
 from ..errors import CartridgeError
 from ..settings import Settings
 from .canary import Unfinished, asking, due_of, judge
-from .control import Claimed, Workers
 from .launch import plan
 from .request import GRANT, TAG, Resolver, Selection, read
 

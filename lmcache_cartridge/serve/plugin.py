@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 
-from .yaml_settings import is_named
+from ..engine.yaml_settings import is_named
 
 _CONNECTORS = {
-    "LMCacheConnectorV1": ("lmcache_cartridge.serve.connector", "CartridgeConnector"),
-    "LMCacheMPConnector": ("lmcache_cartridge.serve.mp_connector", "CartridgeMPConnector"),
+    "LMCacheConnectorV1": ("lmcache_cartridge.engine.connector", "CartridgeConnector"),
+    "LMCacheMPConnector": ("lmcache_cartridge.engine.mp_connector", "CartridgeMPConnector"),
 }
 """vLLM's connectors, and ours, which do the same and check what cartridges need."""
 

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .. import artifact
+from ..artifact import reading
+from ..artifact.manifest import Manifest
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,
@@ -31,14 +32,13 @@ from ..errors import (
     SourceNotFound,
     UnsupportedModel,
 )
-from ..manifest import Manifest
-from ..mirror import Mirror
-from ..quarantine import Quarantine
-from ..registry import Location, Registry
-from ..rope import check_shift
-from ..s3 import allowed
+from ..library.quarantine import Quarantine
+from ..library.registry import Location, Registry
+from ..memory.rope import check_shift
 from ..settings import Settings
-from ..sources import Sources
+from ..sources.manifest_cache import Mirror
+from ..sources.s3 import allowed
+from ..sources.sources import Sources
 
 logger = logging.getLogger("vllm.lmcache_cartridge.request")
 
@@ -445,7 +445,7 @@ def _is_replaced(root: Path, digest: str) -> bool:
 def _stamp(root: Path) -> int:
     """Return a number that changes when the artefact at `root` is replaced."""
     try:
-        return (root / artifact.MANIFEST).stat().st_mtime_ns
+        return (root / reading.MANIFEST).stat().st_mtime_ns
     except OSError:
         return 0
 
@@ -455,11 +455,11 @@ def _load(
     root: Path, payload: bool, digest: str | None, stamp: int
 ) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
     """Return a cartridge's manifest, token ids and document ids, remembered while its manifest stays as it is."""
-    manifest = artifact.load_manifest(root, digest, payload=payload)
-    ids = tuple(artifact.load_token_ids(manifest, root).tolist())
+    manifest = reading.load_manifest(root, digest, payload=payload)
+    ids = tuple(reading.load_token_ids(manifest, root).tolist())
     if manifest.kind != "trained":
         return manifest, ids, ids
-    document = artifact.load_document_ids(manifest, root)
+    document = reading.load_document_ids(manifest, root)
     return manifest, ids, None if document is None else tuple(document.tolist())
 
 

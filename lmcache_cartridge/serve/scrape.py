@@ -12,9 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.logger import init_logger
 
-from ..metrics import StatusCollector
+from .metrics import StatusCollector
 
-logger = init_logger("vllm.lmcache_cartridge.metrics")
+logger = init_logger("vllm.lmcache_cartridge.serve.metrics")
 
 _EVERY_S = 1.0
 

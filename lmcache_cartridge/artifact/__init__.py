@@ -1,0 +1,1 @@
+"""What a cartridge is, on disk: manifest, fingerprint, identity tokens, reading, writing, int8."""

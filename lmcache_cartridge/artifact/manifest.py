@@ -1,0 +1,301 @@
+"""Manifest: what a cartridge is. A frozen value; the artefact's `manifest.json` is its only serialised form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+from blake3 import blake3
+
+from ..errors import ManifestError
+from .canary import ServedCanary
+from .fingerprint import DTYPE_BYTES, Fingerprint
+
+FORMAT = "1.0"
+"""Format of artefacts written here. A reader accepts its own major version and refuses others."""
+MAX_MANIFEST_BYTES = 64 << 20
+CHECKSUM_BYTES = 16
+"""Checksums are blake3 truncated to 128 bits."""
+ENCODINGS = ("plain", "int8")
+"""How a payload holds KV: in the model's dtype, or as `int8.py` says."""
+
+Kind = Literal["prefill", "trained", "tokens"]
+"""`prefill`: KV computed by a plain forward pass over the ids. `trained`: optimised KV, identity tokens. `tokens`: a
+prompt prefix without KV, which the engine computes once and its own caches keep."""
+
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+class Canary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The check made at build time: logits after stored KV against logits after the document itself."""
+
+    question: str
+    top1_equal: bool
+    max_abs_logit_difference: float
+
+
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a cartridge was made of that was KV already: an import's file, or the cartridge that was compressed."""
+
+    format: str
+    """The format, for people: `PEFT CARTRIDGE adapter`, `cartridge`."""
+    name: str
+    """A file's name without its directory, a Hub id, or `id@version`."""
+    blake3: str
+    """Digest of the file, or the cartridge's own."""
+    model: str | None = None
+    """The model it says it is for."""
+
+
+class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a cartridge was trained here."""
+
+    objective: str
+    init: str
+    seed: int
+    questions: int
+    held_out: int
+    """Questions that were looked at and not trained on."""
+    steps: int
+    best_step: int
+    """Steps done when the KV that is kept was found."""
+    loss: float | None
+    """Nats an answer token, of the last step; None where training took none."""
+    held_out_loss: float
+    """The same of the held-out questions, with the KV as it is served."""
+    held_out_exact: float
+    """Share of them answered right."""
+    seconds: float
+    rate: float | None = None
+    """Peak learning rate, given or found."""
+    kept: float | None = None
+    """Share of what the document adds to the answers of the held-out questions; None where that was not to be told."""
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a cartridge came from. Not part of its digest. Holds no path of the machine that made it."""
+
+    tool: str
+    created: str
+    """ISO 8601, UTC."""
+    model: str | None = None
+    document: str | None = None
+    """File name of the source document, without its directory."""
+    document_blake3: str | None = None
+    canary: Canary | None = None
+    origin: Origin | None = None
+    training: Training | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Token ids; many of them lie in a file beside the manifest."""
+
+    count: int
+    blake3: str
+    """Digest of the ids as little-endian uint32."""
+    inline: tuple[int, ...] | None = None
+    file: Literal["token_ids.npy", "document_ids.npy"] | None = None
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The bytes: a safetensors file of one tensor a chunk.
+
+    Plain ones are `[kv_heads, 2, layers, tokens, head_size]`, int8 ones `[kv_heads, bytes]`. Heads are outermost, so
+    that the heads of any tensor-parallel rank are one contiguous range of a chunk.
+    """
+
+    file: Literal["payload.safetensors"]
+    size_bytes: int
+    data_offset_bytes: int
+    """Where the first tensor starts; chunks follow each other without gaps."""
+    chunk_tokens: int
+    checksums: tuple[tuple[str, ...], ...]
+    """Hex blake3 of each head of each chunk as it is stored: `checksums[chunk][kv_head]`."""
+    encoding: str = "plain"
+    """One of `ENCODINGS`. Left out of the file where it is plain, as releases that knew no other had it."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Identity, geometry and provenance of one version of a cartridge."""
+
+    format: str
+    id: str
+    version: int
+    digest: str
+    """blake3 over everything that decides an answer: kind, model, p, tokens, checksums. Not the id or provenance."""
+    kind: Kind
+    positions: int
+    """p, the number of KV positions."""
+    fingerprint: Fingerprint
+    tokens: Tokens
+    """The p ids that stand for the cartridge at the head of a prompt."""
+    payload: Payload | None
+    """None for a cartridge of tokens only."""
+    provenance: Provenance
+    document: Tokens | None = None
+    """For a trained cartridge, the ids of its document: what a request gets when the KV cannot be had."""
+    canary: ServedCanary | None = None
+    """What a server asks of its engine before it answers from this cartridge. Not part of its digest."""
+
+    @property
+    def chunks(self) -> int:
+        """Stored chunks; the last may hold fewer than `payload.chunk_tokens` positions."""
+        return -(-self.positions // self.payload.chunk_tokens) if self.payload else 0
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all stored chunks; 0 without a payload."""
+        if self.payload is None:
+            return 0
+        last = self.chunks - 1
+        return self.fingerprint.kv_heads * (last * self.head_bytes(0) + self.head_bytes(last))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload file; 0 without one."""
+        return self.payload.size_bytes if self.payload else 0
+
+    @property
+    def name(self) -> str:
+        """`id@version`."""
+        return f"{self.id}@{self.version}"
+
+    def chunk_length(self, chunk: int) -> int:
+        """Return the number of positions in stored chunk `chunk`."""
+        return min(self.payload.chunk_tokens, self.positions - chunk * self.payload.chunk_tokens)
+
+    def head_bytes(self, chunk: int) -> int:
+        """Return the bytes of one KV head of stored chunk `chunk`: K and V of all layers."""
+        return head_bytes(self.fingerprint, self.chunk_length(chunk), self.payload.encoding)
+
+    def encode(self) -> bytes:
+        """Return the manifest as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def head_bytes(shape: Fingerprint, tokens: int, encoding: str) -> int:
+    """Return the bytes of one KV head of `tokens` positions, K and V of all layers, as an encoding stores them."""
+    numbers = 2 * shape.layers * tokens * shape.head_size
+    if encoding == "int8":
+        return numbers + 4 * shape.layers * (2 * shape.head_size + tokens)
+    return numbers * DTYPE_BYTES[shape.dtype]
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Parse and check a manifest; `where` names its origin in errors.
+
+    Raises `ManifestError` for JSON that is no manifest, an unknown major format, or fields that contradict each
+    other or the digest. Allocates no more than a small multiple of `data`.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{where}: {len(data)} bytes is no manifest (at most {MAX_MANIFEST_BYTES})")
+    try:
+        major = msgspec.json.decode(data, type=_Versioned).format.partition(".")[0]
+        if major != FORMAT.partition(".")[0]:
+            raise ManifestError(f"{where}: format {major}.x; this release reads {FORMAT}. Upgrade lmcache-cartridge")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"{where}: not a cartridge manifest: {error}") from error
+    check(manifest, where)
+    return manifest
+
+
+class _Versioned(msgspec.Struct):
+    format: str
+
+
+def check_id(cartridge_id: str) -> str:
+    """Return the id if it may name a cartridge; raise `ManifestError` with the rule otherwise."""
+    if not _ID.fullmatch(cartridge_id):
+        raise ManifestError(
+            f"{cartridge_id!r} cannot be a cartridge id: 1 to 128 of A-Z a-z 0-9 . _ - and no leading . or -"
+        )
+    return cartridge_id
+
+
+def check(manifest: Manifest, where: str) -> None:
+    """Raise `ManifestError` unless every field agrees with every other and with the digest."""
+    shape, payload = manifest.fingerprint, manifest.payload
+
+    def need(condition: bool, problem: str) -> None:
+        if not condition:
+            raise ManifestError(f"{where}: {problem}")
+
+    check_id(manifest.id)
+    need(0 < manifest.version < 1 << 31, f"version {manifest.version} is out of range")
+    need(shape.dtype in DTYPE_BYTES, f"dtype {shape.dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    for name in ("layers", "kv_heads", "head_size", "vocab_size"):
+        need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
+    if shape.rope is not None and shape.rope.layers is not msgspec.UNSET:
+        rotating = shape.rope.layers
+        need(
+            list(rotating) == sorted({layer for layer in rotating if 0 <= layer < shape.layers}),
+            f"the layers that rotate are not some of {shape.layers}, in order",
+        )
+    need(0 < manifest.positions < 1 << 31, f"p = {manifest.positions} is out of range")
+    need((payload is None) == (manifest.kind == "tokens"), f"a payload does not go with kind {manifest.kind}")
+    need(manifest.document is None or manifest.kind == "trained", f"document ids do not go with kind {manifest.kind}")
+    need(manifest.tokens.count == manifest.positions, f"{manifest.tokens.count} token ids for p = {manifest.positions}")
+    if payload is not None:
+        _check_payload(manifest, payload, need)
+    for tokens, file in ((manifest.tokens, "token_ids.npy"), (manifest.document, "document_ids.npy")):
+        if tokens is not None:
+            need(0 < tokens.count < 1 << 31, f"{tokens.count} token ids are out of range")
+            need(
+                (tokens.inline is None and tokens.file == file)
+                or (tokens.file is None and tokens.inline is not None and len(tokens.inline) == tokens.count),
+                "token ids must be inline, all of them, or in their file",
+            )
+            need(
+                all(0 <= token < shape.vocab_size for token in tokens.inline or ()),
+                "a token id is outside the model's vocabulary",
+            )
+    if manifest.canary is not None:
+        problem = manifest.canary.problem(shape.vocab_size)
+        need(problem is None, f"its canary cannot be asked: {problem}")
+        need(payload is not None, "a canary does not go with a cartridge of tokens only")
+    need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
+
+
+def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, str], None]) -> None:
+    shape = manifest.fingerprint
+    need(
+        payload.encoding in ENCODINGS,
+        f"payload encoding {payload.encoding!r:.40} is not one of {', '.join(ENCODINGS)}; a newer lmcache-cartridge may "
+        "read it",
+    )
+    need(0 < payload.chunk_tokens < 1 << 24, f"chunk_tokens {payload.chunk_tokens} is out of range")
+    need(
+        len(payload.checksums) == manifest.chunks and all(len(c) == shape.kv_heads for c in payload.checksums),
+        f"checksums do not cover {manifest.chunks} chunks of {shape.kv_heads} heads",
+    )
+    need(
+        all(len(digest) == 2 * CHECKSUM_BYTES for chunk in payload.checksums for digest in chunk),
+        f"a checksum is not {CHECKSUM_BYTES} bytes of hex",
+    )
+    of_head = manifest.head_bytes(0)
+    need(payload.encoding == "plain" or of_head < 1 << 31, f"a head of an int8 chunk has {of_head} bytes, over 2 GiB")
+    size = payload.data_offset_bytes + manifest.data_bytes
+    need(0 < payload.data_offset_bytes < 1 << 30, f"data_offset_bytes {payload.data_offset_bytes} is out of range")
+    need(payload.size_bytes == size, f"payload of {payload.size_bytes} bytes; its geometry needs {size}")
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Return the blake3 that `Manifest.digest` must be.
+
+    A trained cartridge's token ids are derived from its digest, so its ids are no part of it.
+    """
+    payload = manifest.payload
+    encoding = () if payload is None or payload.encoding == "plain" else (payload.encoding,)
+    content = (
+        manifest.format.partition(".")[0],
+        manifest.kind,
+        manifest.fingerprint,
+        manifest.positions,
+        payload and (payload.chunk_tokens, payload.checksums, *encoding),
+        None if manifest.kind == "trained" else manifest.tokens.blake3,
+        manifest.document and manifest.document.blake3,
+    )
+    return blake3(msgspec.json.encode(content)).hexdigest()

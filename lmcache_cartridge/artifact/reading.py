@@ -1,0 +1,266 @@
+"""Artifact: a cartridge on disk, a directory of `manifest.json`, `payload.safetensors` and maybe `token_ids.npy`.
+
+The payload is a plain safetensors file (https://huggingface.co/docs/safetensors/index#format): 8 bytes of little-endian
+header length, a JSON header, then the tensors `chunk.00000`, `chunk.00001`, ... without gaps. They are K and V in the
+model's dtype, or bytes that `int8.py` describes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from ..errors import (
+    ArtifactError,
+    CorruptChunk,
+    ManifestError,
+    NonFiniteKV,
+    ReplacedArtifact,
+    SourceError,
+    TruncatedPayload,
+    WrongDtype,
+    WrongShape,
+)
+from ..sources.sources import LocalSource, open_regular
+from . import int8
+from .bytesource import ByteRange
+from .fingerprint import Fingerprint
+from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
+
+MANIFEST = "manifest.json"
+PAYLOAD = "payload.safetensors"
+_SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_INFINITY = {"bfloat16": ("<i2", 0x7F80), "float16": ("<i2", 0x7C00), "float32": ("<i4", 0x7F800000)}
+"""Of each dtype: a signed integer of its size, and infinity's bits in it."""
+
+
+def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
+    """Return where KV heads `heads` of stored chunk `chunk` lie in the payload: always one contiguous range."""
+    before = chunk * manifest.fingerprint.kv_heads * manifest.head_bytes(0)
+    start = manifest.payload.data_offset_bytes + before
+    of_head = manifest.head_bytes(chunk)
+    return ByteRange(start + heads.start * of_head, start + heads.stop * of_head)
+
+
+def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview, where: str) -> None:
+    """Raise `CorruptChunk` unless `data`, heads `heads` of stored chunk `chunk`, has the manifest's checksums."""
+    of_head = manifest.head_bytes(chunk)
+    for i, head in enumerate(heads):
+        found = checksum(data[i * of_head : (i + 1) * of_head])
+        compare_checksum(manifest, chunk, head, found, where)
+
+
+def compare_checksum(manifest: Manifest, chunk: int, head: int, found: str, where: str) -> None:
+    """Raise `CorruptChunk` unless `found` is the manifest's checksum of one head of a stored chunk."""
+    expected = manifest.payload.checksums[chunk][head]
+    if found != expected:
+        raise CorruptChunk(
+            f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
+            f"its manifest says {expected}. Replace the file from its source, or build the cartridge again"
+        )
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """Return the checksum of a head of a chunk."""
+    return blake3(data).hexdigest(CHECKSUM_BYTES)
+
+
+def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -> None:
+    """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity, or comes to one."""
+    shape = manifest.fingerprint
+    if manifest.payload.encoding == "int8":
+        finite = int8.is_finite(data, shape, manifest.chunk_length(chunk))
+    else:
+        finite = is_finite(data, shape.dtype)
+    if not finite:
+        raise NonFiniteKV(
+            f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
+            "Build it again, in bfloat16 or float32 if it was float16"
+        )
+
+
+def is_finite(data: memoryview, dtype: str) -> bool:
+    """Return whether `data`, whole numbers of `dtype`, has no NaN and no infinity."""
+    words, infinity = _INFINITY[dtype]
+    signed = np.frombuffer(data, dtype=words)
+    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
+    # without a sign are the largest, as unsigned ones those with it.
+    negative = infinity + (1 << 8 * signed.itemsize - 1)
+    return bool(signed.max() < infinity and signed.view(words.replace("i", "u")).max() < negative)
+
+
+def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:
+    """Return the checked manifest of the artefact at `root`, which must have `digest` if that is given.
+
+    Without `payload` its payload may lie elsewhere and is not looked at. Raises `ManifestError` when it is missing or
+    wrong, `TruncatedPayload` when the payload has another size, `ReplacedArtifact` when it is another artefact.
+    """
+    path = root / MANIFEST
+    try:
+        data = _read_at_most(path, MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
+    manifest = decode(data, str(path))
+    if digest is not None and manifest.digest != digest:
+        raise ReplacedArtifact(
+            f"{root} was replaced after it was registered: it is {manifest.name} with digest {manifest.digest[:16]}... "
+            f"now, not {digest[:16]}...; register it again as a new version"
+        )
+    if manifest.payload is None or not payload:
+        return manifest
+    file = root / manifest.payload.file
+    try:
+        size = file.stat().st_size if file.is_file() else 0
+    except OSError as error:
+        raise ArtifactError(f"cartridge {manifest.name}: {file}: {error.strerror}") from error
+    check_size(manifest, size, str(file), "Copy the file again")
+    return manifest
+
+
+def check_size(manifest: Manifest, size_bytes: int, where: str, remedy: str) -> None:
+    """Raise `TruncatedPayload`, which ends in `remedy`, unless the payload `where` has the manifest's size."""
+    if size_bytes != manifest.payload.size_bytes:
+        raise TruncatedPayload(
+            f"cartridge {manifest.name}: {where} has {size_bytes} bytes, its manifest says "
+            f"{manifest.payload.size_bytes}. {remedy}"
+        )
+
+
+def id_files(manifest: Manifest) -> dict[str, int]:
+    """Return the files of token ids that the manifest names, and how many bytes each may have at most."""
+    listed = (manifest.tokens, manifest.document)
+    return {tokens.file: _most_bytes(tokens) for tokens in listed if tokens is not None and tokens.file is not None}
+
+
+def _most_bytes(tokens: Tokens) -> int:
+    return 4 * tokens.count + 4096  # numpy's header has some hundred bytes
+
+
+def load_token_ids(manifest: Manifest, root: Path) -> np.ndarray:
+    """Return the p token ids, uint32, checked against the manifest's digest. Raises `ArtifactError` on a mismatch."""
+    return _load_ids(manifest, manifest.tokens, root)
+
+
+def load_document_ids(manifest: Manifest, root: Path) -> np.ndarray | None:
+    """Return the ids of a trained cartridge's document, as `load_token_ids` does, or None if it carries none."""
+    return None if manifest.document is None else _load_ids(manifest, manifest.document, root)
+
+
+def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
+    if tokens.file is None:
+        ids = np.asarray(tokens.inline, dtype="<u4")
+    else:
+        path, size = root / tokens.file, 4 * tokens.count
+        try:
+            data = _read_at_most(path, _most_bytes(tokens))
+        except OSError as error:
+            raise ArtifactError(f"cartridge {manifest.name}: {path}: {error.strerror}") from error
+        # The digest vouches for the ids, so the .npy header before them is not parsed: hostile ones break np.load.
+        sound = data.startswith(np.lib.format.MAGIC_PREFIX) and len(data) > size
+        ids = np.frombuffer(data[-size:] if sound else b"", dtype="<u4")
+    if ids.shape != (tokens.count,) or blake3(ids.tobytes()).hexdigest() != tokens.blake3:
+        raise ArtifactError(f"cartridge {manifest.name}: token ids do not have the digest its manifest names")
+    if ids.max() >= manifest.fingerprint.vocab_size:
+        raise ArtifactError(f"cartridge {manifest.name}: token id {ids.max()} is outside the model's vocabulary")
+    return ids
+
+
+def _read_at_most(path: Path, limit_bytes: int) -> bytes:
+    """Return the first bytes of a file. Allocates no more than it has, whatever the limit: a manifest may set that."""
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read(min(limit_bytes, os.fstat(file.fileno()).st_size))
+
+
+Read = Callable[[ByteRange, memoryview], None]
+"""Fills a buffer with some bytes of a payload."""
+
+
+def verify(root: Path, read: Read | None = None, where: str | None = None) -> Iterator[tuple[int, int]]:
+    """Check everything an artefact promises, yielding (chunks done, chunks) as it goes.
+
+    With `read` its payload is not beside its manifest but `where` that reads. Raises `ManifestError` or `ArtifactError`
+    at the first thing that is wrong.
+    """
+    manifest = load_manifest(root, payload=read is None)
+    load_token_ids(manifest, root)
+    load_document_ids(manifest, root)
+    if manifest.payload is None:
+        return
+    read, where = read or _reader(root / manifest.payload.file), where or str(root / manifest.payload.file)
+    check_header(manifest, read, where)
+    heads = range(manifest.fingerprint.kv_heads)
+    buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
+    for chunk in range(manifest.chunks):
+        data = buffer[: len(heads) * manifest.head_bytes(chunk)]
+        read(chunk_range(manifest, chunk, heads), data)
+        verify_chunk(manifest, chunk, heads, data, where)
+        check_finite(manifest, chunk, data, where)
+        yield chunk + 1, manifest.chunks
+
+
+def check_local_header(manifest: Manifest, root: Path) -> None:
+    """Do `check_header` for a payload beside its manifest; no change without a payload."""
+    if manifest.payload is not None:
+        path = root / manifest.payload.file
+        check_header(manifest, _reader(path), str(path))
+
+
+def check_header(manifest: Manifest, read: Read, where: str) -> None:
+    """Check that a payload says of itself what its manifest says. Serving goes by the manifest alone.
+
+    Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header that would tell other readers something else.
+    """
+    payload = manifest.payload
+    expected = payload_header(manifest.fingerprint, manifest.positions, payload.chunk_tokens, payload.encoding)
+    found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
+    if len(expected) == payload.data_offset_bytes:
+        read(ByteRange(0, len(expected)), memoryview(found))
+    if found == expected:
+        return
+    try:
+        header = json.loads(found[8 : 8 + int.from_bytes(found[:8], "little")])
+        tensors = {
+            name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        tensors = {}
+    for name, tensor in json.loads(expected[8:]).items():
+        dtype, shape = tensors.get(name, (tensor["dtype"], tensor["shape"]))
+        if dtype != tensor["dtype"]:
+            raise WrongDtype(f"{about}: {name} has dtype {dtype}, its manifest says {tensor['dtype']}")
+        if shape != tensor["shape"]:
+            raise WrongShape(f"{about}: {name} has shape {shape}, its manifest says {tensor['shape']}")
+    raise ArtifactError(f"{about} has a header that its manifest does not describe")
+
+
+def _reader(path: Path) -> Read:
+    def read(where: ByteRange, out: memoryview) -> None:
+        try:
+            LocalSource().read_into(str(path.parent), path.name, where, out)
+        except SourceError as error:
+            raise ArtifactError(str(error)) from error
+
+    return read
+
+
+def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, encoding: str) -> bytes:
+    """Return the safetensors length and header of a payload; data starts at a multiple of 4096 for direct I/O."""
+    header, offset = {}, 0
+    for chunk in range(-(-positions // chunk_tokens)):
+        length = min(chunk_tokens, positions - chunk * chunk_tokens)
+        of_head = head_bytes(fingerprint, length, encoding)
+        plain = [fingerprint.kv_heads, 2, fingerprint.layers, length, fingerprint.head_size]
+        header[f"chunk.{chunk:05d}"] = {
+            "dtype": "U8" if encoding == "int8" else _SAFETENSORS_DTYPE[fingerprint.dtype],
+            "shape": [fingerprint.kv_heads, of_head] if encoding == "int8" else plain,
+            "data_offsets": [offset, offset + fingerprint.kv_heads * of_head],
+        }
+        offset += fingerprint.kv_heads * of_head
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 4096)
+    return len(text).to_bytes(8, "little") + text

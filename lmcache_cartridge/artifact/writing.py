@@ -1,0 +1,165 @@
+"""ArtifactWriter: writes one artefact so that it appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from ..errors import ArtifactError, CartridgeExists
+from . import files
+from .canary import ServedCanary
+from .fingerprint import Fingerprint
+from .identity import Identity
+from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode, head_bytes
+from .reading import MANIFEST, PAYLOAD, checksum, payload_header
+
+TOKENS = "token_ids.npy"
+DOCUMENT = "document_ids.npy"
+INLINE_TOKENS = 64
+"""Up to this many token ids stand in the manifest itself."""
+
+
+class ArtifactWriter:
+    """Write one artefact, chunk by chunk.
+
+    A context manager: without `commit()` nothing is left behind. Who may read the files is for the umask to say.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        cartridge_id: str,
+        version: int,
+        kind: Kind,
+        fingerprint: Fingerprint,
+        token_ids: np.ndarray | Identity,
+        chunk_tokens: int = 256,
+        document_ids: np.ndarray | None = None,
+        encoding: str = "plain",
+    ) -> None:
+        """Start an artefact that will appear at `root`.
+
+        `token_ids` are its p ids, or how a trained cartridge's are drawn from its digest. `document_ids` are those of
+        a trained cartridge's document. `encoding` is one of `manifest.ENCODINGS`. Raises `CartridgeExists` if `root` is
+        there already.
+        """
+        if root.exists():
+            raise CartridgeExists(f"{root} exists; an artefact is written once. Choose another id or version")
+        self.root = root
+        self._id, self._version = check_id(cartridge_id), version
+        self._kind, self._fingerprint, self._chunk_tokens = kind, fingerprint, chunk_tokens
+        self._encoding = encoding
+        self._token_ids, self._document_ids = token_ids, document_ids
+        self._positions = token_ids.positions if isinstance(token_ids, Identity) else len(token_ids)
+        self._checksums: list[tuple[str, ...]] = []
+        self._partial = root.parent / f".{root.name}.{uuid.uuid4().hex}.partial"
+
+    def __enter__(self) -> ArtifactWriter:
+        header = payload_header(self._fingerprint, self._positions, self._chunk_tokens, self._encoding)
+        self._offset = self._size = len(header)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        self._partial.mkdir()
+        self._file = None
+        if self._kind != "tokens":
+            self._file = files.create(self._partial / PAYLOAD)
+            self._file.write(header)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+        finally:  # a full disk fails the close too
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    @property
+    def payload(self) -> Path:
+        """Where the payload lies until `commit()`; complete once every chunk is written."""
+        self._file.flush()
+        return self._partial / PAYLOAD
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append the next chunk as it is stored: `[kv_heads, 2, layers, tokens, head_size]` in row-major order, if plain.
+
+        Raises `ArtifactError` for a chunk of another size than the next one must have.
+        """
+        chunk = len(self._checksums)
+        length = min(self._chunk_tokens, self._positions - chunk * self._chunk_tokens)
+        of_head = head_bytes(self._fingerprint, length, self._encoding)
+        expected = self._fingerprint.kv_heads * of_head if self._file and length > 0 else 0
+        view = memoryview(data).cast("B")
+        if len(view) != expected or not expected:
+            raise ArtifactError(f"cartridge {self._id}: chunk {chunk} has {len(view)} bytes, not {expected}")
+        self._checksums.append(tuple(checksum(view[i : i + of_head]) for i in range(0, expected, of_head)))
+        self._file.write(view)
+        self._size += expected
+
+    def commit(self, provenance: Provenance, canary: ServedCanary | None = None) -> Manifest:
+        """Make the artefact appear at its place and return its manifest. Raises `ArtifactError` if chunks lack."""
+        written = min(len(self._checksums) * self._chunk_tokens, self._positions)
+        if self._file is not None and written != self._positions:
+            raise ArtifactError(f"cartridge {self._id}: {written} of {self._positions} positions were written")
+        manifest = self._manifest(provenance, canary)
+        if self._file is not None:
+            files.sync(self._file)
+        files.write(self._partial / MANIFEST, [manifest.encode()])
+        try:
+            self._partial.rename(self.root)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise ArtifactError(f"{self.root} cannot be made: {error.strerror}") from error
+            raise CartridgeExists(f"{self.root} appeared while it was being written: {error.strerror}") from error
+        files.sync_directory(self.root.parent)
+        return manifest
+
+    def _manifest(self, provenance: Provenance, canary: ServedCanary | None) -> Manifest:
+        draft = Manifest(
+            format=FORMAT,
+            id=self._id,
+            version=self._version,
+            digest="",
+            kind=self._kind,
+            positions=self._positions,
+            fingerprint=self._fingerprint,
+            tokens=Tokens(self._positions, ""),
+            payload=Payload(
+                file=PAYLOAD,
+                size_bytes=self._size,
+                data_offset_bytes=self._offset,
+                chunk_tokens=self._chunk_tokens,
+                checksums=tuple(self._checksums),
+                encoding=self._encoding,
+            )
+            if self._file is not None
+            else None,
+            provenance=provenance,
+            document=None if self._document_ids is None else self._write_ids(self._document_ids, DOCUMENT),
+            canary=canary,
+        )
+        ids = self._token_ids
+        if isinstance(ids, Identity):
+            ids = ids.tokens(content_digest(draft))
+        draft = msgspec.structs.replace(draft, tokens=self._write_ids(ids, TOKENS))
+        manifest = msgspec.structs.replace(draft, digest=content_digest(draft))
+        return decode(manifest.encode(), str(self.root))
+
+    def _write_ids(self, token_ids: np.ndarray, name: str) -> Tokens:
+        """Return the manifest's entry for some ids, having written them beside it if they are many."""
+        ids = np.ascontiguousarray(token_ids, dtype="<u4")
+        digest = blake3(ids.tobytes()).hexdigest()
+        if len(ids) <= INLINE_TOKENS:
+            return Tokens(len(ids), digest, inline=tuple(ids.tolist()))
+        with files.create(self._partial / name) as file:
+            np.save(file, ids, allow_pickle=False)
+            files.sync(file)
+        return Tokens(len(ids), digest, file=name)

@@ -1,0 +1,1 @@
+"""The commands of `lmcache-cartridge`. None loads torch until it runs."""

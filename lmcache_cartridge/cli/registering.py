@@ -1,0 +1,247 @@
+"""Registering: `register`, `promote`, `label`, `unlabel`, `remove`, `list`, `describe` and `verify`."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import CartridgeError, CartridgeNotFound
+from .authoring import add_no_promote
+from .context import Verb, copy_of, registry_of, root_of, settings_of
+from .output import fields, progress, show, size, table
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    register = verb("register", _register, "Register an artefact where it lies, or token ids as a stored prompt prefix.",
+                    "register s3://bucket/cartridges/handbook")  # fmt: skip
+    register.add_argument(
+        "path",
+        help="directory of manifest.json and payload.safetensors, its s3:// location, or a .json or .pt file of token_ids",
+    )
+    register.add_argument("--label", help="also point this label at it")
+    register.add_argument("--id", help="for a file of token ids: name of the cartridge")
+    register.add_argument("--model", help="for a file of token ids: directory or cached Hub id of their model")
+
+    add_no_promote(register)
+
+    promote = verb("promote", _promote, "Let an id mean one of its versions, newer or older; servers follow in a second.",
+                   "promote handbook@2")  # fmt: skip
+    promote.add_argument("name", help="id@version or label")
+
+    label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
+                 "label current handbook@3")  # fmt: skip
+    label.add_argument("label")
+    label.add_argument("name", help="id, id@version or another label")
+    label.add_argument(
+        "--warm", action="store_true", help="servers bring what it points at into memory when they start"
+    )
+
+    unlabel = verb("unlabel", _unlabel, "Remove a label; what it points at stays.", "unlabel current")
+    unlabel.add_argument("label")
+
+    remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
+                  "remove handbook@2")  # fmt: skip
+    remove.add_argument("name", help="id (the version it means) or id@version")
+    remove.add_argument(
+        "--delete-files",
+        action="store_true",
+        help="delete the artefact too, if `build` put it there; also of an id@version that is registered no more",
+    )
+
+    verb("list", _list, "List the registered cartridges.", "list --format json")
+
+    describe = verb("describe", _describe, "Show everything known of one cartridge.", "describe handbook")
+    describe.add_argument("name", help="id (the version it means), id@version or label")
+
+    verify = verb("verify", _verify, "Read a cartridge whole and check every checksum; lifts a quarantine if sound.",
+                  "verify handbook")  # fmt: skip
+    verify.add_argument("name", nargs="+", help="id (the version it means), id@version or label")
+
+
+def _register(arguments: argparse.Namespace) -> None:
+    from ..sources.sources import Sources
+
+    registry = registry_of(arguments)
+    if Sources.is_remote(arguments.path):
+        manifest = registry.register(copy_of(arguments, arguments.path), arguments.path, promote=arguments.promote)
+    else:
+        path = Path(arguments.path)
+        root = path if path.is_dir() else _stored_prefix(arguments, path, registry)
+        manifest = registry.register(root, promote=arguments.promote)
+    if arguments.label:
+        registry.label(arguments.label, manifest.name)
+    current = sorted(registry.current([manifest.id]))
+    promoted = manifest.name in current
+    result = {"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "label": arguments.label}
+    stays = "" if promoted else f"; {manifest.id} means {' '.join(current) or 'nothing yet'}"
+    show(result, f"registered {manifest.name}{stays}", arguments.format)
+
+
+def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> Path:
+    """Make an artefact of a file of token ids and return its directory."""
+    from ..artifact.manifest import check_id
+    from ..errors import ArtifactError
+
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file or directory")
+    if not (arguments.id and arguments.model):
+        raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
+    directory = settings_of(arguments).cartridges_dir
+    version = registry.next_version(check_id(arguments.id), directory)
+    root = directory / arguments.id / str(version)
+    from ..make import tokens
+    from ..make.model import CausalModel
+
+    tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
+    return root
+
+
+def _promote(arguments: argparse.Namespace) -> None:
+    target = registry_of(arguments).promote(arguments.name)
+    show({"id": target.id, "name": target.name}, f"{target.id} means {target.name}", arguments.format)
+
+
+def _label(arguments: argparse.Namespace) -> None:
+    target = registry_of(arguments).label(arguments.label, arguments.name, warm=arguments.warm)
+    show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
+
+
+def _unlabel(arguments: argparse.Namespace) -> None:
+    registry_of(arguments).unlabel(arguments.label)
+    show({"label": arguments.label}, f"removed the label {arguments.label}", arguments.format)
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    import shutil
+
+    ours = settings_of(arguments).cartridges_dir.resolve()
+    try:
+        removed = registry_of(arguments).remove(arguments.name)
+        name, location = removed.name, removed.location
+    except CartridgeNotFound:
+        name, location = arguments.name, _left(ours, arguments.name)
+        if location is None or not arguments.delete_files:
+            raise
+    deleted = arguments.delete_files and Path(location).is_relative_to(ours)
+    if deleted:
+        shutil.rmtree(location)
+    left = "" if deleted else f"; its files stay at {location}"
+    result = {"name": name, "location": location, "files_deleted": deleted}
+    show(result, f"removed {name}{left}", arguments.format)
+
+
+def _left(directory: Path, name: str) -> str | None:
+    """Return where the files of an `id@version` lie that is not registered, None if there are none."""
+    from ..artifact.manifest import check_id
+
+    cartridge_id, _, version = name.partition("@")
+    root = directory / check_id(cartridge_id) / version
+    return str(root) if version.isdecimal() and root.is_dir() else None
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from ..library.quarantine import Quarantine
+
+    registry, quarantine = registry_of(arguments), Quarantine(settings_of(arguments).quarantine_dir)
+    labels: dict[str, list[str]] = {}
+    for label, name in registry.labels().items():
+        labels.setdefault(name, []).append(label)
+    found = registry.all()
+    current = registry.current(row.id for row in found)
+    rows = [
+        {
+            "id": row.id,
+            "version": row.version,
+            "current": row.name in current,
+            "kind": row.kind,
+            "positions": row.positions,
+            "bytes": row.bytes,
+            "labels": labels.get(row.name, []),
+            "quarantined": quarantine.reason(row.digest) is not None,
+            "digest": row.digest,
+        }
+        for row in found
+    ]
+    readable = [
+        row | {"current": "yes" if row["current"] else "", "bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12],
+               "quarantined": "yes" if row["quarantined"] else ""}
+        for row in rows
+    ]  # fmt: skip
+    empty = "no cartridges yet; make one with `lmcache-cartridge build`"
+    show(rows, table(readable) if rows else empty, arguments.format)
+
+
+def _describe(arguments: argparse.Namespace) -> None:
+    import json
+
+    from ..artifact import reading
+    from ..library.quarantine import Quarantine
+
+    registry = registry_of(arguments)
+    location = registry.find(arguments.name)
+    reason = Quarantine(settings_of(arguments).quarantine_dir).reason(location.digest)
+    result = json.loads(
+        reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False).encode()
+    )
+    if result["payload"]:
+        result["payload"].setdefault("encoding", "plain")
+    for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
+        if shown := (result["fingerprint"] if part == "rope" else result)[part]:
+            del shown[long]
+    if asked := result["canary"]:  # what is asked and answered is for servers
+        result["canary"] = {
+            "questions": len(asked["after"]),
+            "in_a_chain": len(asked.get("behind", ())),
+            "sensitivity": asked["sensitivity"],
+        }
+    elif result["payload"]:
+        result["canary"] = "none: no server tries its engine with it; make it again to have one"
+    current = location.name in registry.current([location.id])
+    result |= {
+        "current": current,
+        "location": location.location,
+        "registered": location.registered,
+        "quarantined": reason,
+    }
+    show(result, fields(result), arguments.format)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ..library.quarantine import Quarantine
+    from ..sources.sources import Sources
+
+    settings = settings_of(arguments)
+    registry, quarantine = registry_of(arguments), Quarantine(settings.quarantine_dir)
+    results = []
+    with closing(Sources(settings)) as sources:
+        for name in arguments.name:
+            location = registry.find(name)
+            problem = None
+            try:
+                _check(arguments, location, sources)
+            except CartridgeError as error:
+                problem = str(error)
+            else:
+                quarantine.lift(location.digest)
+            results.append({"name": location.name, "sound": problem is None, "problem": problem})
+    lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
+    show(results, "\n".join(lines), arguments.format)
+    return 0 if all(r["sound"] for r in results) else 1
+
+
+def _check(arguments: argparse.Namespace, location: Any, sources: Any) -> None:
+    """Read an artefact whole where it lies, with a progress bar. Raises `CartridgeError` unless it is sound."""
+    from ..artifact import reading
+
+    root, read, where = root_of(arguments, location.location), None, None
+    if sources.is_remote(location.location):
+        where = f"{location.location}/{reading.PAYLOAD}"
+        read = partial(sources.read_into, location.location, reading.PAYLOAD)
+    reading.load_manifest(root, location.digest, payload=read is None)
+    with progress(location.name, " chunks", arguments.format) as shown:
+        for done, total in reading.verify(root, read, where):
+            shown(done, total)

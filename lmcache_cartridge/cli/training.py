@@ -1,0 +1,248 @@
+"""Training: `train` and `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..errors import CartridgeError, ModelMismatch
+from .authoring import add_no_promote, add_payload, check_dtype, check_files, check_numbers
+from .context import Verb, local_root, settings_of
+from .output import fields, show, size, table
+
+INITIALS = ("random", "vocab", "first-k", "sci")
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    _add_train(verb)
+    _add_evaluate(verb)
+
+
+def _add_train(verb: Verb) -> None:
+    train = verb(
+        "train", _train, "Train a cartridge much shorter than its document, and register it. Interrupted, it goes on.",
+        "train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl",
+    )  # fmt: skip
+    option = train.add_argument
+    option("--model", required=True, help="directory or cached Hub id of a causal language model")
+    option("--document", required=True, type=Path, help="UTF-8 text file")
+    option("--id", required=True, help="name of the cartridge; training it again makes a new version")
+    length = train.add_mutually_exclusive_group(required=True)
+    length.add_argument("--positions", type=int, help="p, rounded to whole chunks")
+    length.add_argument(
+        "--compress", type=_factor, metavar="4x", help="p as a fraction of the document's tokens, rounded likewise"
+    )
+    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
+    option("--init", choices=INITIALS, default="sci",
+           help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
+           "tokens; KV of 64-token chunks sampled over it (default sci). The first position is the document's own and "
+           "stays")  # fmt: skip
+
+    asked = train.add_argument_group("what to train on; several may be given")
+    asked.add_argument(
+        "--questions", type=Path, metavar="FILE",
+        help='JSON lines {"question": ..., "answer": ...}; without an answer the model itself answers',
+    )  # fmt: skip
+    asked.add_argument("--template", type=Path, metavar="FILE",
+                       help='JSON {"questions": ["{what} of {whom}?"], "fields": {"whom": "regex with a (group)", '
+                       '"what": ["a", "b"]}, "where": "regex"}')  # fmt: skip
+    asked.add_argument(
+        "--self-study", type=int, metavar="N", help="let a model write N questions on random parts of the document"
+    )
+    asked.add_argument("--writer-url", metavar="URL", help="OpenAI-compatible server that writes them, not the model")
+    asked.add_argument("--writer-model", metavar="NAME", help="its model (default: the first it serves)")
+    asked.add_argument("--held-out", type=Path, metavar="FILE",
+                       help="questions to look at while training, never to train on (default: a tenth of the others)")  # fmt: skip
+    asked.add_argument("--ask-as", choices=("chat", "text"),
+                       help="a question is a user message, or text as it is (default: chat, if the model has a template)")  # fmt: skip
+    asked.add_argument(
+        "--answer-tokens", type=int, default=128, help="longest answer that the model gives itself (default 128)"
+    )
+
+    how = train.add_argument_group("how to train")
+    how.add_argument("--objective", choices=("distill", "next-token"), default="distill",
+                     help="match the predictions of the model with the document in context, or the answers alone")  # fmt: skip
+    how.add_argument("--top-k", type=int, default=32, help="likeliest tokens to match; 0: all (default 32)")
+    how.add_argument("--steps", type=int, default=4000,
+                     help="at most; it ends before when the held-out questions get no better (default 4000)")  # fmt: skip
+    how.add_argument("--batch", type=int, default=32, help="questions in a forward pass (default 32)")
+    how.add_argument("--accumulate", type=int, default=1, help="forward passes a step (default 1)")
+    how.add_argument("--rate", type=_rate, default="auto",
+                     help="peak learning rate of AdamW; auto: that of a few short trainings which does the held-out "
+                     "questions most good (default auto)")  # fmt: skip
+    how.add_argument("--schedule", choices=("plateau", "cosine", "constant"), default="plateau",
+                     help="the rate after the warm-up; plateau: constant until patience ends, or half of --steps are done, "
+                     "then down to 0 in as many steps again (default plateau)")  # fmt: skip
+    how.add_argument("--warmup", type=int, default=10, help="steps to the peak (default 10)")
+    how.add_argument("--jitter", type=int, default=32,
+                     help="positions that half of the questions stand further back in training, at random; wordings not "
+                     "trained on do better so (default 32)")  # fmt: skip
+    how.add_argument("--check-every", type=int, default=25,
+                     help="steps between checkpoints and looks at the held-out questions (default 25)")  # fmt: skip
+    how.add_argument("--patience", type=int, default=8,
+                     help="looks without progress before the rate falls, or training ends where the schedule is another; "
+                     "0: never (default 8)")  # fmt: skip
+    how.add_argument("--precision", choices=("float32", "bfloat16"),
+                     help="of the computation (default bfloat16 on a GPU, float32 elsewhere); the cartridge is float32 "
+                     "until it is stored")  # fmt: skip
+    how.add_argument("--dtype", default="auto", help="of the KV, as the engine's (default auto)")
+    add_payload(how)
+    how.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
+    then = train.add_argument_group("what becomes of it")
+    then.add_argument(
+        "--accept", type=float, default=0.8, metavar="SHARE",
+        help="register it if it keeps at least this share of what the document adds to the answers of the held-out "
+        "questions; 0: in any case (default 0.8)",
+    )  # fmt: skip
+    add_no_promote(then)
+
+
+def _add_evaluate(verb: Verb) -> None:
+    evaluate = verb(
+        "evaluate", _evaluate, "Ask questions without a prefix, after the document, and after a cartridge; compare.",
+        "evaluate handbook --questions questions.jsonl --server http://localhost:8000",
+    )  # fmt: skip
+    option = evaluate.add_argument
+    option("name", help="id (the version it means), id@version or label")
+    option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
+    where = evaluate.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")
+    where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
+    option("--document", type=Path, help="text of the document (default: the ids that the cartridge carries)")
+    option("--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)")
+    option("--answer-tokens", type=int, default=64, help="longest answer (default 64)")
+    option("--limit", type=int, help="ask only so many questions, drawn evenly")
+    option("--judge-url", metavar="URL", help="OpenAI-compatible server that also scores each answer from 0 to 5")
+    option("--judge-model", metavar="NAME", help="its model (default: the first it serves)")
+    option("--output", type=Path, metavar="DIR", help="write evaluation.json, with every answer, and evaluation.png")
+    option("--device", default="cpu", help="with --model: cpu, cuda, cuda:1 (default cpu)")
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 1 <= factor < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no factor; write 4x")
+    return factor
+
+
+def _rate(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from ..artifact.manifest import check_id
+
+    check_id(arguments.id)
+    check_numbers(
+        arguments,
+        at_least_one=(
+            "positions", "self_study", "chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every",
+        ),
+        at_least_zero=("top_k", "warmup", "patience", "jitter"),
+    )  # fmt: skip
+    if arguments.rate is not None and not 0 < arguments.rate < math.inf:
+        raise CartridgeError(f"--rate {arguments.rate:g} must be above 0")
+    if not 0 <= arguments.accept <= 1:
+        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
+    if not (arguments.questions or arguments.template or arguments.self_study):
+        raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
+    if arguments.writer_url and not arguments.self_study:
+        raise CartridgeError("--writer-url writes questions for --self-study; say how many")
+    if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
+        raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
+    check_dtype(arguments)
+    check_files(arguments.document, arguments.questions, arguments.template, arguments.held_out)
+    from tqdm import tqdm
+
+    from ..library.registry import Registry
+
+    settings = settings_of(arguments)
+    registry = Registry(settings.registry_path)
+    from ..make.train.job import Job, Task
+    from ..make.train.trainer import Recipe
+
+    quiet = arguments.format == "json"
+    values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
+    recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
+    task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
+    job = Job(task, settings, registry, say=partial(_say, quiet=quiet), bar=partial(tqdm, disable=quiet))
+    result = job.run(restart=arguments.restart, accept=arguments.accept, promote=arguments.promote)
+    show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    check_numbers(arguments, at_least_one=("answer_tokens", "limit"))
+    check_files(arguments.questions, arguments.document)
+    from tqdm import tqdm
+
+    from ..library.registry import Registry
+
+    location = Registry(settings_of(arguments).registry_path, read_only=True).find(arguments.name)
+    from ..make import evaluate, questions
+    from ..make.chat import Server
+    from ..make.judge import Judge
+
+    asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
+    quiet = arguments.format == "json"
+    with ExitStack() as stack:
+        judge = None
+        if arguments.judge_url:
+            judge = Judge(stack.enter_context(Server(arguments.judge_url, arguments.judge_model)))
+        asker = _asker(arguments, location, stack)
+        total = len(evaluate.WAYS) * len(asked)
+        bar = stack.enter_context(tqdm(total=total, unit=" answers", desc="ask", disable=quiet))
+        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=bar.update)
+    report = evaluate.report(location.name, answers, judge and judge.model)
+    if arguments.output:
+        evaluate.write(report, answers, arguments.output)
+    show(report, table(evaluate.rows(report)), arguments.format)
+
+
+def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> Any:
+    """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
+    from ..artifact import reading
+    from ..make.ask import ModelAsker, ServerAsker
+    from ..make.chat import Server
+    from ..make.questions import text_of
+
+    root = local_root(location)
+    manifest = reading.load_manifest(root, location.digest)
+    if arguments.document:
+        document = text_of(arguments.document)
+    elif manifest.kind == "trained" and manifest.document is None:
+        raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
+    else:
+        ids = reading.load_document_ids(manifest, root)
+        document = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
+    if arguments.server:
+        return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
+    if manifest.payload is None:
+        raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
+    from ..make import stored
+    from ..make.model import CausalModel
+
+    for _ in reading.verify(root):
+        pass
+    model = CausalModel(arguments.model, dtype=manifest.fingerprint.dtype, device=arguments.device)
+    if differences := manifest.fingerprint.differences(model.fingerprint):
+        raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
+    if isinstance(document, str):
+        document = model.encode(document, special=True)
+    return ModelAsker(model, document, stored.read_kv(manifest, root), arguments.ask_as)
+
+
+def _say(line: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)

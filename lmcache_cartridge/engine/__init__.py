@@ -1,0 +1,1 @@
+"""Inside vLLM's workers and LMCache: storage plugin, L2 adapter, connectors, injection, control."""

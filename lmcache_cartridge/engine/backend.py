@@ -1,0 +1,218 @@
+"""CartridgeBackend: LMCache's in-process storage plugin. LMCache keys in, memory objects out; read-only.
+
+Contract of lmcache 0.5.6, found by running it: an exception in `contains` stalls the scheduler for seconds, one in
+`batched_get_blocking`, `batched_submit_put_task` or `get_allocator_backend` kills the engine, and one in the
+constructor is logged and the plugin dropped. So nothing here raises but the constructor, whose error
+`CartridgeConnector` finds in `CartridgeBackend.refusal` and stops the server with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
+
+from ..errors import UnsupportedEngine
+from ..memory.store import CartridgeStore, Engine
+from ..serve.request import TAG as TAG_KEY
+from ..settings import Settings
+from . import host as engines
+from .memory_objects import MemoryObjects
+from .yaml_settings import from_extra_config
+
+logger = logging.getLogger(__name__)
+init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
+
+TAG = TAG_KEY.removeprefix("lmcache.tag.")
+"""The request tag under which a cartridge or chain is found; its value is the digests, joined by dots."""
+
+_stores: dict[tuple, CartridgeStore] = {}
+_stores_lock = threading.Lock()
+
+
+class CartridgeBackend(StoragePluginInterface):
+    """Answers LMCache's keys from a `CartridgeStore`, which every instance of one configuration shares.
+
+    LMCache may build this class again without closing the old instance (`POST /backends`); sharing the store keeps
+    the memory budget true.
+    """
+
+    refusal: ClassVar[Exception | None] = None
+    """Why the last constructor call in this process raised."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Called by LMCache with keywords only. Raises `CartridgeError` when this engine cannot be served."""
+        super().__init__(**kwargs)
+        try:
+            self._store = self._open()
+            self._objects = self._store and MemoryObjects(self._store.shape, self._store.engine.layout)
+        except Exception as error:
+            CartridgeBackend.refusal = error
+            raise
+        CartridgeBackend.refusal = None
+
+    @property
+    def store(self) -> CartridgeStore | None:
+        """The store behind this plugin; None in the scheduler's process, which has no memory to serve from."""
+        return self._store
+
+    def _open(self) -> CartridgeStore | None:
+        if self.metadata.role == "scheduler":
+            return None
+        from lmcache.integration.vllm.utils import ENGINE_NAME
+        from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+        settings = from_extra_config(self.config.extra_config, type(self).__name__)
+        if 1000 * settings.lookup_timeout_s >= self.config.lookup_timeout_ms:
+            raise UnsupportedEngine(
+                f"lookup_timeout_s is {settings.lookup_timeout_s}, but LMCache gives up on a lookup after "
+                f"lookup_timeout_ms: {self.config.lookup_timeout_ms}; make ours shorter"
+            )
+        lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
+        if lmcache_engine is None:
+            raise UnsupportedEngine(
+                "LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only"
+            )
+        engine = engines.describe(self.config, self.metadata, lmcache_engine)
+        store = open_store(settings, engine)
+        logger.info(
+            "serving %d cartridges (%s) from %s: cpu tier %d bytes, chunk %d tokens of %d bytes, rank %d of %d, %s",
+            len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes,
+            engine.chunk_tokens, store.shape.size_bytes, engine.rank, engine.world, engine.layout,
+        )  # fmt: skip
+        return store
+
+    # Lookup: LMCache's lookup thread and worker thread.
+
+    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        """Return how many leading keys are resident; with `pin`, load what is missing first and lease it all."""
+        return self._guard(self._contains, keys, pin, default=0)
+
+    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
+        """`batched_contains` for one key; a trained cartridge of several chunks is never pinned by one of them."""
+        return self.batched_contains([key], pin) == 1
+
+    def pin(self, key: CacheEngineKey) -> bool:
+        """Lease a chunk, loading it if need be; False if that cannot be."""
+        return self.contains(key, pin=True)
+
+    def unpin(self, key: CacheEngineKey) -> bool:
+        """End one lease of a chunk; False if it has none."""
+        return self._guard(self._release, key, default=False)
+
+    def _release(self, key: CacheEngineKey) -> bool:
+        return self._store.release(key.chunk_hash, _tag(key))
+
+    def _contains(self, keys: list[CacheEngineKey], pin: bool) -> int:
+        if not keys:
+            return 0
+        ask = self._store.lookup if pin else self._store.resident
+        return ask([key.chunk_hash for key in keys], _tag(keys[0]))
+
+    # Retrieval: LMCache's worker thread.
+
+    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Return a memory object over the resident bytes of each key, LMCache's to release; None from a miss on."""
+        found = self._guard(self._get, keys, default=[])
+        return [*found, *[None] * (len(keys) - len(found))]
+
+    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
+        """Return a memory object over the chunk's resident bytes, LMCache's to release, or None on a miss."""
+        return self.batched_get_blocking([key])[0]
+
+    def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
+        found: list[MemoryObj] = []
+        # LMCache asks for the chunks of one request, and a request has one set of tags.
+        for _, run in itertools.groupby(keys, operator.attrgetter("tags")):
+            asked = list(run)
+            hashes = [key.chunk_hash for key in asked]
+            loans = self._store.lend_run(hashes, _tag(asked[0]))
+            found += self._objects.over(loans)
+            if len(loans) < len(hashes):
+                break
+        return found
+
+    # Everything LMCache asks of a backend that stores: nothing is.
+
+    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
+        """Return False: nothing is ever being stored."""
+        return False
+
+    def batched_submit_put_task(
+        self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], *_: Any, **__: Any
+    ) -> None:
+        """Store nothing and take no reference."""
+
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        """Remove nothing and return False; cartridges are removed from the registry."""
+        return False
+
+    def touch_cache(self) -> None:
+        """Do nothing: recency is noted when chunks are used."""
+
+    def get_allocator_backend(self) -> Any:
+        """Return LMCache's own CPU backend, since this one allocates nothing for others."""
+        return self.local_cpu_backend
+
+    def close(self) -> None:
+        """Stop loading; objects handed out stay valid. Calling again is no change."""
+        if self._store is not None:
+            close_store(self._store)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def _guard(self, call: Callable, *args: Any, default: Any) -> Any:
+        """Return `call(*args)`, or `default` if there is no store or anything at all goes wrong."""
+        if self._store is None:
+            return default
+        try:
+            return call(*args)
+        except Exception:
+            logger.exception("a cartridge lookup failed; LMCache is told of a miss")
+            return default
+
+
+def _tag(key: CacheEngineKey) -> str | None:
+    """Return the cartridge a tagged request names, None for an untagged one.
+
+    A request with any other tag asked LMCache to keep it apart, and gets nothing that was not made for that tag.
+    """
+    if not key.tags:
+        return None
+    return str(key.tags[0][1]) if len(key.tags) == 1 and key.tags[0][0] == TAG else ""
+
+
+def stores() -> list[CartridgeStore]:
+    """Return the stores that are open in this process."""
+    with _stores_lock:
+        return list(_stores.values())
+
+
+def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
+    """Return the process's one store for these settings and this engine, opening it if need be."""
+    identity = (
+        settings.model_dump_json(),
+        engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)),
+    )
+    with _stores_lock:
+        if identity not in _stores:
+            _stores[identity] = CartridgeStore(settings, engine)
+        return _stores[identity]
+
+
+def close_store(store: CartridgeStore) -> None:
+    """Close a store and forget it; whoever shares it gets misses from now on."""
+    with _stores_lock:
+        for identity in [i for i, s in _stores.items() if s is store]:
+            del _stores[identity]
+    store.close()

@@ -1,0 +1,124 @@
+"""CartridgeConnector: vLLM's LMCacheConnectorV1 with the checks and the injector that cartridges need.
+
+This module is imported in every vLLM process and must not import lmcache: on CPU that import breaks vLLM's
+compilation of Triton stubs when it comes too early (vLLM 0.32).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import torch
+    from lmcache.v1.manager import LMCacheManager
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_cartridge.connector")
+
+
+class CartridgeConnector(LMCacheConnectorV1):
+    """Stops the server, with the reason, where LMCache would go on without cartridges or with wrong KV."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
+        from .cpu import cpu_connector
+        from .host import check_vllm
+
+        check_vllm(vllm_config, kv_cache_config)
+        warn_without_api(role)
+        with cpu_connector():
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Choose the injector for these caches, let LMCache load its plugins, and make sure that ours is there.
+
+        Raises `UnsupportedEngine` otherwise, which ends the server's start.
+        """
+        manager = self._lmcache_engine._manager
+        try:
+            self._register(kv_caches, manager)
+        except Exception:
+            # LMCache's storage thread would keep the failed process, and so the server, hanging. Not stop_services():
+            # it aborts in libzmq here (LMCache 0.5.6), and the reason below would be lost.
+            storage = manager.lmcache_engine and manager.lmcache_engine.storage_manager
+            if storage:
+                storage.close()
+            raise
+
+    def _register(self, kv_caches: dict[str, torch.Tensor], manager: LMCacheManager) -> None:
+        from ..errors import UnsupportedEngine
+        from . import worker
+        from .backend import CartridgeBackend
+        from .host import is_split
+
+        if manager.lmcache_engine is None:
+            raise UnsupportedEngine(f"LMCache did not start: {manager._init_failed_reason}")
+        if not all(map(is_split, kv_caches.values())):
+            self._bind_injector(kv_caches)
+        super().register_kv_caches(kv_caches)
+        storage = manager.lmcache_engine.storage_manager
+        backends = storage.storage_backends.values() if storage is not None else ()
+        if not any(isinstance(backend, CartridgeBackend) for backend in backends):
+            reason = (
+                CartridgeBackend.refusal
+                or manager._init_failed_reason
+                or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
+            )
+            raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
+        worker.offer()
+
+    def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from ..memory.layout import ChunkShape
+        from .inject import EngineWriteConnector
+
+        engine = self._lmcache_engine.lmcache_engine
+        layers, _, tokens, heads, head_size = engine.metadata.kv_shape
+        dtype = str(engine.metadata.kv_dtype).removeprefix("torch.")
+        if not isinstance(engine.gpu_connector, EngineWriteConnector):
+            engine.gpu_connector = EngineWriteConnector()
+        engine.gpu_connector.bind(
+            kv_caches,
+            self._vllm_config.compilation_config.static_forward_context,
+            ChunkShape(heads, layers, tokens, head_size, dtype),
+        )
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return what LMCache found; for a trained cartridge all of it, whether found or not.
+
+        Nothing can compute a trained cartridge's positions. Where they are not all there, the missing ones are claimed
+        and cannot be loaded, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples a token.
+        """
+        matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        must_inject = positions_to_inject(request)
+        if not must_inject or num_computed_tokens + (matched or 0) >= must_inject:
+            return matched, is_async
+        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
+
+        self._lmcache_engine.load_specs[request.request_id] = LoadSpec(
+            vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=must_inject, can_load=False
+        )
+        return must_inject - num_computed_tokens, False
+
+
+def warn_without_api(role: KVConnectorRole) -> None:
+    """Say in the log, once a server, where requests cannot name cartridges."""
+    if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
+        logger.warning(
+            "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
+            "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
+        )
+
+
+def positions_to_inject(request: Request) -> int:
+    """Return how many leading positions of a request must not be computed; 0 for one without trained cartridges."""
+    from ..serve.request import GRANT
+
+    grant = (request.kv_transfer_params or {}).get(GRANT)
+    return grant["must_inject"] if grant else 0

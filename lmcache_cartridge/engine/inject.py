@@ -1,0 +1,210 @@
+"""EngineWriteConnector: brings chunks into vLLM's own blocks, as copies of whole blocks or through its cache-write op."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from lmcache.v1.memory_management import MemoryObj
+
+from ..errors import UnsupportedEngine
+from ..memory import tiles
+from ..memory.layout import ChunkShape, heads_view
+from .probe import block_layout
+
+logger = logging.getLogger(__name__)
+
+_GATHER_BYTES = 1 << 20
+"""How much of one layer is written by one call: enough to make the call worth its cost, little enough to stay cached."""
+_WORD = torch.complex128
+"""What blocks are copied as: the widest element there is, 16 bytes."""
+
+
+class _Piece(NamedTuple):
+    """What is to be written of one chunk: all of it but its first `skip` tokens, to `slots`."""
+
+    raw: torch.Tensor
+    skip: int
+    slots: torch.Tensor
+
+
+class EngineWriteConnector(GPUConnectorInterface):
+    """Writes resident chunks into the engine's blocks.
+
+    Every vLLM attention backend implements `impl.do_kv_cache_update` for its own block layout, so this one path is right
+    on CPU (whose blocks are packed for the instruction set), on CUDA and on ROCm, for any layout and for partial blocks.
+    On CPU most of its time is the packing. Where the layers are seen to pack blocks in a way that is known, chunks are
+    packed so when they are loaded, and whole blocks are copied. LMCache 0.5.6 has no connector for CPU and writes wrong
+    KV into vLLM >= 0.26's fused layout (LMCache#4463).
+    """
+
+    def __init__(self) -> None:
+        self.layout = "heads"
+        """The layout that chunks must have: a key of `layout.VIEWS`, or one of `tiles`. Settled by `bind`."""
+        self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
+        self._shape: ChunkShape | None = None
+        self._gathered = 1
+
+    def bind(self, kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape) -> None:
+        """Write to `kv_caches` from now on: one tensor a layer, by the name of its attention layer in `layers`.
+
+        `shape` is that of the chunks that will come. Raises `UnsupportedEngine` when a layer cannot be written to.
+        """
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        names = sorted(kv_caches, key=extract_layer_index)
+        if [extract_layer_index(name) for name in names] != list(range(shape.layers)):
+            raise UnsupportedEngine(f"the engine's KV caches {names} are not those of layers 0 to {shape.layers - 1}")
+        for name in names:
+            impl = getattr(layers.get(name), "impl", None)
+            if not hasattr(impl, "do_kv_cache_update"):
+                raise UnsupportedEngine(f"the attention backend of layer {name} has no op to write its KV cache")
+            if str(kv_caches[name].dtype).removeprefix("torch.") != shape.dtype:
+                raise UnsupportedEngine(
+                    f"the KV cache of layer {name} is {kv_caches[name].dtype}, the model's KV {shape.dtype}. "
+                    "Quantised KV caches are not supported: remove --kv-cache-dtype"
+                )
+            # vLLM's ops check no shapes: heads or elements too many would land in the next block.
+            if kv_caches[name].shape[1::2] != (shape.heads, 2 * shape.head_size):
+                raise UnsupportedEngine(
+                    f"the KV cache of layer {name} is {list(kv_caches[name].shape)}, not [blocks, {shape.heads} heads, "
+                    f"block, 2 * {shape.head_size}]; layers that differ in KV heads or head size are not supported"
+                )
+        self._layers = [(layers[name], kv_caches[name]) for name in names]
+        self._shape = shape
+        self.layout = _layout(kv_caches, layers, shape)
+        self._gathered = max(1, _GATHER_BYTES * shape.layers // shape.size_bytes)
+
+    @torch.inference_mode()
+    def batched_to_gpu(self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
+        """Write chunk i to the slots of tokens `starts[i]` to `ends[i]`, less what vLLM has cached itself.
+
+        Returns when the bytes are in the engine's blocks, so that the chunks' memory may be reused.
+        """
+        slots, cached = kwargs["slot_mapping"], kwargs.get("vllm_cached_tokens", 0)
+        pieces = []
+        for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
+            skip = min(max(cached - start, 0), end - start)
+            if skip < end - start:
+                pieces.append(_Piece(chunk.raw_data, skip, slots[start + skip : end]))
+                self._check(pieces[-1])
+        blocks = self._whole_blocks(pieces)
+        if blocks is not None:
+            self._copy(pieces, blocks)
+            return
+        for first in range(0, len(pieces), self._gathered):
+            self._write(pieces[first : first + self._gathered])
+        if slots.is_cuda:
+            torch.cuda.current_stream(slots.device).synchronize()
+
+    def _check(self, piece: _Piece) -> None:
+        assert self._shape is not None and piece.raw.numel() == self._shape.size_bytes, "a chunk of another shape"
+        assert len(piece.slots) == self._shape.tokens - piece.skip, "a chunk of another length"
+
+    def _whole_blocks(self, pieces: Sequence[_Piece]) -> list[torch.Tensor] | None:
+        """Return the numbers of the blocks that each piece fills; None where they cannot just be copied."""
+        if not pieces or not tiles.is_tiled(self.layout):
+            return None
+        block = self._layers[0][1].shape[2]
+        if any(piece.skip % block or not _is_aligned(piece.raw) for piece in pieces):
+            return None
+        slots = torch.cat([piece.slots for piece in pieces]).view(-1, block)
+        numbers = slots[:, 0] // block
+        if not torch.equal(slots, numbers[:, None] * block + torch.arange(block)):
+            return None
+        return list(numbers.split([len(piece.slots) // block for piece in pieces]))
+
+    def _copy(self, pieces: Sequence[_Piece], blocks: Sequence[torch.Tensor]) -> None:
+        """Copy the blocks of some chunks, a layer of as many chunks as possible by one call, which uses all threads."""
+        assert self._shape is not None
+        words = self._shape.size_bytes // _WORD.itemsize
+        in_chunk = self._shape.tokens // self._layers[0][1].shape[2]
+        block_words = words // self._shape.layers // in_chunk
+        for run in _runs(pieces, blocks):
+            piece, numbers = run[0][0], torch.stack([each for _, each in run])
+            chunks = piece.raw.view(_WORD)
+            distance = (run[1][0].raw.data_ptr() - piece.raw.data_ptr()) // _WORD.itemsize if len(run) > 1 else words
+            first = chunks.storage_offset() + (in_chunk - numbers.shape[1]) * block_words
+            for layer, (_, kv_cache) in enumerate(self._layers):
+                source = chunks.as_strided(
+                    (*numbers.shape, block_words), (distance, block_words, 1), first + layer * in_chunk * block_words
+                )
+                kv_cache.view(len(kv_cache), -1).view(_WORD)[numbers] = source
+
+    def _layers_of(self, piece: _Piece) -> tuple[torch.Tensor, ...]:
+        """Return K and V of each layer, `[2, H, T, D]`, on the engine's device."""
+        assert self._shape is not None
+        raw = piece.raw.to(piece.slots.device, non_blocking=True)
+        tiled = tiles.is_tiled(self.layout)
+        kv = tiles.unpack(raw, self._shape, self.layout) if tiled else heads_view(raw, self._shape)
+        return kv[:, :, piece.skip :].transpose(2, 3).unbind(1)
+
+    def _write(self, pieces: Sequence[_Piece]) -> None:
+        """Write some chunks together: to gather a layer of several costs less than a call of the op for each."""
+        slots = torch.cat([piece.slots for piece in pieces])
+        layers = list(map(self._layers_of, pieces))
+        for layer, (module, kv_cache) in enumerate(self._layers):
+            planes = [each[layer] for each in layers]
+            keys, values = (torch.cat(planes, dim=2) if len(planes) > 1 else planes[0]).transpose(1, 2)
+            if slots.device.type != "cpu":
+                # The CUDA ops take a token stride only; the CPU op takes a head stride too and needs no copy.
+                keys, values = keys.contiguous(), values.contiguous()
+            module.impl.do_kv_cache_update(module, keys, values, kv_cache, slots)
+
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Write one chunk; see `batched_to_gpu`."""
+        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Raise: reading blocks back is not supported, and `check_vllm` refuses to start where it would be needed."""
+        raise UnsupportedEngine("saving KV is switched off beside cartridges; use kv_role kv_consumer")
+
+    def batched_from_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any) -> None:
+        """Raise; see `from_gpu`."""
+        self.from_gpu(memory_objs, 0, 0)
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
+        assert self._shape is not None, "not bound to an engine yet"
+        shape = self._shape
+        return torch.Size([2 * shape.heads, shape.layers, num_tokens, shape.head_size])
+
+
+def _layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape) -> str:
+    """Return the layout of whole blocks that can be copied into these caches, or `heads` where the op has to write."""
+    if any(cache.device.type != "cpu" for cache in kv_caches.values()):
+        return "heads"
+    try:
+        found = block_layout(kv_caches, layers)
+    except UnsupportedEngine as error:
+        logger.info("chunks will be written by vLLM's op: %s", error)
+        return "heads"
+    cache = next(iter(kv_caches.values()))
+    whole_words = all(map(_is_aligned, kv_caches.values())) and cache[0].nbytes % _WORD.itemsize == 0
+    return found if tiles.fits(shape, found) and whole_words else "heads"
+
+
+def _is_aligned(memory: torch.Tensor) -> bool:
+    return not (memory.data_ptr() % _WORD.itemsize or memory.storage_offset() * memory.itemsize % _WORD.itemsize)
+
+
+def _runs(pieces: Sequence[_Piece], blocks: Sequence[torch.Tensor]) -> Iterator[list[tuple[_Piece, torch.Tensor]]]:
+    """Yield the pieces with their blocks in groups that one view shows: of one memory, at equal distances."""
+
+    def place(one: tuple[_Piece, torch.Tensor]) -> tuple[int, int, int]:
+        raw = one[0].raw
+        return raw.untyped_storage().data_ptr(), one[0].skip, raw.data_ptr()
+
+    for _, group in groupby(sorted(zip(pieces, blocks, strict=True), key=place), key=lambda one: place(one)[:2]):
+        run: list[tuple[_Piece, torch.Tensor]] = []
+        for one in group:
+            at = [each.raw.data_ptr() for each, _ in (*run[-2:], one)]
+            if len(at) == 3 and at[2] - at[1] != at[1] - at[0]:
+                yield run
+                run = []
+            run.append(one)
+        yield run

@@ -1,0 +1,375 @@
+"""CartridgeL2Adapter: LMCache's multiprocess storage plugin. Keys in, LMCache's own buffers filled; read-only.
+
+Contract of lmcache 0.5.6, found by running it: a lookup that is never answered hangs its request for ever, and every
+other one that asks for the same; a bitmap of the wrong length aborts a request while buffers are written; a buffer may
+be freed as soon as its load is answered, and all of them once `close` returns. So nothing here raises but the
+constructor, each task is answered by a deadline of its own, and nothing is written after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
+from ..library.index import Hasher
+from ..memory.claim import Claim
+from ..memory.layout import DTYPES, rank_heads
+from ..memory.store import CartridgeStore, Engine, Place
+from ..memory.tiles import is_tiled
+from ..settings import from_mapping
+from .control import ControlServer
+from .l1_copies import Copies
+from .l2_tasks import Acknowledgements, Task, Tasks
+from .report import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
+
+logger = logging.getLogger(__name__)
+init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
+
+_LOOKUP_GRACE_S = 2.0
+"""How much longer than `lookup_timeout_s` a lookup may take before it is answered with what it has: nothing."""
+_LOAD_DEADLINE_S = 30.0
+"""How long a load may take before it is answered with what is written."""
+_LOOKUP_THREADS = 8
+"""As many as LMCache has lookups in flight (`--l2-prefetch-max-in-flight`)."""
+_LOAD_THREADS = 2
+_MAX_TAGS = 1 << 16
+"""Cartridges and chains whose salts are remembered."""
+
+
+class CartridgeL2Adapter(L2AdapterInterface):
+    """Answers LMCache's lookups from one `CartridgeStore` for each engine rank that has confirmed what it is.
+
+    A request without cartridges is answered by prefill cartridges, for their own tokens: its KV is a function of the
+    tokens that it brought itself. A cartridge that a request names is found under the salt of its tag only.
+    """
+
+    def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
+        """Called by LMCache's server. `params` are `control`, the path of our socket, settings, and what may be left out:
+        `store_ack`, `lmcache_http`, where LMCache's server answers HTTP, so that evicting drops its copies too, and
+        `engines`, how many engines of different names may be served at once: each has an equal part of `cpu_bytes`.
+
+        Raises `CartridgeError`, which ends the server's start, with what is wrong.
+        """
+        super().__init__(max_capacity_bytes=0)
+        own = dict(params)
+        control, self._acknowledge = own.pop("control", None), own.pop("store_ack", True)
+        self._http, self._engines = own.pop("lmcache_http", None), own.pop("engines", 1)
+        if not control or not isinstance(self._acknowledge, bool):
+            raise SettingsError(
+                "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
+            )
+        if not isinstance(self._engines, int) or self._engines < 1:
+            raise SettingsError("adapter_params.engines is a number from 1 on")
+        settings = from_mapping(own, "adapter_params.")
+        self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
+        self._l1_bytes = getattr(l1_memory_desc, "size", None)
+        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._present: Counter[tuple[str, int]] = Counter()
+        """How many processes there are that have reported as a rank."""
+        self._tags: OrderedDict[str, str] = OrderedDict()
+        self._checks = Checks()
+        self._lock = threading.Lock()
+        self._stores = Acknowledgements()
+        self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
+        self._loads = Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
+        self._desk = Desk(Path(control), self._accept, self._gone)
+        logger.info("cartridges of %s wait for vLLM's workers at %s", self._settings.home, control)
+
+    # What vLLM's workers tell.
+
+    def _accept(self, report: Report, check: str) -> str:
+        """Open a store for a rank that says what it is, and return the path of its control socket.
+
+        Raises `CartridgeError` if it must be served nothing.
+        """
+        (ours,) = _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens))
+        self._checks.compare(check, ours)
+        with self._lock:
+            seat = self._seats.get(report.seat)
+            if seat is None:
+                self._make_room(report.model_name)
+                seat = self._seats[report.seat] = self._open(report)
+            elif seat.report != report:
+                raise UnsupportedEngine(
+                    f"an engine of the same name was here before and writes KV as {seat.report.layout} in chunks of "
+                    f"{seat.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
+                )
+            self._present[report.seat] += 1
+            return seat.control.path
+
+    def _gone(self, report: Report) -> None:
+        """Note that a rank's process has ended. Its store stays, warm, until another engine needs the memory."""
+        with self._lock:
+            self._present[report.seat] -= 1
+
+    def _make_room(self, model_name: str) -> None:
+        """Close the stores of engines that are gone. The lock is held. Raises `UnsupportedEngine` where too many are not."""
+        others = {name for name, _ in self._seats} - {model_name}
+        living = {name for name in others if any(self._present[seat] for seat in self._seats if seat[0] == name)}
+        if len(living) >= self._engines:
+            raise UnsupportedEngine(
+                f"LMCache's server has memory for the cartridges of {self._engines} engine(s) and serves "
+                f"{', '.join(sorted(living))}: end that, start this engine with an LMCache server and `control` of its own, "
+                f'or set "engines": {len(living) + 1} in adapter_params, which divides cpu_bytes among them'
+            )
+        for seat in [seat for seat in self._seats if seat[0] in others - living]:
+            logger.info("the cartridges of %s are let go: it is gone, and another engine has come", seat[0])
+            self._seats.pop(seat).close()
+
+    def _open(self, report: Report) -> _Seat:
+        if report.layout not in ("kv_2ltd", "fused") and not is_tiled(report.layout):
+            raise UnsupportedEngine(
+                f"KV in the layout {report.layout} cannot be made here; install one version on both sides"
+            )
+        own = rank_heads(report.fingerprint.kv_heads, report.rank, report.world)
+        if len(own) != report.heads:
+            raise ModelMismatch(f"rank {report.rank} of {report.world} has {report.heads} KV heads, not {len(own)}")
+        engine = Engine(
+            fingerprint=report.fingerprint,
+            chunk_tokens=report.chunk_tokens,
+            rank=report.rank,
+            world=report.world,
+            layout=report.layout,
+            hasher=_hasher(report.chunk_tokens),
+            pin_memory=False,
+            allow_trained=report.allow_trained,
+        )
+        store = CartridgeStore(self._settings, engine)
+        copies = Copies(self._http)
+        named = _Named(store, self._note, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
+        logger.info(
+            "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
+            len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
+            self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
+        )  # fmt: skip
+        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store), copies)
+
+    def _note(self, tag: str) -> None:
+        """Let the keys of a tag be known by their salt."""
+        with self._lock:
+            self._tags[tag_salt(tag)] = tag
+            self._tags.move_to_end(tag_salt(tag))
+            while len(self._tags) > _MAX_TAGS:
+                self._tags.popitem(last=False)
+
+    # Lookup: LMCache's prefetch thread.
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the fd that is readable once a lookup is answered."""
+        return self._lookups.fd
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
+        if keys and self._checks.see(keys[0].cache_salt, _hash(keys[0])):  # here: other lookups may have all threads
+            return self._lookups.submit(len(keys), lambda _: None)
+        return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Return which keys can be loaded, once; None before and after that."""
+        return self._lookups.take(task_id)
+
+    def _lookup(self, task: Task, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
+        for row in _rows(keys):
+            first = keys[row[0]]
+            seat, tag = self._find(first)
+            if seat is None or first.object_group_id or not seat.takes(descs.get(first.object_group_id)):
+                continue
+            found = seat.store.lookup([_hash(keys[i]) for i in row], tag)
+            if not task.add(row[:found]):
+                self.submit_unlock([keys[i] for i in row[:found]])
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """End one lease of each chunk."""
+        for key in keys:
+            try:
+                seat, tag = self._find(key)
+                if seat is not None:
+                    seat.store.release(_hash(key), tag)
+            except Exception:
+                logger.exception("a chunk was not released; its lease runs out")
+
+    # Load: LMCache's prefetch thread.
+
+    def get_load_event_fd(self) -> int:
+        """Return the fd that is readable once a load is answered."""
+        return self._loads.fd
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Fill LMCache's buffers with resident chunks; return the task at once."""
+        return self._loads.submit(len(keys), lambda task: self._load(task, keys, objects))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Return which buffers are filled, once; None before and after that."""
+        return self._loads.take(task_id)
+
+    def _load(self, task: Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
+        for i, (key, target) in enumerate(zip(keys, objects, strict=True)):
+            seat, tag = self._find(key)
+            loan = None if seat is None else seat.store.lend(_hash(key), tag)
+            if loan is None:
+                continue
+            with loan:
+                if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn
+                    return
+                seat.copies.note(key)
+
+    def _find(self, key: ObjectKey) -> tuple[_Seat | None, str | None]:
+        """Return who serves a key and the tag it stands for; nobody where the engine or the tag is not known."""
+        seat = self._seats.get((key.model_name, key.kv_rank))
+        if key.cache_salt == ANYBODY:
+            return seat, None
+        tag = self._tags.get(key.cache_salt)
+        return (None, None) if tag is None else (seat, tag)
+
+    # Everything LMCache asks of an adapter that stores: nothing is.
+
+    def get_store_event_fd(self) -> int:
+        """Return the fd that is readable once a store is answered."""
+        return self._stores.fd
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Store nothing and say so by `store_ack`: true is quiet; false keeps LMCache's `skip_l1` from dropping data."""
+        return self._stores.put(L2StoreResult(self._acknowledge, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return the answers since the last call."""
+        return self._stores.pop()
+
+    def report_status(self) -> dict[str, Any]:
+        """Return what each engine rank is served, as plain values."""
+        with self._lock:
+            seats = list(self._seats.values())
+        return {
+            "is_healthy": True,
+            "home": str(self._settings.home),
+            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.store.status() for s in seats],
+        }
+
+    def close(self) -> None:
+        """End all work; no buffer of LMCache's is touched afterwards. Blocks for what is being copied or looked up."""
+        self._desk.close()
+        for tasks in (self._loads, self._lookups):
+            tasks.close()
+        with self._lock:
+            seats, self._seats = self._seats, {}
+        for seat in seats.values():
+            seat.close()
+        self._stores.close()
+
+
+class _Seat(NamedTuple):
+    """One confirmed rank of an engine."""
+
+    report: Report
+    store: CartridgeStore
+    control: ControlServer
+    objects: tuple[tuple[int, ...], ...]
+    """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
+    copies: Copies
+
+    def close(self) -> None:
+        """Serve this rank no more. Blocks for what is being loaded."""
+        self.control.close()
+        self.store.close()
+
+    def takes(self, desc: MemoryLayoutDesc | None) -> bool:
+        """Whether LMCache's objects have room for exactly our chunks."""
+        if desc is None or len(desc.shapes) != 1:
+            return False
+        return desc.dtypes[0] == DTYPES[self.store.shape.dtype] and tuple(desc.shapes[0]) in self.objects
+
+
+class _Named:
+    """A store that tells which tags are claimed: from then on their keys are known."""
+
+    def __init__(
+        self, store: CartridgeStore, note: Callable[[str], None], tags: Mapping[str, str], l1_bytes: int | None,
+        copies: Copies,
+    ) -> None:  # fmt: skip
+        """`tags` are those that were noted, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
+        None where that is not known.
+        """
+        self._store, self._note, self._tags, self._l1_bytes, self._copies = store, note, tags, l1_bytes, copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
+        """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
+        self._note(tag)
+        return self._store.claim(tag, places, self._room)
+
+    def _room(self, chunks: int) -> str | None:
+        chunk_bytes = self._store.shape.size_bytes
+        if self._l1_bytes is None or chunks * chunk_bytes <= self._l1_bytes:
+            return None
+        why = (
+            f"its {chunks} chunks of {chunk_bytes} bytes do not fit into the {self._l1_bytes} bytes that LMCache's server "
+            "has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
+        )
+        logger.warning("a cartridge is not served: %s", why)
+        return why
+
+    def evict(self, digest: str) -> int:
+        """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
+        evicted = self._store.evict(digest)
+        self._copies.drop(lambda key: self._is_of(key, digest))
+        return evicted
+
+    def _is_of(self, key: ObjectKey, digest: str) -> bool:
+        """Whether a key may be of a cartridge, and its chunk is not resident."""
+        tag = None if key.cache_salt == ANYBODY else self._tags.get(key.cache_salt, "")
+        if tag is not None and digest != tag and digest not in tag.split("."):
+            return False
+        return self._store.resident([_hash(key)], tag) == 0
+
+
+def _rows(keys: Sequence[ObjectKey]) -> list[list[int]]:
+    """Return the positions of each rank's and group's keys; within one they are in the prompt's order."""
+    rows: dict[tuple, list[int]] = {}
+    for i, key in enumerate(keys):
+        rows.setdefault((key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), []).append(i)
+    return list(rows.values())
+
+
+def _hash(key: ObjectKey) -> int:
+    return int.from_bytes(key.chunk_hash, "big")
+
+
+def _hasher(chunk_tokens: int) -> Hasher:
+    """Return the hash chain of LMCache's server, as numbers; its default algorithm, which has no seed."""
+    hasher = TokenHasher(chunk_tokens, HASH)
+    return lambda token_ids: [int.from_bytes(h, "big") for h in hasher.compute_chunk_hashes(token_ids)]
+
+
+def _objects(report: Report, store: CartridgeStore) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of LMCache's objects that hold a chunk in the layout that the engine confirmed."""
+    heads, layers, tokens, head_size, _ = store.shape
+    if report.layout == "kv_2ltd":
+        return ((2, layers, tokens, heads * head_size),)
+    whole = (layers, tokens, heads * 2 * head_size)
+    return whole, (1, *whole)
+
+
+def _fill(target: MemoryObj, chunk: torch.Tensor) -> None:
+    if target.get_size() != chunk.numel():
+        raise UnsupportedEngine(f"LMCache's buffer has {target.get_size()} bytes, a chunk {chunk.numel()}")
+    if target.raw_tensor is None:
+        raise CartridgeError("LMCache took its buffer back before it was filled")
+    target.raw_tensor.view(torch.uint8)[: chunk.numel()].copy_(chunk)

@@ -1,0 +1,237 @@
+"""CartridgeMPConnector: LMCache's multiprocess connector with what cartridges need: proof, names and all or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import vllm
+from lmcache.integration.vllm import lmcache_mp_connector
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from ..artifact.fingerprint import Fingerprint
+from ..errors import UnsupportedEngine
+from ..serve.multiprocess import CONTROL
+from . import worker
+from .connector import positions_to_inject, warn_without_api
+from .host import check_vllm, fingerprint_of
+from .probe import written_layout
+from .report import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
+
+if TYPE_CHECKING:
+    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_cartridge.mp_connector")
+
+
+_MAX_RETRIES, _FIRST_PAUSE_S = 5, 0.02
+"""Lookups of a trained cartridge after one that missed, and the first pause; each later one is twice as long."""
+
+
+_CHECK_TIMEOUT_S = 60.0
+"""How long LMCache's server may take for the lookup that shows how it names chunks."""
+
+
+class _Retry(NamedTuple):
+    tries: int
+    at: float
+    """Monotonic time of the next lookup."""
+
+
+class CartridgeMPConnector(LMCacheMPConnector):
+    """Tells the adapter what this engine is, names its keys, and never lets a trained cartridge be computed."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
+        check_vllm(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
+            raise UnsupportedEngine(
+                "several LMCache servers are not supported; give lmcache.mp.host and lmcache.mp.port"
+            )
+        if not transfer.get_from_extra_config(CONTROL, None):
+            raise UnsupportedEngine(
+                f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
+            )
+        warn_without_api(role)
+        self._engine = _describe(vllm_config, kv_cache_config)
+        self._missing: dict[str, int] = {}
+        self._retries: dict[str, _Retry] = {}
+        self._lost: set[int] = set()
+        with _model_name(self._engine.key_name):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
+        try:
+            layers = self._vllm_config.compilation_config.static_forward_context
+            layout = written_layout(kv_caches, layers)
+            super().register_kv_caches(kv_caches)
+            self._confirmed = self._confirm(layout)
+            worker.adapter_control = self._confirmed.control
+            worker.offer()
+        except Exception:
+            self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
+            raise
+
+    def _confirm(self, layout: str) -> Confirmed:
+        parallel = self._vllm_config.parallel_config
+        report = Report(
+            model_name=self._engine.key_name,
+            fingerprint=self._engine.fingerprint,
+            chunk_tokens=self.worker_adapter.lmcache_tokens_per_chunk,
+            heads=self._engine.heads,
+            layout=layout,
+            rank=parallel.rank % parallel.tensor_parallel_size,
+            world=parallel.tensor_parallel_size,
+            allow_trained=self._engine.allow_trained,
+        )
+        logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
+        path = self._vllm_config.kv_transfer_config.get_from_extra_config(CONTROL, None)
+        return confirm(path, report, self._look_up_check())
+
+    def _look_up_check(self) -> str:
+        """Have LMCache's server look up a chunk that nobody has, so that our adapter sees its key; return its salt."""
+        client, tokens, salt = (
+            self.worker_adapter.req_client,
+            self.worker_adapter.lmcache_tokens_per_chunk,
+            check_salt(),
+        )
+        deadline = time.monotonic() + _CHECK_TIMEOUT_S
+        key = IPCCacheServerKey(
+            self._engine.key_name, self.worker_adapter.world_size, None, tuple(check_ids(tokens)), 0, tokens, salt,
+            cache_salt=salt, num_kv_readers=1,
+        )  # fmt: skip
+        client.lookup(key, 1).result(timeout=_CHECK_TIMEOUT_S)
+        while client.query_prefetch_status(salt).result(timeout=_CHECK_TIMEOUT_S) is None:
+            if time.monotonic() > deadline:
+                raise UnsupportedEngine(f"LMCache's server did not answer a lookup within {_CHECK_TIMEOUT_S:g} s")
+            time.sleep(0.01)
+        client.end_session(salt)
+        return salt
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that LMCache could not fill, and those of trained cartridges that it did not have."""
+        return super().get_block_ids_with_load_errors() | getattr(self._connector_metadata, "cartridge_lost", set())
+
+    # The scheduler's side.
+
+    def _get_or_create_request_tracker(self, request: Request) -> LMCacheMPRequestTracker:
+        tracker = super()._get_or_create_request_tracker(request)
+        tracker.cache_salt = key_salt(request.kv_transfer_params)
+        return tracker
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return what LMCache found; for a trained cartridge all of it, whether found or not.
+
+        Nothing can compute a trained cartridge's positions. Where they are not all there, they are claimed and reported
+        as not loaded in the same step, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples.
+        """
+        needed, retry = positions_to_inject(request), self._retries.get(request.request_id)
+        if retry is not None and time.monotonic() < retry.at:
+            return None, True
+        matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._missing.pop(request.request_id, None)
+        if matched is None or not needed or num_computed_tokens + matched >= needed:
+            return matched, is_async
+        tracker = self._get_request_tracker(request.request_id)
+        if self._look_up_again(tracker):
+            return None, True
+        # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends.
+        tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+        self._missing[request.request_id] = num_computed_tokens
+        return needed - num_computed_tokens, False
+
+    def _look_up_again(self, tracker: LMCacheMPRequestTracker) -> bool:
+        """Have LMCache look a request up once more, after a pause; False when it has missed often enough.
+
+        LMCache 0.5.6 tells a miss where another request for the same chunks brought them into its memory between its
+        two looks at it, and where its memory is taken by such requests at the moment.
+        """
+        state, tries = LMCacheMPRequestState.PREFETCHING, self._retries.get(tracker.request_id, _Retry(0, 0.0)).tries
+        if tries == _MAX_RETRIES or tracker.state != state or tracker.num_lmcache_hit_tokens:
+            return False
+        self._retries[tracker.request_id] = _Retry(tries + 1, time.monotonic() + _FIRST_PAUSE_S * 2**tries)
+        self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
+        return True
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Note which blocks were allocated for what is not there."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        computed = self._missing.pop(request.request_id, None)
+        if computed is not None:
+            block = self._engine.block_tokens
+            self._lost.update(blocks.get_block_ids()[0][computed // block : -(-positions_to_inject(request) // block)])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        """Return what the workers do in this step, with the blocks that have nothing in them."""
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.cartridge_lost, self._lost = self._lost, set()
+        return metadata
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request."""
+        self._missing.pop(request.request_id, None)
+        self._retries.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+
+class _Engine(NamedTuple):
+    """What the configuration tells of an engine, in every process alike."""
+
+    fingerprint: Fingerprint
+    key_name: str
+    block_tokens: int
+    heads: int
+    """KV heads of one rank."""
+    allow_trained: bool
+
+
+class _Metadata(NamedTuple):
+    """What of LMCache's metadata the fingerprint is made from."""
+
+    kv_dtype: torch.dtype
+    kv_shape: tuple[int, ...]
+
+
+def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> _Engine:
+    if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
+        raise UnsupportedEngine("the model's KV cache is not one group of layers of one kind")
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    if type(spec) is not FullAttentionSpec:
+        raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
+    fingerprint = fingerprint_of(vllm_config, _Metadata(spec.dtype, (len(group.layer_names),)))
+    allow_trained = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
+    versions = [vllm.__version__, version("lmcache")]
+    name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions)
+    return _Engine(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)
+
+
+@contextmanager
+def _model_name(name: str) -> Iterator[None]:
+    """Let LMCache's connector call the model `name` in its keys; it looks the name up once, while it is built."""
+    original = lmcache_mp_connector.get_dcp_decorated_model_name
+    lmcache_mp_connector.get_dcp_decorated_model_name = lambda *_: name
+    try:
+        yield
+    finally:
+        lmcache_mp_connector.get_dcp_decorated_model_name = original

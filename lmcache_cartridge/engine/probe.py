@@ -1,0 +1,80 @@
+"""Probe: how an attention layer writes its KV cache, found by letting it write known KV into blocks of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedEngine
+from ..memory import tiles
+from ..memory.layout import ChunkShape
+
+
+def written_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> str:
+    """Return the layout in which every layer is seen to write: `fused`, or one of `tiles`.
+
+    `kv_caches` are the engine's, `[blocks, heads, block, 2 * size]` for each layer, and are only looked at. Raises
+    `UnsupportedEngine` where they are not all written in one layout that is known: nothing is guessed.
+    """
+    return _common(kv_caches, layers, in_blocks=False)
+
+
+def block_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> str:
+    """Return the layout of `tiles` that is, byte for byte, what every layer is seen to write into whole blocks.
+
+    Raises `UnsupportedEngine` as `written_layout` does, and where a block's memory is not one run.
+    """
+    return _common(kv_caches, layers, in_blocks=True)
+
+
+def _common(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], *, in_blocks: bool) -> str:
+    found = {_layer_layout(name, cache, layers.get(name), in_blocks) for name, cache in kv_caches.items()}
+    if len(found) != 1:
+        raise UnsupportedEngine(f"the layers write their KV in {len(found)} layouts: {', '.join(sorted(found))}")
+    return found.pop()
+
+
+def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool) -> str:
+    if cache.dim() != 4 or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+        raise UnsupportedEngine(
+            f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed; multiprocess mode needs vLLM >= 0.26"
+        )
+    if in_blocks and not cache.is_contiguous():
+        raise UnsupportedEngine(f"the blocks of layer {name} are not in one run of memory")
+    _, heads, block, double = cache.shape
+    shape = ChunkShape(heads, 1, 2 * block, double // 2, str(cache.dtype).removeprefix("torch."))
+    kv = torch.randn((2, 1, shape.tokens, heads, shape.head_size), generator=torch.Generator().manual_seed(1))
+    kv = kv.to(cache.dtype)
+    seen = _write(cache, layer, kv)
+    if not in_blocks:
+        seen = seen.transpose(1, 2)  # LMCache's view of them
+    seen = seen.contiguous().view(torch.uint8).flatten()
+    matching = [known for known in _known(shape, block, in_blocks) if torch.equal(seen, _packed(kv, shape, known))]
+    if len(matching) != 1:
+        raise UnsupportedEngine(
+            f"{layer.impl.__class__.__name__} writes KV in a layout that is not known (block {block}, head size "
+            f"{shape.head_size}, {shape.dtype}), so prepared KV cannot be given to it; use --mode in-process"
+        )
+    return matching[0]
+
+
+def _write(cache: torch.Tensor, layer: Any, kv: torch.Tensor) -> torch.Tensor:
+    """Have the layer write `kv` into two blocks like the cache's, the second first; return them in order."""
+    blocks, block = torch.zeros_like(cache[:2]), cache.shape[2]
+    slots = torch.cat([torch.arange(block, 2 * block), torch.arange(block)]).to(cache.device)
+    keys, values = (plane.contiguous().to(cache.device) for plane in kv[:, 0])
+    layer.impl.do_kv_cache_update(layer, keys, values, blocks, slots)
+    return blocks.flip(0).cpu()
+
+
+def _known(shape: ChunkShape, block: int, in_blocks: bool) -> list[str]:
+    names = [tiles.layout(kind, block, blocks=in_blocks) for kind in tiles.KINDS]
+    return [*([] if in_blocks else ["fused"]), *(name for name in names if tiles.fits(shape, name))]
+
+
+def _packed(kv: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    tiles.pack(kv, out, shape, name)
+    return out

@@ -1,0 +1,257 @@
+"""Confirm: how a vLLM worker tells the adapter in LMCache's server what it is, before anything is served to it.
+
+An L2 adapter sees keys, shapes and a dtype. Model, block size and how a block is packed are invisible to it, and a
+wrong guess is silent garbage. So each worker reports what it found out about itself over one Unix socket; the reply
+is the path of the control socket of its rank's store. Who has not reported gets nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import socketserver
+import stat
+import sys
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from ..artifact.fingerprint import Fingerprint
+from ..errors import UnsupportedEngine
+from ..serve.multiprocess import CONTROL
+from ..serve.request import TAG
+from . import frames
+
+logger = logging.getLogger(__name__)
+
+ANYBODY = "cartridge-anybody"
+"""What LMCache's keys have as salt for a request without cartridges: prefill cartridges answer for their own tokens."""
+NOBODY = "cartridge-nobody"
+"""The same for a request that a client wants kept apart: nothing answers."""
+HASH = "blake3"
+"""By which LMCache's server must name chunks: its default, and of its algorithms the one that has no seed."""
+_CHECK = "cartridge-check-"
+"""What a salt begins with under which a worker has LMCache's server look up a chunk that nobody has."""
+_MAX_CHECKS = 1 << 10
+"""Checks whose report has not come."""
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of one engine, as it found itself."""
+
+    model_name: str
+    """As in LMCache's keys; another one for every engine that may not have the same bytes, see `key_name`."""
+    fingerprint: Fingerprint
+    chunk_tokens: int
+    """LMCache's chunk size."""
+    heads: int
+    """KV heads of this rank."""
+    layout: str
+    """How the engine was seen to write KV: `kv_2ltd`, `fused`, or one of `tiles`."""
+    rank: int
+    world: int
+    allow_trained: bool
+
+    @property
+    def seat(self) -> tuple[str, int]:
+        """What LMCache's keys name this rank by: the model and `kv_rank`."""
+        return self.model_name, self.world << 24 | self.rank << 16 | self.world << 8 | self.rank
+
+
+def key_name(model: str, *facts: Any) -> str:
+    """Return the model name for LMCache's keys: the model and a digest of whatever decides the bytes of a chunk.
+
+    LMCache's memory keeps chunks beyond the life of an engine. With this name none is ever given to an engine that
+    has other blocks, other weights, or computes what it could not load.
+    """
+    digest = blake3(msgspec.json.encode(facts)).hexdigest(8)
+    return f"{model.replace('@', '-')}#cartridge-{digest}"
+
+
+def key_salt(kv_transfer_params: Mapping[str, Any] | None) -> str:
+    """Return the salt for LMCache's keys of a request.
+
+    The request's own `cache_salt` is left to vLLM's prefix cache. Cartridges are found under a salt made of their tag,
+    which the API server alone can set and no client can spell; so identity tokens are worth nothing by themselves.
+    """
+    tags = {k: v for k, v in (kv_transfer_params or {}).items() if k.startswith("lmcache.tag.")}
+    if not tags:
+        return ANYBODY
+    return tag_salt(str(tags[TAG])) if tags.keys() == {TAG} else NOBODY
+
+
+def tag_salt(tag: str) -> str:
+    """Return the salt for the keys of a cartridge or chain."""
+    return f"cartridge-{blake3(tag.encode()).hexdigest()}"
+
+
+def check_salt() -> str:
+    """Return a salt that no request has had."""
+    return _CHECK + uuid.uuid4().hex
+
+
+def check_ids(chunk_tokens: int) -> list[int]:
+    """Return the ids of the chunk that is looked up under a check's salt."""
+    return list(range(chunk_tokens))
+
+
+class Confirmed(NamedTuple):
+    """What a rank has of the adapter that takes its report."""
+
+    control: str
+    """Path of the control socket of this rank's store."""
+    connection: socket.socket
+    """The caller's to keep for as long as the engine lives: its end tells the adapter that the engine is gone."""
+
+
+def confirm(path: str, report: Report, check: str) -> Confirmed:
+    """Report to the adapter at `path` and return where this rank's store answers. Blocks for the answer.
+
+    `check` is a salt of `check_salt` under which LMCache's server has looked `check_ids` up: the adapter has seen by
+    which hash the server names chunks. Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for
+    serving this engine nothing.
+    """
+    try:
+        connection = frames.connect(path)
+    except OSError as error:
+        raise UnsupportedEngine(
+            f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
+            f"the same `control` as in {CONTROL}; see `lmcache-cartridge config lmcache-multiprocess.sh`"
+        ) from error
+    try:
+        if frames.peer_uid(connection) != os.geteuid():
+            raise UnsupportedEngine(f"another user listens at {path}")
+        frames.send(connection, [msgspec.to_builtins(report), check])
+        if (frame := frames.receive(connection)) is None:
+            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
+        problem, result = msgspec.msgpack.decode(frame)
+        if problem is not None:
+            raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
+    except BaseException:
+        connection.close()
+        raise
+    return Confirmed(result, connection)
+
+
+class Checks:
+    """By which hash LMCache's server was seen to name the chunk of each check."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def see(self, salt: str, chunk_hash: int) -> bool:
+        """Remember the hash in a key if its salt is a check's; False, and no change, for any other key."""
+        if not salt.startswith(_CHECK):
+            return False
+        with self._lock:
+            self._seen[salt] = chunk_hash
+            while len(self._seen) > _MAX_CHECKS:
+                self._seen.popitem(last=False)
+        return True
+
+    def compare(self, salt: str, ours: int) -> None:
+        """Raise `UnsupportedEngine` unless the server named the chunk of a check as we do: every lookup would miss."""
+        with self._lock:
+            seen = self._seen.pop(salt, None)
+        if seen is None:
+            raise UnsupportedEngine(
+                "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
+                f"lmcache.mp.port and {CONTROL} must be those of one"
+            )
+        if seen != ours:
+            raise UnsupportedEngine(
+                f"LMCache's server names chunks by {_servers_hash()}, cartridges are found by {HASH}: every lookup "
+                "would miss. Start LMCache's server without --hash-algorithm"
+            )
+
+
+def _servers_hash() -> str:
+    """Return what the command line of LMCache's server, which is this process, says of `--hash-algorithm`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--hash-algorithm", default="another algorithm")
+    return parser.parse_known_args(sys.argv[1:])[0].hash_algorithm
+
+
+class Desk:
+    """Takes reports at a Unix socket that no other user may open, in threads of its own."""
+
+    def __init__(self, path: Path, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
+        """`accept` takes a report and its check, and returns the path of a control socket or raises `CartridgeError`.
+        `gone` is called when whoever sent an accepted report has gone.
+
+        Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
+        """
+        _take_place(path)
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                _answer(self.request, accept, gone)
+
+        self._path = path
+        self._server = socketserver.ThreadingUnixStreamServer(str(path), Connection)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="cartridge-desk", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more reports."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._path.unlink(missing_ok=True)
+
+
+def _answer(connection: Any, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
+    """Take one report and wait until whoever sent it goes."""
+    accepted: list[Report] = []
+
+    def take(frame: bytes) -> str:
+        report, check = _report(frame)
+        control = accept(report, check)
+        accepted.append(report)
+        return control
+
+    try:
+        if (frame := frames.receive(connection)) is not None:
+            frames.send(connection, frames.result(partial(take, frame), logger, "taking a report"))
+            while accepted and frames.receive(connection) is not None:
+                pass
+    except OSError as error:
+        logger.debug("a report broke off: %s", error)
+    finally:
+        for report in accepted:
+            gone(report)
+
+
+def _report(frame: bytes) -> tuple[Report, str]:
+    try:
+        return msgspec.msgpack.decode(frame, type=tuple[Report, str])
+    except msgspec.DecodeError as error:
+        raise UnsupportedEngine(f"no report of this version: {error}") from error
+
+
+def _take_place(path: Path) -> None:
+    """Make the socket's directory, and remove what a dead adapter left there."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.parent.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise UnsupportedEngine(
+            f"{path.parent} may be written to by other users; put `control` into a directory of yours"
+        )
+    if not path.exists():
+        return
+    try:
+        frames.connect(str(path)).close()
+    except OSError:
+        path.unlink(missing_ok=True)
+        return
+    raise UnsupportedEngine(f"another adapter listens at {path}; give each its own `control`")

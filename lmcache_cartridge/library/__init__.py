@@ -1,0 +1,1 @@
+"""Which cartridges there are, and which of them one engine can have."""

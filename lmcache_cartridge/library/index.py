@@ -1,0 +1,272 @@
+"""KeyIndex: chunk hash -> (cartridge, chunk). Knows no LMCache; the engine's own hasher is passed in."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..artifact.manifest import Manifest
+from ..errors import ChunkSizeMismatch
+
+Hasher = Callable[[list[int]], Iterable[int]]
+"""Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
+
+
+MAX_CHAIN_CHUNKS = 1 << 18
+"""Chunks that an index remembers by tag, and as many by hash, before it looks them up anew; some 50 MiB each."""
+_LOW = (1 << 64) - 1
+
+
+class ChunkKey(NamedTuple):
+    """One chunk of the engine's chunk size in one cartridge, or in a chain of several."""
+
+    digest: str
+    """The cartridge's digest, or the digests of a chain joined by dots."""
+    chunk: int
+
+
+class KeyIndex:
+    """Maps an engine's chunk hashes to prepared chunks.
+
+    Documents that are open are found by hash alone, since any request with these tokens may have them. Everything is
+    found under its tag, trained cartridges under nothing else: knowing the identity tokens gives nobody the cartridge.
+    The hashes of each cartridge are kept as bytes, and those of all open ones sorted; what was asked for lately is at
+    hand in plain dicts. Safe from any thread; lookups of what is at hand take no lock.
+    """
+
+    def __init__(self, hasher: Hasher, chunk_tokens: int) -> None:
+        """Hashes two chunks, to see what the engine's hashes are like."""
+        self.chunk_tokens = chunk_tokens
+        self._hasher = hasher
+        self.probe = tuple(hasher(list(range(2 * chunk_tokens))))
+        """The hashes of known tokens: another hash function or seed has others."""
+        self._width = 8 if all(h <= _LOW for h in self.probe) else 32
+        self._lock = threading.RLock()
+        self._open: dict[str, bytes] = {}
+        self._closed: dict[str, bytes] = {}
+        self._hidden: set[str] = set()
+        self._sorted = _Sorted((), self._width)
+        self._unsorted: set[str] = set()
+        self._recent: dict[int, tuple[ChunkKey, ...]] = {}
+        """Chunks of the open ones that are not sorted yet, the newest cartridge's first."""
+        self._at_hand: dict[int, ChunkKey] = {}
+        self._tagged: OrderedDict[str, dict[int, ChunkKey]] = OrderedDict()
+
+    def hash(self, manifest: Manifest, token_ids: Sequence[int]) -> bytes:
+        """Return the hashes of the whole chunks of a cartridge, as `add` takes them; changes nothing.
+
+        The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. Raises
+        `ChunkSizeMismatch` for a trained cartridge with a tail: nothing can compute it.
+        """
+        if manifest.kind == "trained" and manifest.positions % self.chunk_tokens:
+            fits = [n for n in (16, 32, 64, 128, 256, 512, 1024) if manifest.positions % n == 0]
+            raise ChunkSizeMismatch(
+                f"cartridge {manifest.name} has p = {manifest.positions}, no multiple of the engine's chunk_size "
+                f"{self.chunk_tokens}. Set LMCache's chunk_size to a divisor of p"
+                + (f": {', '.join(map(str, fits))}" if fits else "")
+            )
+        whole = manifest.positions // self.chunk_tokens
+        return b"".join(map(self._pack, self._hasher(list(token_ids[: whole * self.chunk_tokens]))))
+
+    def hash_bytes(self, positions: int) -> int:
+        """Return how many bytes the hashes of a cartridge of so many positions are."""
+        return positions // self.chunk_tokens * self._width
+
+    def add(self, digest: str, hashes: bytes, *, open_to_all: bool) -> None:
+        """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
+
+        One that was hidden is so no more if it is. Other hashes than it had take their place.
+        """
+        with self._lock:
+            if self._open.get(digest, hashes) != hashes or self._closed.get(digest, hashes) != hashes:
+                self.forget(digest)
+            if open_to_all:
+                self._hidden.discard(digest)
+            if digest in self._open:
+                return
+            if not open_to_all:
+                self._closed[digest] = hashes
+            else:
+                self._closed.pop(digest, None)
+                self._open[digest] = hashes
+                self._unsorted.add(digest)
+                # Documents that begin alike share their first chunks: same tokens, same KV. The newest one serves, the
+                # others stand in for it when it cannot.
+                for key, chunk_hash in self._keys(digest, hashes):
+                    self._recent[chunk_hash] = (key, *self._recent.get(chunk_hash, ()))
+                    self._at_hand[chunk_hash] = key
+                self._tidy()
+
+    def add_all(self, hashes: Mapping[str, bytes]) -> None:
+        """`add` many at once that are open to all, for some bytes each; the last one serves what several share."""
+        with self._lock:
+            self._open.update(hashes)
+            self._sort()
+
+    def hide(self, digest: str) -> None:
+        """Let a cartridge lead no prompt that has no tag. Those who were promised its chunks may still come for them."""
+        with self._lock:
+            self._hidden.add(digest)
+
+    def forget(self, digest: str) -> None:
+        """Let a cartridge and every chain it is part of be found no more."""
+        with self._lock:
+            for key, chunk_hash in self._keys(digest, self._open.pop(digest, b"")):
+                if self._at_hand.get(chunk_hash) == key:
+                    del self._at_hand[chunk_hash]
+                if others := tuple(k for k in self._recent.pop(chunk_hash, ()) if k != key):
+                    self._recent[chunk_hash] = others
+            self._closed.pop(digest, None)
+            self._hidden.discard(digest)
+            self._unsorted.discard(digest)
+            for tag in [tag for tag in self._tagged if digest in tag.split(".")]:
+                del self._tagged[tag]
+
+    def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
+        """Make the whole chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
+
+        Chains are derived when asked for. Beyond `MAX_CHAIN_CHUNKS` chunks those found by tag first are forgotten, and
+        chains derived again when asked for again. Holds nobody up while it hashes.
+        """
+        if tag not in self._tagged:
+            ids = list(token_ids[: len(keys) * self.chunk_tokens])
+            self._remember(tag, dict(zip(self._hasher(ids), keys, strict=True)))
+
+    def has(self, tag: str) -> bool:
+        """Whether the chunks of `tag` can be found."""
+        return tag in self._tagged or tag in self._open or tag in self._closed
+
+    def chunks(self, tag: str) -> list[ChunkKey]:
+        """Return every chunk that can be found under `tag`, in order; empty for an unknown one."""
+        return list(self._table(tag).values())
+
+    def candidates(self, chunk_hash: int, tag: str | None) -> Iterable[ChunkKey]:
+        """Return every chunk that answers a hash, hidden ones too, the one that leads prompts first."""
+        if tag is not None:
+            key = self._table(tag).get(chunk_hash)
+            return () if key is None else (key,)
+        return self._open_candidates(chunk_hash)
+
+    def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
+        """Return the chunks of the longest run of known hashes from the first on.
+
+        Cartridges whose digest is in `without` do not count.
+        """
+        run = []
+        if tag is not None:
+            table = self._table(tag)
+            for chunk_hash in hashes:
+                key = table.get(chunk_hash)
+                if key is None or key.digest in without:
+                    break
+                run.append(key)
+            return run
+        at_hand, hidden = self._at_hand, self._hidden
+        for chunk_hash in hashes:
+            key = at_hand.get(chunk_hash) or self._fetch(chunk_hash)
+            if key is None:
+                break
+            digest = key.digest
+            if digest in without or digest in hidden:
+                others = self._answers(chunk_hash)
+                key = next((k for k in others if k.digest not in without and k.digest not in hidden), None)
+                if key is None:
+                    break
+            run.append(key)
+        return run
+
+    def _open_candidates(self, chunk_hash: int) -> Iterator[ChunkKey]:
+        key = self._at_hand.get(chunk_hash) or self._fetch(chunk_hash)
+        if key is not None:
+            yield key
+            yield from (other for other in self._answers(chunk_hash) if other != key)
+
+    def _fetch(self, chunk_hash: int) -> ChunkKey | None:
+        """Have the chunks of a cartridge that answers a hash at hand, and return the one that does."""
+        if not self._open:
+            return None
+        with self._lock:
+            found = next(self._answers(chunk_hash), None)
+            if found is not None:
+                self._tidy()
+                for key, own in self._keys(found.digest, self._open[found.digest]):
+                    self._at_hand.setdefault(own, key)
+            return found
+
+    def _answers(self, chunk_hash: int) -> Iterator[ChunkKey]:
+        """Yield every chunk of an open cartridge that has this hash, the newest cartridge's first."""
+        yield from self._recent.get(chunk_hash, ())
+        try:
+            packed = self._pack(chunk_hash)
+        except OverflowError:  # no hash of this engine
+            return
+        for digest in self._sorted.having(chunk_hash):
+            hashes = self._open.get(digest)
+            if hashes is None or digest in self._unsorted:
+                continue
+            for at in range(0, len(hashes), self._width):
+                if hashes.startswith(packed, at):
+                    yield ChunkKey(digest, at // self._width)
+
+    def _table(self, tag: str) -> dict[int, ChunkKey]:
+        table = self._tagged.get(tag)
+        if table is not None:
+            return table
+        with self._lock:
+            hashes = self._closed.get(tag) or self._open.get(tag)
+            if not hashes:
+                return {}
+            return self._remember(tag, {chunk_hash: key for key, chunk_hash in self._keys(tag, hashes)})
+
+    def _remember(self, tag: str, table: dict[int, ChunkKey]) -> dict[int, ChunkKey]:
+        with self._lock:
+            self._tagged[tag] = table
+            while len(self._tagged) > 1 and sum(map(len, self._tagged.values())) > MAX_CHAIN_CHUNKS:
+                self._tagged.popitem(last=False)
+        return table
+
+    def _keys(self, digest: str, hashes: bytes) -> Iterator[tuple[ChunkKey, int]]:
+        for chunk, at in enumerate(range(0, len(hashes), self._width)):
+            yield ChunkKey(digest, chunk), int.from_bytes(hashes[at : at + self._width], "big")
+
+    def _pack(self, chunk_hash: int) -> bytes:
+        return chunk_hash.to_bytes(self._width, "big")
+
+    def _tidy(self) -> None:
+        """Keep the dicts within their bounds. The lock is held."""
+        if len(self._recent) > MAX_CHAIN_CHUNKS:
+            self._sort()
+        elif len(self._at_hand) > MAX_CHAIN_CHUNKS:
+            self._at_hand = {}
+
+    def _sort(self) -> None:
+        """Sort the hashes of all open cartridges anew and keep none at hand. The lock is held."""
+        self._sorted = _Sorted(self._open.items(), self._width)
+        self._unsorted, self._recent, self._at_hand = set(), {}, {}
+
+
+class _Sorted:
+    """The hashes of many cartridges, each with its digest; 12 bytes for a hash. A value."""
+
+    def __init__(self, hashes: Iterable[tuple[str, bytes]], width: int) -> None:
+        """`hashes` are those of each digest, `width` bytes big-endian each."""
+        hashes = list(hashes)
+        self._digests = [digest for digest, _ in hashes]
+        joined = np.frombuffer(b"".join(own for _, own in hashes), ">u8").reshape(-1, width // 8)
+        low = joined[:, -1].astype(np.uint64)
+        order = np.argsort(low, kind="stable")
+        counts = np.fromiter((len(own) // width for _, own in hashes), np.int64, len(hashes))
+        self._low = low[order]
+        self._rows = np.repeat(np.arange(len(hashes), dtype=np.uint32), counts)[order]
+
+    def having(self, chunk_hash: int) -> Iterator[str]:
+        """Yield the digests of those that may have a hash, its last 64 bits at least, last ones first."""
+        low = np.uint64(chunk_hash & _LOW)
+        at = int(self._low.searchsorted(low, "right"))
+        while at and self._low[at - 1] == low:
+            at -= 1
+            yield self._digests[self._rows[at]]

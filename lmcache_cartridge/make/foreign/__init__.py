@@ -1,0 +1,1 @@
+"""Cartridges and KV caches that other programs made."""

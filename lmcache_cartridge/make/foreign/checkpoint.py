@@ -1,0 +1,134 @@
+"""Checkpoints of keys and values in PyTorch files: HazyResearch's, knlp's, plain lists, a vLLM fork's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ForeignFormatError
+from ..tokens import DOCUMENT_IDS, IDS, ids_beside, plain_ids, read_json
+from . import pytorch
+from .found import Foreign, Pairs
+
+_FLAT = re.compile(r"layers\.(\d{1,4})\.attention\.prefix\.(keys|values)")
+_NAMES = (("k", "v"), ("key", "value"), ("keys", "values"))
+_FROZEN = ("frozen", "fixed")
+
+
+def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
+    """Return the KV, the token ids, or both, in a PyTorch file; ids may also lie beside it in `prefix_token_ids.json`.
+
+    A frozen prefix is the attention sink and stays in front, unless `drop_frozen`. Raises `ForeignFormatError` for
+    a file in no known form.
+    """
+    content = pytorch.load(path)
+    form, segments = _parse(path, content)
+    inside = content if isinstance(content, dict) else {}
+    ids = plain_ids(inside["token_ids"], path) if inside.get("token_ids") is not None else None
+    ids = ids_beside(path.parent, IDS) if ids is None else ids
+    if drop_frozen:
+        if len(segments) < 2:
+            raise ForeignFormatError(f"{path}: has no frozen positions to drop")
+        segments = segments[1:]
+    if not segments and ids is None:
+        raise ForeignFormatError(f"{path}: neither KV nor token ids in it")
+    document_ids = ids_beside(path.parent, DOCUMENT_IDS)
+    return Foreign(
+        form, path, segments, token_ids=ids, document_ids=document_ids, base_model=_base_model(path, inside),
+    )  # fmt: skip
+
+
+def _base_model(path: Path, inside: dict[Any, Any]) -> str | None:
+    """Return the model that a checkpoint, or the `meta.json` beside it, says it is for."""
+    notes, beside = inside.get("metadata"), path.parent / "meta.json"
+    if not isinstance(notes, dict) and beside.is_file():
+        notes = read_json(beside)
+    name = notes.get("model") if isinstance(notes, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _parse(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]]:
+    """Return the form of what a file holds, and its KV."""
+    if isinstance(content, list | tuple):
+        return "list of (K, V), one a layer", (_pairs(path, content),)
+    if not isinstance(content, dict):
+        raise ForeignFormatError(f"{path}: a {type(content).__name__} is no known form of KV")
+    if "trainable_keys" in content:
+        return _trainable(path, content)
+    if any(isinstance(name, str) and _FLAT.fullmatch(name) for name in content):
+        return "layers.N.attention.prefix tensors", (_flat(path, content),)
+    if content.get("kv_cache") is not None:
+        _, segments = _parse(path, content["kv_cache"])
+        return "{token_ids, kv_cache, metadata}", segments
+    if "token_ids" in content:
+        return "{token_ids}", ()
+    names = ", ".join(sorted(str(name)[:40] if isinstance(name, str | int) else type(name).__name__
+                             for name in list(content)[:8]))  # fmt: skip
+    raise ForeignFormatError(
+        f"{path}: no known form of KV; it has {names or 'nothing'}, and trainable_keys, a list of (K, V), "
+        "layers.N.attention.prefix.keys or token_ids was expected"
+    )
+
+
+def _trainable(path: Path, content: dict[str, Any]) -> tuple[str, tuple[Pairs, ...]]:
+    trainable = _zipped(path, content, "trainable")
+    there = [name for name in _FROZEN if _tensors(path, content.get(f"{name}_keys"), f"{name}_keys")]
+    if len(there) == 2:
+        raise ForeignFormatError(f"{path}: has both frozen_keys and fixed_keys, which are two names for one thing")
+    if not there:
+        if any(_tensors(path, content.get(f"{name}_values"), f"{name}_values") for name in _FROZEN):
+            raise ForeignFormatError(f"{path}: has frozen values but no frozen keys")
+        return "HazyResearch checkpoint, nothing frozen", (trainable,)
+    return f"HazyResearch checkpoint, {there[0]}_keys", (_zipped(path, content, there[0]), trainable)
+
+
+def _zipped(path: Path, content: dict[str, Any], name: str) -> Pairs:
+    keys, values = (_tensors(path, content.get(f"{name}_{plane}"), f"{name}_{plane}") for plane in ("keys", "values"))
+    if len(keys) != len(values):
+        raise ForeignFormatError(f"{path}: {len(keys)} {name}_keys and {len(values)} {name}_values")
+    return list(zip(keys, values, strict=True))
+
+
+def _tensors(path: Path, value: Any, name: str) -> list[torch.Tensor]:
+    """Return the tensors of a list or `ParameterList`; none for None."""
+    if isinstance(value, torch.nn.ParameterList):
+        # Its own methods are not used: the file may have put anything in their place.
+        parameters = vars(value).get("_parameters")
+        numbered = isinstance(parameters, dict) and set(parameters) == {str(i) for i in range(len(parameters))}
+        value = [parameters[str(i)] for i in range(len(parameters))] if numbered else "?"
+    value = [] if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
+        raise ForeignFormatError(f"{path}: {name} is not a list of tensors")
+    return list(value)
+
+
+def _pairs(path: Path, layers: list | tuple) -> Pairs:
+    found = []
+    for number, layer in enumerate(layers):
+        if isinstance(layer, dict):
+            names = next((names for names in _NAMES if set(layer) == set(names)), None)
+            layer = [layer[name] for name in names] if names else None
+        if (
+            not isinstance(layer, list | tuple)
+            or len(layer) != 2
+            or not all(isinstance(t, torch.Tensor) for t in layer)
+        ):
+            raise ForeignFormatError(f"{path}: layer {number} is neither (K, V) nor a dict of k and v")
+        found.append((layer[0], layer[1]))
+    if not found:
+        raise ForeignFormatError(f"{path}: an empty list is no KV")
+    return found
+
+
+def _flat(path: Path, content: dict[Any, Any]) -> Pairs:
+    matches = {_FLAT.fullmatch(name): tensor for name, tensor in content.items() if isinstance(name, str)}
+    planes = {(int(m[1]), m[2]): tensor for m, tensor in matches.items() if m}
+    layers = range(len(planes) // 2)
+    if set(planes) != {(layer, plane) for layer in layers for plane in ("keys", "values")}:
+        raise ForeignFormatError(f"{path}: layers.N.attention.prefix has gaps: not keys and values of every layer")
+    if not all(isinstance(tensor, torch.Tensor) for tensor in planes.values()):
+        raise ForeignFormatError(f"{path}: layers.N.attention.prefix holds something that is no tensor")
+    return [(planes[layer, "keys"], planes[layer, "values"]) for layer in layers]

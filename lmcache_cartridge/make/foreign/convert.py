@@ -1,0 +1,234 @@
+"""Import: KV that other programs made, checked against a model and written as an artefact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from ...artifact.identity import Identity
+from ...artifact.manifest import Manifest, Origin
+from ...artifact.writing import ArtifactWriter
+from ...errors import ForeignFormatError
+from .. import canary, stored, tokens
+from ..document import read
+from ..model import CausalModel
+from ..ordinary import ordinary_ids
+from . import adapter, axes, checkpoint
+from .found import Foreign
+from .kv import ForeignKV
+
+FIRST_LAYER = {"bfloat16": 0.02, "float16": 0.003, "float32": 0.0005}
+"""How far the K or V of one position of layer 0 may be from a plain forward pass's, relative to its norm.
+
+Layer 0 depends on token and position alone, so only rounding is forgiven: on the shipped model 0.005 between bfloat16
+and float32, 0.004 between vLLM and transformers, 0.0006 for float16; the nearest other word is 0.26 away.
+"""
+EVERY_LAYER = {"bfloat16": 0.1, "float16": 0.02, "float32": 0.005}
+"""The same for the K or V of all positions of a layer, where rounding has grown on the way: 0.05, 0.03 and 0.006."""
+USUAL_CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
+SINK = 4
+"""More frozen positions than these are hardly an attention sink alone."""
+
+Progress = Callable[[int, int], None]
+"""Called with (positions written, positions in all)."""
+
+
+class Imported(NamedTuple):
+    """What an import did."""
+
+    manifest: Manifest
+    form: str
+    axes: str | None
+    """Order of the checkpoint's axes: heads, positions (T), head size; None without KV."""
+    dtype: str
+    """What became of the dtype: `float32 to bfloat16, rounded`."""
+    evidence: str
+    """Why it counts as prefill, trained or tokens."""
+    chunk_sizes: tuple[int, ...]
+    """The usual chunk sizes of a server that it can be served with."""
+    warnings: tuple[str, ...]
+
+
+def recognise(path: Path, *, drop_frozen: bool = False) -> Foreign:
+    """Return what a foreign file or directory holds. Raises `ForeignFormatError` for one in no known format."""
+    if path.is_dir():
+        if (path / "manifest.json").is_file():
+            raise ForeignFormatError(f"{path}: is a cartridge already; `lmcache-cartridge register` takes it as it is")
+        if (path / adapter.CONFIG).is_file():
+            if drop_frozen:
+                raise ForeignFormatError(f"{path}: a PEFT adapter keeps no frozen positions apart")
+            return adapter.read(path)
+        path = _only_file(path)
+    if path.suffix == ".json":
+        return Foreign("token ids in JSON", path, token_ids=tokens.read_ids(path))
+    if path.name == adapter.WEIGHTS:
+        raise ForeignFormatError(f"{path}: give the directory, which has {adapter.CONFIG} too")
+    return checkpoint.read(path, drop_frozen=drop_frozen)
+
+
+def _only_file(directory: Path) -> Path:
+    found = sorted(directory.glob("*.pt")) or sorted(directory.glob(tokens.IDS))
+    if (named := directory / "cartridge.pt") in found or len(found) == 1:
+        return named if named in found else found[0]
+    files = ", ".join(path.name for path in found[:8])
+    raise ForeignFormatError(
+        f"{directory}: {f'several checkpoints, {files}; name one' if files else 'no known format'}; a directory has "
+        f"{adapter.CONFIG}, one .pt file, or {tokens.IDS}"
+    )
+
+
+def build(
+    model: CausalModel,
+    foreign: Foreign,
+    root: Path,
+    *,
+    cartridge_id: str,
+    version: int,
+    chunk_tokens: int = 256,
+    document: Path | None = None,
+    reading: str | None = None,
+    rounding: bool = False,
+    encoding: str = "plain",
+    progress: Progress = lambda done, total: None,
+) -> Imported:
+    """Write what `foreign` holds as an artefact of `model` at `root`.
+
+    It is a prefill cartridge if it has token ids whose forward pass gives its KV but for rounding, else a trained
+    one, which carries the ids of the text file `document` if that is given. `reading` names the order of its axes
+    where shapes leave that open; `rounding` allows a dtype that does not hold every value. Raises `ModelMismatch` or
+    `ForeignFormatError`, and leaves nothing behind.
+    """
+    if not foreign.segments:
+        if document is not None:
+            raise ForeignFormatError(f"{foreign.source}: token ids alone are a document; leave --document out")
+        manifest = tokens.write(
+            model, foreign.token_ids, root, model.provenance("import", origin=_origin(foreign)), source=foreign.source,
+            cartridge_id=cartridge_id, version=version,
+        )  # fmt: skip
+        return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS,
+                        _model_warnings(model, foreign))  # fmt: skip
+    order, layers = axes.settle(foreign, model.fingerprint, reading)
+    kv = ForeignKV(foreign, layers, model.fingerprint, rounding)
+    _check_length(model, foreign, kv.positions)
+    evidence, prefill = _judge(model, foreign, kv, chunk_tokens)
+    if prefill and document is not None:
+        raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
+    about = read(model, document) if document else None
+    document_ids = about.ids if about else foreign.document_ids
+    tokens.check_vocabulary(model, document_ids or [], foreign.source)
+    writer = ArtifactWriter(
+        root, cartridge_id=cartridge_id, version=version, kind="prefill" if prefill else "trained",
+        fingerprint=model.fingerprint, chunk_tokens=chunk_tokens,
+        token_ids=np.array(foreign.token_ids) if prefill else Identity(kv.positions, ordinary_ids(model)),
+        document_ids=None if prefill or document_ids is None else np.array(document_ids), encoding=encoding,
+    )  # fmt: skip
+    with writer:
+        for start, chunk in kv.chunks(chunk_tokens):
+            writer.write(stored.pack(chunk, model.fingerprint, encoding))
+            progress(start + chunk.shape[2], kv.positions)
+        named = {"document": document.name, "document_blake3": about.blake3} if about else {}
+        served = stored.read_payload(writer.payload, model.fingerprint, encoding)
+        about_ids = foreign.token_ids if prefill else document_ids
+        manifest = writer.commit(
+            model.provenance("import", origin=_origin(foreign), **named),
+            canary.make(model, served, about_ids, chunk_tokens, int8=encoding == "plain"),
+        )
+    warnings = (
+        *_model_warnings(model, foreign), *_frozen_warnings(foreign, order),
+        *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),
+    )  # fmt: skip
+    return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
+
+
+def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: int) -> tuple[str, bool]:
+    """Return the evidence for the kind of a cartridge, and whether it is prefill."""
+    ids = foreign.token_ids
+    if ids is None:
+        return "no token ids come with it: trained", False
+    if len(ids) != kv.positions:
+        raise ForeignFormatError(f"{foreign.source}: {len(ids)} token ids for KV of {kv.positions} positions")
+    tokens.check_vocabulary(model, ids, foreign.source)
+    worst, apart, size = 0.0, 0.0, 0.0
+    for (_, found), computed in zip(kv.chunks(chunk_tokens), model.prefill(ids, chunk_tokens), strict=True):
+        exact = computed.double().flatten(3)
+        squares, norms = (found.double().flatten(3) - exact).square().sum(-1), exact.square().sum(-1)
+        worst = max(worst, float((squares[:, 0] / norms[:, 0].clamp_min(1e-12)).max().sqrt()))
+        apart, size = apart + squares.sum(-1), size + norms.sum(-1)
+    whole = float((apart / size).max().sqrt())
+    dtypes = [dtype for dtype in (*kv.source_dtypes, model.fingerprint.dtype) if dtype in FIRST_LAYER]
+    first, every = (max(limits[dtype] for dtype in dtypes) for limits in (FIRST_LAYER, EVERY_LAYER))
+    same = worst <= first and whole <= every
+    verdict = "prefill" if same else "trained; the ids are not its tokens"
+    return (
+        f"a forward pass over its token ids differs by {worst:.2g} in layer 0 (at most {first:g}) and {whole:.2g} in "
+        f"any (at most {every:g}): {verdict}"
+    ), same
+
+
+def _check_length(model: CausalModel, foreign: Foreign, positions: int) -> None:
+    limit = model.context_tokens
+    if limit and positions >= limit:
+        raise ForeignFormatError(
+            f"{foreign.source}: KV of {positions} positions; the model's context is {limit}, less the question"
+        )
+
+
+def _origin(foreign: Foreign) -> Origin:
+    digest = blake3().update_mmap(foreign.source).hexdigest()
+    return Origin(foreign.form, foreign.name or foreign.source.name, digest, foreign.base_model and _public(foreign))
+
+
+def _public(foreign: Foreign) -> str:
+    """Return the name of the model that a checkpoint says it is for, without the directories of another machine."""
+    named = foreign.base_model
+    return named if named.count("/") == 1 and not named.startswith((".", "/", "~")) else Path(named).name
+
+
+def servable(manifest: Manifest) -> tuple[int, ...]:
+    """Return the usual chunk sizes with which a server can take a cartridge: all of a trained one, or none."""
+    return tuple(n for n in USUAL_CHUNKS if manifest.kind != "trained" or manifest.positions % n == 0)
+
+
+def _model_warnings(model: CausalModel, foreign: Foreign) -> tuple[str, ...]:
+    theirs = foreign.base_model
+    if not theirs or Path(theirs).name.lower() == Path(model.name).name.lower():
+        return ()
+    return (f"it says it was made for {theirs}, and --model is {model.name}; KV of another model answers nonsense",)
+
+
+def _frozen_warnings(foreign: Foreign, order: str) -> tuple[str, ...]:
+    if len(foreign.segments) < 2:
+        return ()
+    keys, _ = foreign.segments[0][0]
+    if (frozen := keys.shape[order.index("T") - 3]) <= SINK:
+        return ()
+    return (
+        f"{frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others keeps "
+        "those others there: import it with --drop-frozen",
+    )
+
+
+def _document_warnings(model: CausalModel, document_ids: list[int] | None) -> tuple[str, ...]:
+    limit = model.context_tokens
+    if not limit or document_ids is None or len(document_ids) < limit:
+        return ()
+    return (f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help",)
+
+
+def _chunk_warnings(manifest: Manifest, chunk_tokens: int) -> tuple[str, ...]:
+    if manifest.kind != "trained" or manifest.positions % chunk_tokens == 0:
+        return ()
+    if fits := servable(manifest):
+        how = f"start it with --chunk-size {fits[-1]}" + (
+            f" (or {', '.join(map(str, fits[:-1]))})" if fits[:-1] else ""
+        )
+    else:
+        usual = f"{USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}"
+        how = f"no usual chunk size ({usual}) divides it, --chunk-size {manifest.positions} does"
+    return (
+        f"p = {manifest.positions} is no multiple of {chunk_tokens}: a server of that chunk size refuses it; {how}",
+    )

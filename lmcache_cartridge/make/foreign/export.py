@@ -1,0 +1,166 @@
+"""Export: a cartridge's KV in the formats that others read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ... import __version__
+from ...artifact import reading
+from ...artifact.manifest import Manifest
+from ...errors import ArtifactError, CartridgeExists, SettingsError
+from .. import stored
+from ..tokens import DOCUMENT_IDS, IDS
+from ..train import packed
+from .adapter import TENSOR, WEIGHTS
+
+CHECKPOINT = "cartridge.pt"
+FROZEN = 1
+"""Positions that count as frozen: the attention sink. HazyResearch's loader refuses a checkpoint with none."""
+
+
+def export(root: Path, form: str, output: Path, *, base_model: str | None = None) -> Manifest:
+    """Write the KV of the artefact at `root` to the new directory `output` and return its manifest.
+
+    `peft` is an adapter directory for `PeftModel.from_pretrained`; `hazy` a checkpoint for HazyResearch's
+    `TrainableCache.from_pretrained`. `base_model` is the Hub id to name. What a prefill cartridge's token ids were, and
+    a trained one's document, lie beside it, so that an import gives the same cartridge. What is stored in int8 is
+    written in the model's dtype, as it is served. Raises `CartridgeExists`
+    unless `output` is new or empty, `ArtifactError` for a corrupt artefact or one without KV; leaves nothing then.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CartridgeExists(f"{output} is there and not empty; export writes to a new directory")
+    for _ in reading.verify(root):
+        pass
+    manifest = reading.load_manifest(root)
+    if manifest.payload is None:
+        raise ArtifactError(f"cartridge {manifest.name}: has token ids but no KV to export")
+    base = base_model or manifest.provenance.model or manifest.fingerprint.architecture
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.parent / f".{output.name}.{uuid.uuid4().hex}.partial"
+    partial.mkdir()
+    try:
+        kv = stored.read_kv(manifest, root)
+        {"peft": _peft, "hazy": _hazy}[form](manifest, kv, base, partial)
+        if manifest.kind == "prefill":
+            (partial / IDS).write_text(json.dumps(reading.load_token_ids(manifest, root).tolist()))
+        if (document := reading.load_document_ids(manifest, root)) is not None:
+            (partial / DOCUMENT_IDS).write_text(json.dumps(document.tolist()))
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
+    try:
+        from peft import CartridgeConfig, TaskType
+    except ImportError as error:
+        raise SettingsError("PEFT is not installed; pip install 'lmcache-cartridge[train]'") from error
+    shape = manifest.fingerprint
+    config = CartridgeConfig(
+        task_type=TaskType.CAUSAL_LM, base_model_name_or_path=base, inference_mode=True, num_frozen_tokens=FROZEN,
+        num_virtual_tokens=manifest.positions, num_layers=shape.layers, num_attention_heads=shape.kv_heads,
+        token_dim=shape.kv_heads * shape.head_size, num_transformer_submodules=1,
+    )  # fmt: skip
+    config.save_pretrained(str(directory))
+    save_file({TENSOR: packed.pack(kv).contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / "README.md").write_text(card(manifest, base))
+
+
+def _hazy(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
+    planes = {}
+    for plane, name in enumerate(("keys", "values")):
+        layers = [layer.transpose(0, 1)[None] for layer in kv[plane]]
+        for part, span in (("frozen", slice(0, FROZEN)), ("trainable", slice(FROZEN, None))):
+            planes[f"{part}_{name}"] = torch.nn.ParameterList(
+                torch.nn.Parameter(layer[:, :, span].contiguous(), requires_grad=part == "trainable")
+                for layer in layers
+            )
+    torch.save(planes, directory / CHECKPOINT)
+    notes = {"model": base, "dtype": manifest.fingerprint.dtype, "n_layers": manifest.fingerprint.layers,
+             "budget_tokens": manifest.positions}  # fmt: skip
+    (directory / "meta.json").write_text(json.dumps(notes, indent=2))
+
+
+def _facts(manifest: Manifest) -> str:
+    """Return rows of a table that say what a cartridge was made of and how it was trained, where its manifest does."""
+    origin, training, rows = manifest.provenance.origin, manifest.provenance.training, []
+    if manifest.provenance.document:
+        rows.append(f"| document | {_cell(manifest.provenance.document)} |")
+    if origin:
+        rows.append(f"| made of | {_cell(origin.name)}, {_cell(origin.format)}, blake3 `{_cell(origin.blake3)}` |")
+    if training:
+        rows.append(
+            f"| training | {_cell(training.objective)} from {_cell(training.init)}, seed {training.seed}, {training.steps} "
+            f"steps on {training.questions} questions, the best after {training.best_step} |"
+        )
+        rows.append(
+            f"| {training.held_out} held-out questions | {training.held_out_exact:.1%} exact, loss "
+            f"{training.held_out_loss:.4g} |"
+        )
+    return "".join(f"{row}\n" for row in rows)
+
+
+def _cell(text: str) -> str:
+    """Return text that cannot end a table's cell, or begin markup."""
+    return re.sub(r"[|`<>\s\[\]]+", " ", text)
+
+
+def card(manifest: Manifest, base: str) -> str:
+    """Return a model card with the metadata by which the Hub finds adapters."""
+    shape, origin = manifest.fingerprint, manifest.provenance
+    made = {
+        "prefill": "a plain forward pass over a document; its token ids are in `prefix_token_ids.json`",
+        "trained": "training; no tokens produced it",
+    }
+    return f"""---
+library_name: peft
+base_model: {json.dumps(base)}
+pipeline_tag: text-generation
+tags:
+- cartridge
+- kv-cache
+- lmcache-cartridge
+- {json.dumps(f"base_model:adapter:{base}")}
+---
+
+# {manifest.id}
+
+A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to stand before any prompt. It was made by
+{made[manifest.kind]}.
+
+| | |
+| --- | --- |
+| positions | {manifest.positions} |
+| layers, KV heads, head size | {shape.layers}, {shape.kv_heads}, {shape.head_size} |
+| dtype | {shape.dtype}{", exported from int8" if manifest.payload.encoding == "int8" else ""} |
+| digest | `{manifest.digest}` |
+| made | {origin.created}, {origin.tool} |
+{_facts(manifest)}| exported by | lmcache-cartridge {__version__} |
+
+With PEFT:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto")
+model = PeftModel.from_pretrained(model, "path/to/this/directory")
+```
+
+With vLLM and LMCache:
+
+```sh
+lmcache-cartridge import path/to/this/directory --model {base} --id {manifest.id}
+lmcache-cartridge serve {base}
+```
+"""

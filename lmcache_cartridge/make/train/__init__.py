@@ -1,0 +1,1 @@
+"""Training a cartridge much smaller than its document."""

@@ -1,0 +1,89 @@
+"""Initial KV of a cartridge to be trained: where in the space of KV its training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...errors import CartridgeError
+from ..model import CausalModel
+from ..ordinary import ordinary_ids
+
+FROZEN = 1
+"""Leading positions that training leaves alone: models use the first one as an attention sink."""
+STANDARD_DEVIATION = 0.02
+SAMPLE_TOKENS = 64
+"""Length of a chunk that `sci` samples."""
+BLOCK_TOKENS = 512
+"""Tokens prefilled at a time."""
+
+
+class Source(NamedTuple):
+    """What initial KV is made from."""
+
+    model: CausalModel
+    ids: list[int]
+    """The document's, as a prompt begins."""
+    positions: int
+    random: torch.Generator
+
+
+def initial_kv(init: str, model: CausalModel, ids: list[int], positions: int, seed: int) -> torch.Tensor:
+    """Return canonical KV `[2, L, p, H, D]`, float32, of positions 0 to p - 1; the same for the same seed.
+
+    Its first `FROZEN` positions are those of the document, whatever `init`. Raises `CartridgeError` unless the
+    document is longer than p.
+    """
+    if not FROZEN < positions < len(ids):
+        raise CartridgeError(
+            f"p = {positions} positions cannot be trained for a document of {len(ids)} tokens: give p between "
+            f"{FROZEN + 1} and {len(ids) - 1}, or a smaller chunk size"
+        )
+    return INITIALS[init](Source(model, ids, positions, torch.Generator().manual_seed(seed)))
+
+
+def prefilled(model: CausalModel, ids: list[int]) -> torch.Tensor:
+    """Return the canonical float32 KV of `ids`, computed block by block."""
+    return torch.cat(list(model.prefill(ids, BLOCK_TOKENS)), dim=2).float()
+
+
+def _random(source: Source) -> torch.Tensor:
+    sink = prefilled(source.model, source.ids[:FROZEN])
+    shape = (*sink.shape[:2], source.positions - FROZEN, *sink.shape[3:])
+    return torch.cat([sink, STANDARD_DEVIATION * torch.randn(shape, generator=source.random)], dim=2)
+
+
+def _vocab(source: Source) -> torch.Tensor:
+    ordinary = torch.as_tensor(ordinary_ids(source.model))
+    drawn = ordinary[torch.randint(len(ordinary), (source.positions - FROZEN,), generator=source.random)]
+    return prefilled(source.model, [*source.ids[:FROZEN], *drawn.tolist()])
+
+
+def _first_k(source: Source) -> torch.Tensor:
+    return prefilled(source.model, source.ids[: source.positions])
+
+
+def _sci(source: Source) -> torch.Tensor:
+    """Sampled chunks: runs of the document, in its order, no two overlapping, prefilled as one text."""
+    rest = source.ids[FROZEN:]
+    wanted = source.positions - FROZEN
+    starts = range(0, len(rest), SAMPLE_TOKENS)
+    order = torch.randperm(len(starts), generator=source.random).tolist()
+    chosen, count = [], 0
+    for index in order:
+        if count >= wanted:
+            break
+        chosen.append(index)
+        count += len(rest[starts[index] : starts[index] + SAMPLE_TOKENS])
+    sampled = [token for index in sorted(chosen) for token in rest[starts[index] : starts[index] + SAMPLE_TOKENS]]
+    return prefilled(source.model, [*source.ids[:FROZEN], *sampled[:wanted]])
+
+
+INITIALS: dict[str, Callable[[Source], torch.Tensor]] = {
+    "random": _random,
+    "vocab": _vocab,
+    "first-k": _first_k,
+    "sci": _sci,
+}

@@ -1,0 +1,326 @@
+"""Job: one training from document and questions to a registered cartridge; an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from ...artifact.manifest import Manifest, Training
+from ...errors import CanaryFailed, CartridgeError, CartridgeExists
+from ...library.registry import Registry
+from ...settings import Settings
+from .. import plot, questions
+from ..chat import Server
+from ..document import read_fitting
+from ..model import CausalModel
+from ..questions import ModelWriter, Question, ServerWriter, Writer
+from ..stored import as_served
+from . import lesson, retention, trained
+from .initial import initial_kv
+from .retention import Retention
+from .sweep import Try, find_rate
+from .trainer import CHECKPOINT, LOSS, Recipe, Result, Trainer, positions_of
+
+RUN = "run.json"
+QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
+MOST_HELD_OUT = 256
+_CANARIES = 6
+"""Held-out questions that a server may be made to try its engine with."""
+ACCEPT = 0.8
+"""Share of what the document adds to the answers of held-out questions that a cartridge must keep to be registered."""
+
+Bar = Callable[..., Any]
+"""tqdm, or what looks like it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to train, as a person says it."""
+
+    model: str
+    document: Path
+    id: str
+    positions: int | None = None
+    compress: float | None = None
+    """The document's tokens over p, where `positions` is not given."""
+    chunk_tokens: int = 256
+    init: str = "sci"
+    questions: Path | None = None
+    template: Path | None = None
+    self_study: int | None = None
+    """Questions to be written by the model, or by that at `writer_url`."""
+    writer_url: str | None = None
+    writer_model: str | None = None
+    held_out: Path | None = None
+    form: str | None = None
+    """`chat` or `text`; None is `chat` where the model has a template."""
+    answer_tokens: int = 128
+    top_k: int = 32
+    precision: str | None = None
+    dtype: str = "auto"
+    payload: str = "plain"
+    """One of `manifest.ENCODINGS`."""
+    device: str = "cpu"
+    recipe: Recipe = Recipe()
+
+
+class Job:
+    """Carries out one task. What it needs to go on lies in `training/<id>/<version>` of the home directory."""
+
+    def __init__(self, task: Task, settings: Settings, registry: Registry, *, say: Callable[[str], None], bar: Bar):
+        """`say` is told a line at a time what is done; `bar` shows progress."""
+        self.task, self.settings, self.registry, self.say, self.bar = task, settings, registry, say, bar
+        directory, self.version = settings.home / "training" / task.id, registry.next_version(task.id)
+        if not (directory / str(self.version) / CHECKPOINT).exists():  # else an interrupted run goes on
+            self.version = registry.next_version(task.id, settings.cartridges_dir)
+        self.directory = directory / str(self.version)
+        self.root = settings.cartridges_dir / task.id / str(self.version)
+
+    def run(self, *, restart: bool = False, accept: float = ACCEPT, promote: bool = True) -> dict[str, Any]:
+        """Train, write, register; return what came out. Raises `CartridgeError`, and a second run then goes on.
+
+        A cartridge that keeps less than `accept` of what the document adds is not registered: `CanaryFailed`, and a
+        second run that accepts it registers it. With `restart` what an earlier run has left is removed first; without
+        `promote` the id goes on to mean what it means.
+        """
+        if restart:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.root.exists() and not (self.directory / CHECKPOINT).exists():
+            raise CartridgeExists(
+                f"{self.root} exists, though it is not registered; register it, or "
+                f"`lmcache-cartridge remove {self.task.id}@{self.version} --delete-files`"
+            )
+        model, recipe = self._model()
+        document = read_fitting(model, self.task.document)
+        ids = document.ids
+        positions = self._positions(len(ids))
+        kv = initial_kv(self.task.init, model, ids, positions, recipe.seed)
+        self._claim(document.blake3, model)
+        form = self.task.form or ("chat" if model.tokenizer.chat_template else "text")
+        to_train, held_out = self._questions(model, document.text, form)
+        self.say(f"{len(to_train)} questions to train on, {len(held_out)} held out")
+        with self._progress("teacher", "question") as progress:
+            lessons = lesson.prepare(
+                model, ids, [*to_train, *held_out], form=form, top_k=self.task.top_k,
+                answer_tokens=self.task.answer_tokens, teach=recipe.objective == "distill",
+                directory=self.settings.home / "training" / "lessons", progress=progress,
+            )  # fmt: skip
+        trainer = Trainer(
+            model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe,
+            lambda kv: as_served(kv, model.fingerprint, self.task.payload, self.task.chunk_tokens),
+        )  # fmt: skip
+        tries = self._find_rate(trainer) if recipe.rate is None else []
+        result = self._train(trainer)
+        result = result._replace(
+            seconds=result.seconds + sum(t.seconds for t in tries if t.rate != trainer.recipe.rate)
+        )
+        kept = self._gate(
+            retention.measure(model, kv, lessons, trainer.held_out, result.score.answered), trainer, result, accept
+        )
+        if not self.root.exists():  # else a run that ended before it could register it wrote it
+            trained.write(
+                model, result.kv, self.root,
+                model.provenance(
+                    "train", document=document.path.name, document_blake3=document.blake3,
+                    training=self._training(trainer, result, len(to_train), len(held_out), kept),
+                ),
+                cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
+                encoding=self.task.payload, questions=[model.question_ids(q.text, form) for q in held_out[:_CANARIES]],
+            )  # fmt: skip
+        manifest = self.registry.register(self.root, promote=promote)
+        (self.directory / CHECKPOINT).unlink(missing_ok=True)
+        return self._summary(manifest, trainer, result, len(ids), kept)
+
+    def _model(self) -> tuple[CausalModel, Recipe]:
+        model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device)
+        precision = self.task.precision or ("float32" if model.device.type == "cpu" else "bfloat16")
+        if precision == "float32":
+            model.model.float()
+        recipe = asdict(self.task.recipe) | {"autocast": precision == "bfloat16"}
+        return model, Recipe(**recipe)
+
+    def _positions(self, tokens: int) -> int:
+        task = self.task
+        positions = positions_of(tokens, task.chunk_tokens, compress=task.compress, positions=task.positions)
+        asked = (
+            f"{task.positions} positions" if task.positions else f"{tokens / task.compress:.1f} ({task.compress:g}x)"
+        )
+        self.say(
+            f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x; asked for {asked}, "
+            f"rounded to whole chunks of {task.chunk_tokens}, which is what an engine serves"
+        )
+        return positions
+
+    def _claim(self, document: str, model: CausalModel) -> None:
+        """Take the run's directory; raise `CartridgeError` if an interrupted run of another task has it."""
+        task = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.task).items()}
+        for name in ("questions", "template", "held_out"):
+            path = getattr(self.task, name)
+            task[name] = path and blake3(path.read_bytes()).hexdigest()
+        if self.task.payload == "plain":  # as claims had it before there was another
+            del task["payload"]
+        fingerprint = blake3(msgspec.json.encode(model.fingerprint)).hexdigest()
+        claim = json.loads(json.dumps(task | {"document": document, "model": fingerprint}))
+        path = self.directory / RUN
+        if path.exists() and (self.directory / HELD_OUT).exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if other := sorted(name for name in claim.keys() | found.keys() if claim.get(name) != found.get(name)):
+                raise CartridgeError(
+                    f"an interrupted training of {self.task.id}@{self.version} differs in {', '.join(other)}; "
+                    f"go on with its options, or give --restart. It lies in {self.directory}"
+                )
+            self.say(f"going on with the training in {self.directory}")
+        else:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(claim, indent=2), encoding="utf-8")
+
+    def _questions(self, model: CausalModel, text: str, form: str) -> tuple[list[Question], list[Question]]:
+        """Return the questions to train on and those held out: as drawn before, if this run was interrupted."""
+        kept, apart = self.directory / QUESTIONS, self.directory / HELD_OUT
+        if not apart.exists():
+            found = self._gather(model, text, form)
+            held_out = questions.read(self.task.held_out) if self.task.held_out else _hold_out(found)
+            texts = {question.text for question in held_out}
+            questions.save([question for question in found if question.text not in texts], kept)
+            questions.save(held_out, apart)
+        return questions.read(kept), questions.read(apart)
+
+    def _gather(self, model: CausalModel, text: str, form: str) -> list[Question]:
+        task, found = self.task, []
+        if task.questions:
+            found += questions.read(task.questions)
+        if task.template:
+            found += questions.from_template(task.template, text)
+        if task.self_study:
+            with ExitStack() as stack:
+                write: Writer = ModelWriter(model, form)
+                if task.writer_url:
+                    write = ServerWriter(stack.enter_context(Server(task.writer_url, task.writer_model)))
+                progress = stack.enter_context(self._progress("self-study", "question"))
+                found += questions.self_study(write, text, task.self_study, task.recipe.seed, progress)
+        return questions.distinct(found)
+
+    def _find_rate(self, trainer: Trainer) -> list[Try]:
+        with self.bar(unit=" steps", desc="find the rate") as bar:
+
+            def progress(rate: float) -> Callable[[int, float], None]:
+                def step(step: int, loss: float) -> None:
+                    bar.set_postfix(
+                        rate=rate, loss=f"{loss:.4f}", held_out=f"{trainer.held_out_loss:.4f}", refresh=False
+                    )
+                    bar.update(1)
+
+                return step
+
+            tries = find_rate(trainer, self.directory, progress)
+        found = ", ".join(f"{t.rate:g}: {t.loss:.4f}" for t in sorted(tries))
+        self.say(
+            f"rate {trainer.recipe.rate:g}, found in {sum(t.seconds for t in tries):.0f} s by held-out losses after a few "
+            f"steps ({found})"
+        )
+        return tries
+
+    def _train(self, trainer: Trainer) -> Result:
+        try:
+            with self.bar(total=trainer.recipe.steps, unit=" steps", desc="train") as bar:
+
+                def progress(step: int, loss: float) -> None:
+                    bar.set_postfix(loss=f"{loss:.4f}", held_out=f"{trainer.held_out_loss:.4f}", refresh=False)
+                    bar.total = trainer.recipe.end(trainer.fall)
+                    bar.update(step - bar.n)
+
+                result = trainer.run(self.directory, progress)
+        finally:
+            plot.losses(trainer.rows, self.directory / "loss.png", self.task.id)
+        self.say(f"ended after {result.steps} steps: {_reason(result)}; the best were the first {result.step}")
+        return result
+
+    def _gate(self, found: Retention, trainer: Trainer, result: Result, accept: float) -> float | None:
+        """Return the share that the cartridge keeps; raise `CanaryFailed` where that is less than `accept`."""
+        held_out, kept = len(trainer.held_out), found.kept
+        figures = ", ".join(
+            f"{getattr(found, way).exact:.1%} after {after}"
+            for way, after in (("cartridge", "it"), ("document", "the document"), ("nothing", "neither"))
+        )
+        if kept is None:
+            verdict = f"the document adds next to nothing to the answers of the {held_out} held-out questions"
+        else:
+            verdict = f"it keeps {max(0.0, kept):.0%} of what the document adds to the answers of {held_out} held-out questions"
+        verdict += f" (exact: {figures})"
+        if (kept or 0.0) >= ACCEPT:
+            self.say(verdict)
+        elif accept <= (kept or 0.0) or accept == 0:
+            self.say(f"registered as --accept {accept:g} says, though {verdict}; {ACCEPT:.0%} is the rule")
+        else:
+            steps = ", more --steps" if result.why == "steps" else ""
+            raise CanaryFailed(
+                f"{self.task.id}@{self.version} is not registered: {verdict}, and must keep {accept:.0%}. Train anew with "
+                f"--restart and more --positions, more questions or more wordings of them{steps}; or register it as it is: "
+                f"the same command with --accept {max(0.0, math.floor(100 * (kept or 0.0)) / 100):g}. It lies in {self.directory}"
+            )
+        return None if kept is None else round(kept, 4)
+
+    @contextmanager
+    def _progress(self, name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+        with self.bar(unit=f" {unit}s", desc=name) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield progress
+
+    def _training(
+        self, trainer: Trainer, result: Result, questions: int, held_out: int, kept: float | None
+    ) -> Training:
+        recipe = trainer.recipe
+        return Training(
+            recipe.objective, self.task.init, recipe.seed, questions, held_out, result.steps, result.step,
+            result.loss if result.steps else None, result.score.loss, result.score.answered.exact,
+            round(result.seconds, 1), recipe.rate, kept,
+        )  # fmt: skip
+
+    def _summary(
+        self, manifest: Manifest, trainer: Trainer, result: Result, tokens: int, kept: float | None
+    ) -> dict[str, Any]:
+        return {
+            "name": manifest.name,
+            "promoted": manifest.name in self.registry.current([manifest.id]),
+            "positions": manifest.positions,
+            "compression": round(tokens / manifest.positions, 2),
+            "bytes": manifest.payload.size_bytes,
+            "digest": manifest.digest,
+            "init": self.task.init,
+            "objective": self.task.recipe.objective,
+            "rate": trainer.recipe.rate,
+            "steps": result.steps,
+            "ended": _reason(result),
+            "best_step": result.step,
+            "loss": result.loss,
+            "held_out_loss": result.score.loss,
+            "held_out_exact": result.score.answered.exact,
+            "kept": kept,
+            "seconds": round(result.seconds, 1),
+            "losses": str(self.directory / LOSS),
+        }
+
+
+def _reason(result: Result) -> str:
+    return "held-out questions got no better" if result.why == "held-out" else "all --steps are done"
+
+
+def _hold_out(found: Sequence[Question]) -> list[Question]:
+    """Draw a tenth of the questions, and at least one; the same ones for the same questions."""
+    if len(found) < 2:
+        raise CartridgeError(f"{len(found)} questions are too few to train on one and hold out another")
+    return random.Random(0).sample(list(found), min(MOST_HELD_OUT, max(1, len(found) // 10)))

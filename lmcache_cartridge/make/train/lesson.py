@@ -1,0 +1,138 @@
+"""Lesson: questions on a document as token ids, and what the model with the whole document predicts at each answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ...errors import CartridgeError
+from ..model import CausalModel
+from ..questions import Question
+from .initial import prefilled
+from .packing import Example, answer_logits, pack_examples, target_rows
+
+BATCH = 16
+"""Questions the teacher answers in one forward pass."""
+
+Progress = Callable[[int, int], None]
+"""Called with (done, in all)."""
+
+
+class Lesson(NamedTuple):
+    """Everything that training needs of a document. The teacher's part is None where nobody asked it."""
+
+    examples: list[Example]
+    log_probs: torch.Tensor | None
+    """[rows, k], float32: the teacher's most likely tokens, for each answer token of each example in turn."""
+    tokens: torch.Tensor | None
+    """[rows, k]: the ids of those."""
+
+
+def prepare(
+    model: CausalModel,
+    ids: list[int],
+    questions: Sequence[Question],
+    *,
+    form: str,
+    top_k: int,
+    answer_tokens: int,
+    teach: bool = True,
+    directory: Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Lesson:
+    """Return the lesson of `questions` on the document `ids`; `top_k` 0 keeps all of the teacher's predictions.
+
+    The document's KV is computed once, block by block, and shared by all questions. Answers that lack are the
+    teacher's own, greedily, `answer_tokens` at most. With a `directory` a lesson is kept there and found again.
+    """
+    key = blake3(msgspec.json.encode(
+        (model.fingerprint, str(model.model.dtype), ids, list(map(tuple, questions)), form, top_k, answer_tokens, teach)
+    )).hexdigest()  # fmt: skip
+    path = directory / f"{key}.safetensors" if directory else None
+    if path and path.exists():
+        return _load(path)
+    prompts = [model.question_ids(question.text, form) for question in questions]
+    kv = None
+    if teach or any(question.answer is None for question in questions):
+        kv = prefilled(model, ids).to(model.model.dtype)
+    answers = _answers(model, kv, questions, prompts, answer_tokens)
+    examples, row = [], 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        examples.append(Example(prompt, answer, row))
+        row += len(answer)
+    lesson = Lesson(examples, None, None)
+    _check_context(model, len(ids) if teach else 0, questions, examples)
+    if teach:
+        lesson = _taught(model, kv, examples, min(top_k or model.fingerprint.vocab_size, model.fingerprint.vocab_size),
+                         progress)  # fmt: skip
+    if path:
+        _save(lesson, path)
+    return lesson
+
+
+def _answers(
+    model: CausalModel, kv: torch.Tensor | None, questions: Sequence[Question], prompts: list[list[int]], tokens: int
+) -> list[list[int]]:
+    ending = model.end_ids[:1]
+    answers = [[] if q.answer is None else [*model.encode(q.answer, special=False), *ending] for q in questions]
+    open_ = [i for i, question in enumerate(questions) if question.answer is None]
+    for i, answer in zip(open_, model.answers_after(kv, [prompts[i] for i in open_], tokens), strict=True):
+        answers[i] = [*answer, *(ending if len(answer) < tokens else [])]
+    for question, answer in zip(questions, answers, strict=True):
+        if not answer:
+            raise CartridgeError(f"the question {question.text!r:.100} has an answer of no tokens")
+    return answers
+
+
+def _check_context(
+    model: CausalModel, document_tokens: int, questions: Sequence[Question], examples: Sequence[Example]
+) -> None:
+    """Raise `CartridgeError` for a question that, after the document, is too long for the model."""
+    for question, example in zip(questions, examples, strict=True):
+        tokens = document_tokens + len(example.prompt) + len(example.answer)
+        if model.context_tokens and tokens > model.context_tokens:
+            raise CartridgeError(
+                f"the question {question.text!r:.100} and its answer make {tokens} tokens with the document; the "
+                f"model's context is {model.context_tokens}"
+            )
+
+
+@torch.no_grad()
+def _taught(model: CausalModel, kv: torch.Tensor, examples: list[Example], k: int, progress: Progress) -> Lesson:
+    rows = sum(len(example.answer) for example in examples)
+    log_probs, tokens = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.long)
+    for start in range(0, len(examples), BATCH):
+        packed = pack_examples(examples[start : start + BATCH], model.device)
+        logits = answer_logits(model.model, model.cache(kv, len(packed.rows)), packed)
+        picked, at = logits.log_softmax(-1).topk(k), target_rows(packed)
+        log_probs[at], tokens[at] = picked.values.cpu(), picked.indices.cpu()
+        progress(min(start + BATCH, len(examples)), len(examples))
+    return Lesson(examples, log_probs, tokens)
+
+
+def _save(lesson: Lesson, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    examples = json.dumps([[example.prompt, example.answer] for example in lesson.examples])
+    tensors = {} if lesson.tokens is None else {"log_probs": lesson.log_probs, "tokens": lesson.tokens.int()}
+    save_file({**tensors, "none": torch.zeros(1)}, partial, metadata={"examples": examples})
+    partial.replace(path)
+
+
+def _load(path: Path) -> Lesson:
+    examples, row = [], 0
+    with safe_open(path, framework="pt") as file:
+        for prompt, answer in json.loads(file.metadata()["examples"]):
+            examples.append(Example(prompt, answer, row))
+            row += len(answer)
+        if "tokens" not in file.keys():  # noqa: SIM118
+            return Lesson(examples, None, None)
+        return Lesson(examples, file.get_tensor("log_probs"), file.get_tensor("tokens").long())

@@ -1,0 +1,67 @@
+"""Moving keys to other positions: the exact RoPE shift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from ..artifact.fingerprint import Rope, head_size, rope_parameters
+from ..errors import UnsupportedModel
+
+
+def default_frequencies(config: Mapping[str, Any]) -> list[float]:
+    """Return the frequencies of a config whose RoPE is of the default type, maybe partial, rounded as models round."""
+    parameters = rope_parameters(config)
+    size = round(head_size(config) * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    return (1.0 / parameters["rope_theta"] ** exponents).tolist()
+
+
+def check_shift(rope: Rope | None) -> None:
+    """Raise `UnsupportedModel` where keys cannot be moved exactly: they do not rotate, or it is not known how."""
+    if rope is None or rope.layers == ():
+        raise UnsupportedModel("the model has no rotary embedding, so its keys cannot be moved to other positions")
+    if rope.layers is msgspec.UNSET:
+        raise UnsupportedModel(
+            "it is not known which layers of the model rotate their keys; build the cartridge again with this release"
+        )
+    if rope.pairing is None:
+        raise UnsupportedModel("it is not known which dimensions of this model's keys rotate together")
+
+
+def shift_keys(keys: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tensor:
+    """Return keys `[L, ..., head_size]` of positions j as those of positions j + `offset`; a new tensor, same dtype.
+
+    Layers that do not rotate their keys are copied: there a key is the same at every position. Raises
+    `UnsupportedModel` as `check_shift` does, unless `offset` is 0.
+    """
+    if offset == 0:
+        return keys.clone()
+    check_shift(rope)
+    if len(rope.layers) == len(keys):
+        return rotate(keys, rope, offset)
+    moved, rotating = keys.clone(), list(rope.layers)
+    moved[rotating] = rotate(keys[rotating], rope, offset)
+    return moved
+
+
+def rotate(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:
+    """Return keys `[..., head_size]` of layers that rotate, moved by `offset`; a new tensor, same dtype.
+
+    A stored key is R(j) k, and R(offset) R(j) k = R(j + offset) k (Su et al. 2021, arXiv:2104.09864, eq. 14): a
+    rotation by angles that do not depend on j, computed in float32. A factor on cos and sin (yarn) is in the key
+    already and stays. Dimensions beyond `rotary_dim` are copied.
+    """
+    angles = offset * torch.tensor(rope.inv_freq, dtype=torch.float64)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    rotated, rest = keys[..., : rope.rotary_dim].float(), keys[..., rope.rotary_dim :]
+    if rope.pairing == "half":
+        first, second = rotated.chunk(2, dim=-1)
+        moved = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    else:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+        moved = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+    return torch.cat([moved.to(keys.dtype), rest], dim=-1)

@@ -1,0 +1,481 @@
+"""CartridgeStore: answers an engine's chunk hashes with prepared chunks. What every serving adapter is built on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..artifact.fingerprint import Fingerprint
+from ..errors import ArtifactError, CartridgeError, OverBudget
+from ..library.catalog import Catalog
+from ..library.index import ChunkKey, Hasher
+from ..library.quarantine import Quarantine
+from ..library.registry import Registry
+from ..settings import Settings
+from ..sources.disk_cache import DiskTier
+from ..sources.manifest_cache import Mirror
+from ..sources.reads import Reads
+from ..sources.sources import Sources
+from .claim import Claim, Readiness
+from .hold import Hold
+from .layout import ChunkShape, rank_heads
+from .loader import ChunkLoader
+from .tier import Loan, ResidencyStats
+from .tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+"""How often fetches in the background are looked after."""
+_MAX_READS = 32
+"""Artefacts that are read at once for those who claim them."""
+
+
+class Engine(NamedTuple):
+    """What the store must know of the engine it serves."""
+
+    fingerprint: Fingerprint
+    chunk_tokens: int
+    rank: int
+    """Tensor-parallel rank of this process."""
+    world: int
+    """Tensor-parallel ranks."""
+    layout: str
+    """How the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
+    hasher: Hasher
+    pin_memory: bool
+    allow_trained: bool
+    """False where the engine computes what it could not load, which would answer from identity tokens."""
+    device: str = "cpu"
+    """Where the device tier is, if there is one."""
+
+
+class Place(NamedTuple):
+    """Where a cartridge lies: the directory of its manifest and token ids, and its location."""
+
+    root: Path
+    location: str
+
+
+class CartridgeStore:
+    """The registered cartridges that fit one engine and rank, and the tiers they are served from.
+
+    device -> cpu -> disk -> source. A chunk is looked up in memory, the device's first; it comes into the cpu tier
+    from the disk tier or its source, and from there onto the device. Safe from any thread.
+    """
+
+    def __init__(self, settings: Settings, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the registry and make its cartridges findable. Blocks for that; loads no payload.
+
+        Raises `OverBudget` or `RegistryError`. A cartridge that cannot be served is reported by `refused`.
+        """
+        self.engine, self._settings, self._clock = engine, settings, clock
+        shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
+        self.shape = ChunkShape(len(heads), shape.layers, engine.chunk_tokens, shape.head_size, shape.dtype)
+        self._sources = Sources(settings)
+        self._registry = Registry(settings.registry_path, read_only=True)
+        self._catalog = Catalog(
+            self._registry,
+            Quarantine(settings.quarantine_dir),
+            Mirror(settings.mirror_dir, self._sources),
+            fingerprint=engine.fingerprint,
+            hasher=engine.hasher,
+            chunk_tokens=engine.chunk_tokens,
+            allow_trained=engine.allow_trained,
+            grace_s=settings.lease_s,
+            snapshots=settings.cache_dir / "index",
+            clock=clock,
+        )
+        disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
+        self._tiers = Tiers(
+            settings,
+            self.shape,
+            ChunkLoader(self._sources, self.shape, heads, engine.layout, disk, keep_local=settings.disk_local),
+            disk,
+            segments=self._catalog.segments,
+            is_remote=self._catalog.is_remote,
+            on_failure=self._load_failed,
+            pin_memory=engine.pin_memory,
+            clock=clock,
+        )
+        self._catalog.refresh()
+        self._tiers.add_device(engine.device, self._device_bytes())
+        self._reads = Reads(_MAX_READS)
+        self._open: set[Claim] = set()
+        self._trusted: set[str] | None = None
+        """Those that may answer prompts which do not name them; None where nobody tries this engine, and all may."""
+        self._untried: set[str] = set()
+        self._claims: dict[str, Claim] = {}
+        self._pins: dict[str, Claim] = {}
+        self._lock = threading.RLock()  # taken again by `claim` within `pin`
+        self._stopping = threading.Event()
+        self._warmed: set[str] = set()
+        self._warm()
+        self._keeper = threading.Thread(target=self._keep, name="cartridge-keeper", daemon=True)
+        self._keeper.start()
+
+    # What an engine asks.
+
+    def lookup(self, hashes: Sequence[int], tag: str | None = None) -> int:
+        """Lease the leading chunks of a prompt and return how many of its hashes they answer.
+
+        `tag` names a cartridge or chain by its digests, joined by dots; without one only prefill cartridges answer,
+        each for its own tokens. What is not resident starts loading, and is waited for `lookup_timeout_s` at most.
+        Where a trained cartridge is part of it, all its chunks answer or none. Every chunk counted is resident,
+        verified, and stays for the lease. Without a tag only what `trust` was told of answers, once it was called.
+        """
+        needed = self._catalog.derive(tag)
+        keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
+        if needed is None or not keys or len(keys) < needed:
+            return 0
+        trusted = len(keys) if tag is not None else self._count_trusted(keys)
+        leased = self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        for key in keys[trusted:leased]:
+            self._tiers.release(key)
+        return min(leased, trusted)
+
+    def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
+        """Return how many leading hashes could be lent now; leases and loads nothing."""
+        if self._catalog.derive(tag) is None:
+            return 0
+        keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
+        return self._tiers.resident(keys)
+
+    def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
+        """Return the resident bytes of one chunk, the caller's to close, or None if it cannot be had.
+
+        A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
+        """
+        servable = self._catalog.derive(tag) is not None
+        # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
+        for key in self._catalog.index.candidates(chunk_hash, tag):
+            if loan := self._tiers.lend(key):
+                return loan
+        keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
+        if not servable or not keys:
+            return None
+        return self._tiers.lend_loaded(keys[0], self._settings.lookup_timeout_s)
+
+    def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Loan]:
+        """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
+        if tag is not None:
+            self._find(tag)
+        keys = self._catalog.index.leading(hashes, tag)
+        loans = self._tiers.lend_run(keys)
+        for chunk_hash in hashes[len(loans) :]:
+            loan = self.lend(chunk_hash, tag)
+            if loan is None:
+                break
+            loans.append(loan)
+        return loans
+
+    def release(self, chunk_hash: int, tag: str | None = None) -> bool:
+        """End one lease of a chunk; False if it has none."""
+        if tag is not None:
+            self._find(tag)
+        return any(map(self._tiers.release, self._catalog.index.candidates(chunk_hash, tag)))
+
+    def _find(self, tag: str) -> None:
+        """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
+        if not self._catalog.index.has(tag):
+            self._catalog.derive(tag)
+
+    # What the request layer asks.
+
+    def claim(self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None = None) -> Claim:
+        """Return a claim on a cartridge or chain, the caller's to poll and close. Does not block: what there is to read
+        is read in the background.
+
+        `places` tells by digest where those lie that the registry did not know of when it was last looked at. `room`
+        returns why so many chunks are too many for whoever copies them, None if they are not.
+        """
+        opening = self._opening(tag, dict(places), room)
+        claim = Claim(tag, opening, partial(self._refusal, tag), self._clock, self._forget)
+        with self._lock:
+            self._open.add(claim)
+        return claim
+
+    def _opening(
+        self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None
+    ) -> Iterator[Hold | Readiness | None]:
+        """See `Claim`."""
+        self._catalog.keep(tag)
+        unknown = {digest: place for digest, place in places.items() if not self._catalog.knows(digest)}
+        try:
+            if unknown or not self._catalog.is_at_hand(tag):
+                where = {place.location for place in unknown.values()} | self._catalog.locations(tag)
+                task = tag, tuple(unknown.items())
+                while (reading := self._reads.join(task, where, partial(self._read, tag, unknown))) is None:
+                    yield None
+                while not reading.done():
+                    yield None
+                needed = reading.result()
+            else:
+                needed = self._catalog.require(tag)
+        except CartridgeError as error:
+            yield Readiness.never(error)
+            return
+        keys = self._catalog.index.chunks(tag)
+        size_bytes = len(keys) * self.shape.size_bytes
+        why = room(len(keys)) if room is not None else None
+        if size_bytes > self._tiers.cpu.budget_bytes:
+            why = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
+        if why is not None:
+            yield Readiness(0, 0, len(keys), why, digest=None if "." in tag else tag)
+        else:
+            yield self._tiers.hold(keys, whole=needed > 0)
+
+    def _read(self, tag: str, places: Mapping[str, Place]) -> int:
+        """Read what a tag names, and return what `Catalog.require` does. Blocks."""
+        for digest, place in places.items():
+            if not self._catalog.knows(digest):
+                self._catalog.add(None, digest, *place)
+        return self._catalog.require(tag)
+
+    def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
+        """Start bringing a cartridge or chain into memory in the background; return how far it is."""
+        claim = self._claims.get(tag)
+        if claim is None:
+            mine = self.claim(tag, places)
+            with self._lock:
+                claim = self._claims.setdefault(tag, mine)
+            if claim is not mine:
+                mine.close()
+        with self._lock:
+            state = claim.poll()
+            self._settle(tag, claim)
+        return state
+
+    def pin(self, digest: str) -> int:
+        """Keep a cartridge in memory until `unpin`, loading what is missing; return how many chunks it has.
+
+        Raises `CartridgeError` for one that cannot be served, and `OverBudget` where memory has no room for all of its
+        chunks; nothing is pinned then. Pinning again is no change.
+        """
+        with self._lock:
+            if digest in self._pins:
+                return self._pins[digest].poll().chunks
+            claim = self.claim(digest, {})
+            state = claim.poll()
+            if state.refused is None and state.admitted == state.chunks:
+                self._pins[digest] = claim
+                return state.chunks
+            claim.close()
+        if state.refused is not None:
+            raise CartridgeError(f"{digest} cannot be pinned: {state.refused}")
+        raise OverBudget(f"only {state.admitted} of {state.chunks} chunks can be pinned: others hold the memory")
+
+    def unpin(self, digest: str) -> int:
+        """Let a cartridge's chunks be evicted again; return how many were pinned."""
+        with self._lock:
+            claim = self._pins.pop(digest, None)
+        if claim is None:
+            return 0
+        claim.close()
+        return claim.poll().chunks
+
+    def evict(self, digest: str) -> int:
+        """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory.
+
+        A quarantine that a copy on S3 caused is lifted.
+        """
+        with self._lock:
+            if claim := self._claims.pop(digest, None):
+                claim.close()
+        self._catalog.forgive(digest)
+        return self._tiers.evict(digest)
+
+    def distrust(self, digest: str, reason: str) -> None:
+        """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
+        self._catalog.distrust(digest, reason)
+
+    def trust(self, digests: Sequence[str]) -> None:
+        """Let cartridges answer prompts that do not name them: this engine was seen to answer right from them.
+
+        From the first call on no others do.
+        """
+        with self._lock:
+            self._trusted = (self._trusted or set()) | set(digests)
+            self._untried -= self._trusted
+
+    def untried(self) -> list[str]:
+        """Return the digests of those that could have answered such prompts since the last call, were they trusted."""
+        with self._lock:
+            untried, self._untried = sorted(self._untried), set()
+        return untried
+
+    def refresh(self) -> None:
+        """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
+
+        A new version is found from now on, and warm labels are followed. What was removed is found no more; requests
+        that have it already are served to their end. Raises `RegistryError`.
+        """
+        for claim in self._claimed():
+            self._catalog.keep(claim.tag)
+        for digest in self._catalog.refresh():
+            self.unpin(digest)
+            self.evict(digest)
+        self._warm()
+
+    # What people ask.
+
+    def status(self) -> dict[str, Any]:
+        """Return what this rank serves and holds, as plain values. Polls every claim that is open."""
+        with self._lock:
+            pinned = list(self._pins)
+        return {
+            "rank": self.engine.rank,
+            "chunk_tokens": self.engine.chunk_tokens,
+            "allow_trained": self.engine.allow_trained,
+            "served": self._catalog.counts()[0],
+            "refused": self.refused(),
+            "quarantined": len(self._catalog.quarantined),
+            "resident": self._tiers.resident_by_digest(),
+            "pinned": pinned,
+            "loading": {tag: state._asdict() for tag, state in self._waiting().items()},
+            **self._claim_numbers(),
+            "tiers": self.tiers(),
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """Return `status` with counts in place of names, at a cost that does not grow with them."""
+        served, refused = self._catalog.counts()
+        with self._lock:
+            pinned = len(self._pins)
+        return {
+            "rank": self.engine.rank,
+            "chunk_tokens": self.engine.chunk_tokens,
+            "served": served,
+            "refused": refused,
+            "quarantined": len(self._catalog.quarantined),
+            "pinned": pinned,
+            "loading": len(self._waiting()),
+            "untried": len(self._untried),
+            **self._claim_numbers(),
+            "tiers": self.tiers(),
+        }
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Return the counters of every tier there is, fastest first; no side effects."""
+        return self._tiers.stats()
+
+    def names(self) -> list[str]:
+        """Return `id@version` of every cartridge that is served now."""
+        return self._catalog.names()
+
+    def refused(self) -> dict[str, str]:
+        """Return the reason for every registered cartridge that is not served, by `id@version`."""
+        return self._catalog.refused()
+
+    def stats(self) -> ResidencyStats:
+        """Return the cpu tier's counters."""
+        return self._tiers.cpu.stats()
+
+    def check(self) -> None:
+        """Assert the invariants of the tiers."""
+        self._tiers.check()
+
+    def close(self) -> None:
+        """Stop loading. Loans stay valid."""
+        self._stopping.set()
+        self._keeper.join()
+        self._catalog.close()
+        self._tiers.close()
+        self._sources.close()
+
+    def _claimed(self) -> list[Claim]:
+        with self._lock:
+            return list(self._open)
+
+    def _forget(self, claim: Claim) -> None:
+        with self._lock:
+            self._open.discard(claim)
+
+    def _waiting(self) -> dict[str, Readiness]:
+        """Return how far everything is, by tag, that is claimed and not whole in memory but may be yet."""
+        states = {claim.tag: claim.poll() for claim in self._claimed()}
+        return {tag: state for tag, state in states.items() if not state.ready and state.refused is None}
+
+    def _claim_numbers(self) -> dict[str, Any]:
+        """Return how many claims requests have, and the age of the oldest."""
+        with self._lock:
+            own = {*self._claims.values(), *self._pins.values()}
+            started_at = [claim.started_at for claim in self._open if claim not in own]
+        age_s = self._clock() - min(started_at) if started_at else 0.0
+        return {"claims": len(started_at), "oldest_claim_s": age_s}
+
+    def _count_trusted(self, keys: Sequence[ChunkKey]) -> int:
+        """Return how many leading keys may answer a prompt that names no cartridge; note whose the next one is."""
+        if (trusted := self._trusted) is None:
+            return len(keys)
+        for count, key in enumerate(keys):
+            if key.digest not in trusted:
+                with self._lock:
+                    self._untried.add(key.digest)
+                return count
+        return len(keys)
+
+    def _refusal(self, tag: str) -> Readiness | None:
+        error = self._catalog.refusal(tag)
+        return None if error is None else Readiness.never(error)
+
+    def _device_bytes(self) -> int:
+        """Return the budget of the device tier: none on a CPU engine unless it was set."""
+        if self._settings.device_bytes is not None:
+            return self._settings.device_bytes
+        if self.engine.device == "cpu":
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.engine.device)
+        largest = self._registry.largest_bytes() // self.engine.world
+        return min(8 * largest, 1 << 30, free // 2)
+
+    def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
+        """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""
+        if error.digest is not None and isinstance(error, ArtifactError):
+            self._catalog.quarantine(error.digest, str(error))
+        else:
+            logger.warning("chunk %d of %s was not loaded: %s", key.chunk, key.digest, error)
+
+    def _warm(self) -> None:
+        """Bring what warm labels point at into memory, once each time they come to point at it."""
+        rows = {row.digest: row for row in self._registry.warm()}
+        for digest in rows.keys() - self._warmed:
+            if self._catalog.knows(digest):
+                self._warmed.add(digest)
+                self.preload(digest, {})
+        self._warmed &= rows.keys()
+
+    def _settle(self, tag: str, claim: Claim) -> None:
+        """End a fetch in the background that has nothing left to do. The lock is held."""
+        if claim.is_done():
+            claim.close()
+            self._claims.pop(tag, None)
+
+    def _keep(self) -> None:
+        """Look after what loads in the background, and after changes of the registry, until the store is closed."""
+        refreshed_at, complaint = self._clock(), None
+        while not self._stopping.wait(_POLL_S):
+            self._tiers.relieve()
+            with self._lock:
+                for tag, claim in list(self._claims.items()):
+                    self._settle(tag, claim)
+                for claim in self._pins.values():
+                    claim.poll()  # what failed to load is tried again
+            if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
+                refreshed_at = self._clock()
+                try:
+                    self.refresh()
+                    complaint = None
+                except Exception as error:  # whatever it is, later changes must be followed
+                    if str(error) != complaint:
+                        logger.warning(
+                            "changes are not followed: %s", error, exc_info=not isinstance(error, CartridgeError)
+                        )
+                    complaint = str(error)

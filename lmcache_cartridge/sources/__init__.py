@@ -1,0 +1,1 @@
+"""Bytes from elsewhere: local files, S3, the disk cache, copies of manifests, push and pull."""

@@ -1,0 +1,217 @@
+"""Transfer: artefacts pushed to and pulled from S3, each whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ..artifact import files, reading
+from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
+from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound
+from ..library.registry import Registry
+from .s3 import S3Source
+
+_WINDOW_BYTES = 64 << 20
+
+Progress = Callable[[str, int, int], None]
+"""Gets what is being done, how much of it, of how much: bytes, or chunks when verifying."""
+
+
+class Pushed(NamedTuple):
+    """What a push did."""
+
+    manifest: Manifest
+    """Of what is at the location now."""
+    changed: bool
+    """False where it was there already."""
+
+
+class Pulled(NamedTuple):
+    """What a pull did."""
+
+    manifest: Manifest
+    root: Path
+    changed: bool
+    """False where it was here already."""
+
+
+def push(root: Path, location: str, source: S3Source, *, force: bool, progress: Progress) -> Pushed:
+    """Store the artefact at `root` under an `s3://` location, manifest last, having verified every checksum.
+
+    Raises `CartridgeExists` where an artefact of other content is there, unless `force`: then its manifest goes first,
+    so that nobody takes new bytes for those of the old one. A push that fails leaves files without a manifest, which are
+    no artefact; the next one replaces them.
+    """
+    there = _manifest_at(location, source)
+    manifest = _verified(root, progress)
+    if there is not None and there.digest == manifest.digest and _is_complete(there, location, source):
+        return Pushed(there, False)
+    if there is not None and there.digest != manifest.digest and not force:
+        raise CartridgeExists(
+            f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "
+            f"{manifest.digest[:16]}...); push to another prefix, or replace it with --force, which fails requests that "
+            "use the old one"
+        )
+    if there is not None:
+        source.delete(location, reading.MANIFEST)
+    data = (root / reading.MANIFEST).read_bytes()
+    if decode(data, str(root)).digest != manifest.digest:
+        raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
+    for file in (*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
+        with (root / file).open("rb") as opened:
+            source.upload(location, file, opened, _counted(file, os.fstat(opened.fileno()).st_size, progress))
+    if manifest.payload:
+        _check_size(manifest, location, source)
+    source.upload(location, reading.MANIFEST, BytesIO(data))
+    return Pushed(manifest, True)
+
+
+def pull(
+    location: str,
+    source: S3Source,
+    registry: Registry,
+    directory: Path,
+    *,
+    progress: Progress,
+    name: str | None = None,
+    promote: bool = True,
+) -> Pulled:
+    """Bring the artefact at an `s3://` location to `directory/<id>/<version>`, verify every checksum and register it.
+
+    `name` is the id it gets here, by default its own; `promote` as for `Registry.register`. Raises `CartridgeExists` where other content has this id and
+    version. Whatever fails, nothing half-made is seen or left; what a killed pull left goes with the next of that id.
+    """
+    manifest = _manifest_at(location, source)
+    if manifest is None:
+        raise SourceNotFound(f"{location} holds no {reading.MANIFEST}; is this where a cartridge was pushed?")
+    if name is not None:
+        manifest = msgspec.structs.replace(manifest, id=check_id(name))
+    if manifest.id in registry.labels():
+        raise CartridgeExists(
+            f"{manifest.id} is a label here and cannot be the id of a cartridge too; give another --id"
+        )
+    root = directory / manifest.id / str(manifest.version)
+    hint = f"pull it under another id with --id, or first `lmcache-cartridge remove {manifest.name} --delete-files`"
+    with _alone(root.parent):
+        with suppress(CartridgeNotFound):
+            found = registry.find(manifest.name)
+            if found.digest != manifest.digest:
+                raise CartridgeExists(f"{manifest.name} is registered with other content; {hint}")
+            here = Path(found.location)
+            if _holds(here, manifest):
+                return Pulled(manifest, here, False)
+        if root.exists() and not _holds(root, manifest):
+            raise CartridgeExists(f"{root} exists with other content; {hint}")
+        if changed := not root.exists():
+            _download(manifest, location, source, root, progress)
+        else:
+            _verified(root, progress)
+        registry.register(root, promote=promote)
+    return Pulled(manifest, root, changed)
+
+
+def _download(manifest: Manifest, location: str, source: S3Source, root: Path, progress: Progress) -> None:
+    partial = root.parent / f".{root.name}.pull"
+    shutil.rmtree(partial, ignore_errors=True)
+    free = shutil.disk_usage(root.parent).free
+    if manifest.payload_bytes > free:
+        raise ArtifactError(
+            f"cartridge {manifest.name} needs {manifest.payload_bytes} bytes, {root.parent} has {free} free"
+        )
+    try:
+        partial.mkdir()
+        for file, limit_bytes in reading.id_files(manifest).items():
+            files.write(partial / file, [source.read(location, file, limit_bytes).data])
+        if manifest.payload:
+            files.write(partial / manifest.payload.file, _windows(manifest, location, source, progress))
+        files.write(partial / reading.MANIFEST, [manifest.encode()])
+        _verified(partial, progress)
+        partial.rename(root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _windows(manifest: Manifest, location: str, source: S3Source, progress: Progress) -> Iterator[memoryview]:
+    """Yield the payload window by window; each is overwritten by the next."""
+    file, total = manifest.payload.file, manifest.payload.size_bytes
+    _check_size(manifest, location, source)
+    window = memoryview(bytearray(min(total, _WINDOW_BYTES)))
+    for start in range(0, total, _WINDOW_BYTES):
+        part = window[: min(_WINDOW_BYTES, total - start)]
+        source.read_into(location, file, reading.ByteRange(start, start + len(part)), part)
+        yield part
+        progress(file, start + len(part), total)
+
+
+def _verified(root: Path, progress: Progress) -> Manifest:
+    for done, total in reading.verify(root):
+        progress("verify", done, total)
+    return reading.load_manifest(root)
+
+
+def _holds(root: Path, manifest: Manifest) -> bool:
+    """Return whether the artefact at `root` is there, of the right size, and has the manifest's content."""
+    try:
+        reading.load_manifest(root, manifest.digest)
+    except CartridgeError:
+        return False
+    return True
+
+
+def _manifest_at(location: str, source: S3Source) -> Manifest | None:
+    try:
+        small = source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES)
+    except SourceNotFound as error:
+        if "NoSuchBucket" in str(error):
+            raise
+        return None
+    return decode(small.data, f"{location}/{reading.MANIFEST}")
+
+
+def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
+    """Return whether the files that a manifest there names are there too, the payload in its size."""
+    try:
+        for file in reading.id_files(manifest):
+            source.size(location, file)
+        return not manifest.payload or source.size(location, manifest.payload.file) == manifest.payload.size_bytes
+    except SourceNotFound:
+        return False
+
+
+def _check_size(manifest: Manifest, location: str, source: S3Source) -> None:
+    file = manifest.payload.file
+    reading.check_size(manifest, source.size(location, file), f"{location}/{file}", "Push it again")
+
+
+def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Return what turns bytes as they go, told by several threads, into progress."""
+    done, lock = 0, threading.Lock()
+
+    def count(more: int) -> None:
+        nonlocal done
+        with lock:
+            done += more
+            progress(file, done, total)
+
+    return count
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold `directory`, made where it lacks, against other pulls; wait for one that holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
