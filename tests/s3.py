@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lmcache_cartridge.serve.multiprocess import free_port
+from lmcache_cartridge.serve.launch import free_port
 
 KEY, SECRET = "test:tester", "testing"
 STORAGE = ("account", "container", "object")

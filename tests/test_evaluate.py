@@ -28,8 +28,8 @@ from lmcache_cartridge.make.judge import PROMPT, Judge, read_score
 from lmcache_cartridge.make.questions import Question, ServerWriter, save, self_study
 from lmcache_cartridge.make.train import trained
 from lmcache_cartridge.make.train.initial import prefilled
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import ServerProcess, free_port
+from lmcache_cartridge.serve.launch import free_port, plan
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 16

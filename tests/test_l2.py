@@ -60,7 +60,7 @@ from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
-from lmcache_cartridge.serve.multiprocess import free_port
+from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.serve.request import TAG
 
 CHUNK = 64

@@ -18,8 +18,7 @@ from making import make_artifact
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.multiprocess import CONTROL, l1_size_bytes
+from lmcache_cartridge.serve.launch import CONTROL, l1_size_bytes, plan
 from lmcache_cartridge.settings import Settings, from_mapping
 
 
@@ -139,7 +138,7 @@ def _python(code: str) -> list[str]:
 def _pair(lmcache: list[str], vllm: list[str], files: list[Path]) -> Iterator[tuple[subprocess.Popen, list[int]]]:
     """Run the pair until every one of its programs has written its process id; none may be left."""
     pids: list[int] = []
-    command = [sys.executable, "-m", "lmcache_cartridge.serve.multiprocess", json.dumps(lmcache), *vllm]
+    command = [sys.executable, "-m", "lmcache_cartridge.serve.processes", json.dumps(lmcache), *vllm]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     try:
         _wait(lambda: all(file.exists() and file.read_text() for file in files))

@@ -195,7 +195,7 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path: Path
         command = plan("m", from_mapping({"home": tmp_path}), mode=mode, vllm_args=arguments).command
         assert [a for a in command if a.startswith("--kv-transfer-config")] == ["--kv-transfer-config"]
         transfer = json.loads(_option(command, "--kv-transfer-config"))
-        assert transfer["kv_connector_module_path"].startswith("lmcache_cartridge.serve.")
+        assert transfer["kv_connector_module_path"].startswith("lmcache_cartridge.engine.")
         assert (transfer["engine_id"], transfer["kv_rank"], transfer["kv_load_failure_policy"]) == ("mine", 3, "fail")
         assert transfer["kv_connector_extra_config"]["lmcache.x"] == 1
         assert ("lmcache.mp.port" in transfer["kv_connector_extra_config"]) == (mode == "multiprocess")

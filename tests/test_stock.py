@@ -19,7 +19,7 @@ from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, _server
+from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
@@ -45,10 +45,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def _launch(built: Built, path: Path, yaml: str, transfer: dict[str, str] | None = TRANSFER) -> Launch:
-    command = [*_server(str(MODEL_DIR)), *SERVER_ARGS]
+    command = [*server_command(str(MODEL_DIR)), *SERVER_ARGS]
     command += [] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)]
     environment = {"LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CARTRIDGE_HOME": str(built.home)}
-    return Launch(path, yaml, environment, command)
+    return Launch(path, yaml, environment, command, {})
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ YET = {
     "memory.loads": "private",
     "memory.store": "long",
     "serve.api": "private long",
-    "serve.plugin": "private",
+    "serve.stock": "private",
     "serve.request": "long",
     "settings": "up",
     "sources.s3_call": "foreign",

@@ -21,8 +21,8 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.memory.tier import LOAD_SECONDS
 from lmcache_cartridge.serve.admin import add_routes
+from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
-from lmcache_cartridge.serve.processes import free_port
 from lmcache_cartridge.settings import Settings
 
 CHUNK = 16

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
-from ..serve.multiprocess import CONTROL
+from ..serve.launch import CONTROL
 from . import worker
 from .connector import positions_to_inject, warn_without_api
 from .host import check_vllm, fingerprint_of

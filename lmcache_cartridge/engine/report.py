@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
-from ..serve.multiprocess import CONTROL
+from ..serve.launch import CONTROL
 from ..serve.request import TAG
 from . import frames
 

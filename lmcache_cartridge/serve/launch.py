@@ -6,7 +6,9 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +20,6 @@ from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
 from ..settings import Settings
 from .arguments import TRANSFER, Arguments, redacted
-from .multiprocess import CONTROL, as_parameters, control_path, free_port, l1_size_bytes, lmcache_command
 
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
@@ -26,6 +27,12 @@ API_PLUGIN = "cartridges"
 """The name of our entry point among vLLM's endpoint plugins."""
 _KEY_VARIABLE = "VLLM_API_KEY"
 _EXTRA = "kv_connector_extra_config"
+CONTROL = "cartridge.control"
+"""Key in `kv_connector_extra_config` whose value is the path of the adapter's socket."""
+_LEAST_L1_BYTES = 256 << 20
+_COLD_AT_ONCE = 4
+"""Requests for the largest cartridge that may be staged at the same time, each in memory of its own (LMCache 0.5.6)."""
+SHM = Path("/dev/shm")
 CPU_KV_BYTES = 1 << 30
 """vLLM's KV cache on CPU where the user names no size: vLLM's own default is a share of the machine's memory."""
 
@@ -39,6 +46,8 @@ class Launch(NamedTuple):
     """Variables set in addition to the caller's."""
     command: list[str]
     """vLLM's own."""
+    engine: dict[str, Any]
+    """What makes vLLM's engine serve cartridges, as keyword arguments of its `LLM`; options of `command` too."""
     lmcache: list[str] | None = None
     """The command of LMCache's server, which runs beside it in multiprocess mode."""
 
@@ -56,7 +65,7 @@ class Launch(NamedTuple):
         """The command to run: vLLM's, or one that runs both servers and ends them together."""
         if self.lmcache is None:
             return self.command
-        return [sys.executable, "-m", "lmcache_cartridge.serve.multiprocess", json.dumps(self.lmcache), *self.command]
+        return [sys.executable, "-m", "lmcache_cartridge.serve.processes", json.dumps(self.lmcache), *self.command]
 
     def write(self) -> None:
         """Write the YAML."""
@@ -119,18 +128,21 @@ def plan(
                 CONTROL: control_path(port),
             },
         }
-    transfer = _merged(transfer, arguments.mapping(TRANSFER))
+    engine = {
+        "kv_transfer_config": _merged(transfer, arguments.mapping(TRANSFER)),
+        "worker_extension_cls": "lmcache_cartridge.engine.worker.CartridgeWorker",
+    }
     rest, key = arguments.without_key()
     if key is not None:
         environment[_KEY_VARIABLE] = key  # `ps` shows commands to everybody, and no variables
     command = [
-        *_server(model), f"--{TRANSFER}", json.dumps(transfer), "--enable-prompt-tokens-details",
-        "--worker-extension-cls", "lmcache_cartridge.engine.worker.CartridgeWorker",
+        *server_command(model), f"--{TRANSFER}", json.dumps(engine["kv_transfer_config"]),
+        "--enable-prompt-tokens-details", "--worker-extension-cls", engine["worker_extension_cls"],
     ]  # fmt: skip
     sized = any(arguments.get(name) is not None for name in ("kv-cache-memory-bytes", "gpu-memory-utilization"))
     if _on_cpu() and not sized:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    return Launch(path, yaml, environment, [*command, *rest], lmcache)
+    return Launch(path, yaml, environment, [*command, *rest], engine, lmcache)
 
 
 def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
@@ -155,6 +167,63 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
         *(f"  {key}: {json.dumps(value)}" for key, value in extra.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def lmcache_command(settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool) -> list[str]:
+    """Return the command of LMCache's server with our adapter; its ports are free ones but for `port`."""
+    http_port = free_port()
+    adapter = {
+        "type": "plugin",
+        "module_path": "lmcache_cartridge.engine.l2",
+        "class_name": "CartridgeL2Adapter",
+        "adapter_params": {"control": control_path(port), "lmcache_http": f"http://127.0.0.1:{http_port}"}
+        | as_parameters(settings),
+    }
+    command = [
+        sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port),
+        "--http-host", "127.0.0.1", "--http-port", str(http_port), "--prometheus-port", str(free_port()),
+        "--chunk-size", str(chunk_tokens), "--l1-size-gb", f"{l1_bytes / (1 << 30):g}",
+        "--eviction-policy", "LRU", "--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(adapter),
+        # A vLLM that was idle for an hour before its first request would be forgotten, for good (LMCache 0.5.6).
+        "--worker-reap-timeout-seconds", "0",
+    ]  # fmt: skip
+    if on_cpu:
+        command += ["--supported-transfer-mode", "engine_driven"]
+        if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * l1_bytes:
+            command += ["--no-l1-use-lazy", "--shm-name", shm_name(port)]
+    return command
+
+
+def as_parameters(settings: Settings) -> dict[str, Any]:
+    """Return settings as plain values, without those that are not set."""
+    return {k: v for k, v in settings.model_dump(mode="json").items() if v is not None and v != []}
+
+
+def control_path(port: int) -> str:
+    """Return where the adapter of the LMCache server at `port` listens for workers: short, and nobody else's."""
+    # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+    return str(Path(parent) / f"lmcache-cartridge-{os.getuid()}" / f"{port}.sock")
+
+
+def shm_name(port: int) -> str:
+    """Return the name of the memory that LMCache and vLLM share."""
+    return f"lmcache-cartridge-{port}"
+
+
+def l1_size_bytes(largest_bytes: int) -> int:
+    """Return how much memory LMCache needs for its own copies of cartridges of which the largest has `largest_bytes`.
+
+    LMCache reserves memory for a whole prefix or refuses it, once for each request that is cold at the same time.
+    """
+    return max(_LEAST_L1_BYTES, _COLD_AT_ONCE * largest_bytes)
+
+
+def free_port() -> int:
+    """Return a TCP port on the loopback interface that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def allowed_plugins() -> str:
@@ -211,7 +280,7 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def _server(model: str) -> list[str]:
+def server_command(model: str) -> list[str]:
     """Return the command of vLLM's OpenAI server. The CPU wheel's `vllm` script does not start (vLLM 0.32)."""
     if _on_cpu():
         return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
@@ -32,11 +31,7 @@ def engine_arguments(settings: Settings, *, chunk_tokens: int = 256, on_load_fai
     launch = plan("", settings, chunk_tokens=chunk_tokens, on_load_failure=on_load_failure)
     launch.write()
     os.environ.update(launch.environment)
-    option = dict(zip(launch.command, launch.command[1:], strict=False))
-    return {
-        "kv_transfer_config": json.loads(option["--kv-transfer-config"]),
-        "worker_extension_cls": option["--worker-extension-cls"],
-    }
+    return launch.engine
 
 
 def with_cartridges(

@@ -1,10 +1,18 @@
-"""ServerProcess: a vLLM server as a child process that is up when entered and gone, children too, when left."""
+"""Servers as child processes: `ServerProcess` for programs and tests, `ServerPair` for `serve --mode multiprocess`.
+
+Run as `python -m lmcache_cartridge.serve.processes LMCACHE-COMMAND-AS-JSON VLLM-COMMAND...` it runs both servers as one
+program: they start together, and neither outlives the other. `launch.plan` writes both commands, `serve --print` shows
+them.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,9 +22,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import UnsupportedEngine
-from .launch import Launch
-from .multiprocess import free_port
+from .launch import SHM, Launch, free_port
 
+_LET_GO_S = 5.0
+"""How long each server of a pair may take to end by itself."""
+_PR_SET_PDEATHSIG = 1
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 """Environment for a small model on a shared CPU: one compute thread, and one process less."""
 
@@ -75,3 +85,72 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class ServerPair:
+    """LMCache's server and vLLM as children of this process."""
+
+    def __init__(self, lmcache: list[str], vllm: list[str]) -> None:
+        self._commands = {"LMCache's server": lmcache, "vLLM": vllm}
+        self._children: dict[str, subprocess.Popen] = {}
+        self._stop = False
+
+    def run(self) -> int:
+        """Start both, wait until one ends or a signal comes, end both; return vLLM's exit status, or 1."""
+
+        def stop(*_: object) -> None:
+            self._stop = True  # no event: its lock may be held by the very code that the signal interrupts
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, stop)
+        try:
+            for name, command in self._commands.items():
+                self._children[name] = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
+            while not self._stop:
+                time.sleep(0.2)
+                for name, child in self._children.items():
+                    if child.poll() is not None:
+                        print(f"lmcache-cartridge: {name} ended with {child.returncode}; ending", file=sys.stderr)
+                        status = self._children["vLLM"].poll()
+                        return 1 if status is None else status
+            return 0
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """End vLLM, then LMCache's server, and whatever they started; each is the head of its process group."""
+        for name in reversed(self._commands):
+            if (child := self._children.get(name)) is None:
+                continue
+            with suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_LET_GO_S if name == "vLLM" else _LET_GO_S / 2)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this child when its parent is killed, which then could not."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _remove_shared_memory(command: list[str]) -> None:
+    """Remove what LMCache's server leaves in shared memory when it is killed."""
+    if "--shm-name" in command:
+        (SHM / f"lmcache_l1_pool_{command[command.index('--shm-name') + 1]}").unlink(missing_ok=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the pair; `arguments` are LMCache's command as JSON, then vLLM's."""
+    lmcache, vllm = json.loads(arguments[0]), arguments[1:]
+    try:
+        return ServerPair(lmcache, vllm).run()
+    finally:
+        _remove_shared_memory(lmcache)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
