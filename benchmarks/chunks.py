@@ -534,8 +534,8 @@ def halves() -> tuple[set[int], set[int]]:
 def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for ours and for raw ranged GETs, by the same client settings."""
     server, digest, keys, settings = at.s3
+    from lmcache_cartridge.artifact.location import parse
     from lmcache_cartridge.library.registry import Registry
-    from lmcache_cartridge.sources.s3 import parse
     from lmcache_cartridge.sources.sources import Sources
 
     location = Registry(settings.registry_path, read_only=True).find("remote").location

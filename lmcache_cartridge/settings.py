@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from .artifact.location import parse
 from .errors import SettingsError
 
 HOME_VARIABLE = "LMCACHE_CARTRIDGE_HOME"
@@ -126,8 +127,6 @@ class Settings(BaseModel):
     @field_validator("buckets")
     @classmethod
     def _check_buckets(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
-        from .sources.s3 import parse
-
         for bucket in buckets:
             parse(f"s3://{bucket}/x")
         return buckets

@@ -24,13 +24,14 @@ from transformers import (
     SmolLM3Config,
 )  # fmt: skip
 
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 

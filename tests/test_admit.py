@@ -24,11 +24,12 @@ with quietly():
     from lmcache_cartridge.serve.canary import Canaries
 
 from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.control import ControlServer, Workers
-from lmcache_cartridge.memory.store import CartridgeStore, Place
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.request import MAX_READS, Reference, Refusal, Resolver
 from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.sources.reads import Reads

@@ -18,8 +18,9 @@ from making import Made, make_artifact, make_fingerprint, sha256_hasher
 from s3 import S3Server
 from safetensors import safe_open
 
+from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
-from lmcache_cartridge.memory.store import CartridgeStore, Place
+from lmcache_cartridge.memory.store import CartridgeStore
 
 MODEL = make_fingerprint(layers=2, head_size=32)
 POSITIONS = 512

@@ -13,12 +13,13 @@ import pytest
 from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope, run_threads
 
+from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.errors import RegistryError
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.memory.store import CartridgeStore, Place
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
 GRACE_S = 50.0

@@ -16,11 +16,12 @@ import pytest
 import torch
 from wards import MODEL, margins, patients, prefill, save
 
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.cli.recall.ward import Document, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory import loader
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 

@@ -12,10 +12,10 @@ from families import FAMILIES, ROTATING, chain, make_model, write
 from transformers import DynamicCache
 
 from lmcache_cartridge.artifact import fingerprint
+from lmcache_cartridge.artifact.cartridge import Cartridge
+from lmcache_cartridge.artifact.fingerprint import check_shift
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.loader import Cartridge
-from lmcache_cartridge.memory.rope import check_shift
 
 torch.set_num_threads(1)  # tiny models; more threads only contend
 

@@ -16,11 +16,12 @@ import torch
 from making import Made, heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest, decode
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 

@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.bytesource import Seen
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.int8 import is_finite, record
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
@@ -29,7 +30,7 @@ from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
 from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload, WrongShape
 from lmcache_cartridge.memory.codec import decode, encode
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, rank_heads, to_heads
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.rope import shift_keys
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources import transfer

@@ -15,6 +15,7 @@ from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint,
 
 from lmcache_cartridge.artifact import check
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, is_finite
 from lmcache_cartridge.errors import (
     ArtifactError,
@@ -30,7 +31,7 @@ from lmcache_cartridge.errors import (
 )
 from lmcache_cartridge.memory import loader as loader_module
 from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
 from lmcache_cartridge.sources.sources import LocalSource, Sources
@@ -334,7 +335,7 @@ def test_a_payload_that_may_not_be_read_has_its_own_error(made: Made, tmp_path: 
         sys.path.insert(0, "tests")
         import torch
         from test_loader import Made, Settings, Sources, _load, _loader
-        from lmcache_cartridge.artifact import load_manifest
+        from lmcache_cartridge.artifact.reading import load_manifest
         from lmcache_cartridge.errors import SourceDenied
         root = Path(sys.argv[1])
         made = Made(load_manifest(root), None)

@@ -10,11 +10,12 @@ import torch
 from making import Made, flip_bit, heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.errors import CartridgeError, CorruptChunk, SourceTimeout, TruncatedPayload
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import ChunkShape, rank_heads
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.sources.disk_cache import DiskTier
 from lmcache_cartridge.sources.sources import LocalSource, Sources
 

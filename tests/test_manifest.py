@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint, make_rope
 
+from lmcache_cartridge.artifact.fingerprint import check_shift
 from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     MAX_MANIFEST_BYTES,
     Canary,
@@ -25,7 +26,6 @@ from lmcache_cartridge.artifact.manifest import (  # fmt: skip
 )
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.errors import ArtifactError, ManifestError, UnsupportedModel
-from lmcache_cartridge.memory.rope import check_shift
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ from homes import Home, Prompt, assert_served, prompt_for, until
 from making import Made, flip_bit, run_threads
 from s3 import S3Server, both
 
+from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.library import catalog
 from lmcache_cartridge.library.quarantine import BadCopy, Quarantine
-from lmcache_cartridge.memory.store import CartridgeStore, Place
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.sources.manifest_cache import Mirror
 
 DIGEST = "ab" * 32

@@ -20,11 +20,11 @@ from transformers import (
     StableLmConfig,
 )  # fmt: skip
 
-from lmcache_cartridge.artifact.fingerprint import of_config
+from lmcache_cartridge.artifact.fingerprint import check_shift, of_config
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.rope import check_shift, shift_keys
+from lmcache_cartridge.memory.rope import shift_keys
 
 torch.set_num_threads(1)  # tiny models; more threads only contend
 

@@ -16,13 +16,14 @@ from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, rea
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads, sha256_hasher
 
 from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.library import backlog, catalog, reader
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.library.snapshot import Row, Snapshot
-from lmcache_cartridge.memory.store import CartridgeStore, Place
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
 GRACE_S = 50.0

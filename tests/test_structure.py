@@ -18,6 +18,8 @@ PACKAGE = "lmcache_cartridge"
 ROOT = Path(lmcache_cartridge.__file__).parent
 ROOMS = ["errors", "settings", "artifact", "library", "sources", "memory", "engine", "serve", "fleet", "make", "cli"]
 """From the top: each may import what stands before it, and itself."""
+ALSO = {"settings": {f"{PACKAGE}.artifact.location"}}
+"""Modules further down that a room may import; `artifact.location` has only the grammar of locations."""
 HOSTS = {"lmcache", "vllm", "transformers", "peft", "boto3", "botocore"}
 """What no room above `engine` knows, but for boto3 in the S3 source."""
 MAX_LINES = 450
@@ -33,8 +35,7 @@ YET = {
     "engine.host": "up",
     "engine.mp_connector": "up",
     "engine.report": "up",
-    "library.catalog": "up long",
-    "library.reader": "up",
+    "library.catalog": "long",
     "library.registry": "long",
     "memory.hold": "private",
     "memory.loads": "private",
@@ -42,7 +43,6 @@ YET = {
     "serve.api": "private long",
     "serve.stock": "private",
     "serve.request": "long",
-    "settings": "up",
     "sources.s3_call": "foreign",
 }
 """What is still to be put right, each to leave this list as it is."""
@@ -195,7 +195,12 @@ def test_every_import_points_up(module: str) -> None:
     here = room(module)
     if here is None:
         return
-    wrong = [i.name for i in IMPORTS[module] if (there := room(i.name)) and ROOMS.index(there) > ROOMS.index(here)]
+    wrong = [
+        i.name
+        for i in IMPORTS[module]
+        if (there := room(i.name)) and ROOMS.index(there) > ROOMS.index(here)
+        if modules_of(i) not in ALSO.get(here, ())
+    ]
     assert wrong == [], f"{module} imports from rooms below its own"
 
 

@@ -10,9 +10,10 @@ import torch
 from blocks import quietly
 from making import make_artifact
 
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape
-from lmcache_cartridge.memory.loader import Cartridge, ChunkLoader, Segment
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 

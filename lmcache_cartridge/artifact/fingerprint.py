@@ -114,6 +114,18 @@ def _rope_differences(mine: Rope | None, theirs: Rope | None) -> list[str]:
     return lines
 
 
+def check_shift(rope: Rope | None) -> None:
+    """Raise `UnsupportedModel` where keys cannot be moved exactly: they do not rotate, or it is not known how."""
+    if rope is None or rope.layers == ():
+        raise UnsupportedModel("the model has no rotary embedding, so its keys cannot be moved to other positions")
+    if rope.layers is msgspec.UNSET:
+        raise UnsupportedModel(
+            "it is not known which layers of the model rotate their keys; build the cartridge again with this release"
+        )
+    if rope.pairing is None:
+        raise UnsupportedModel("it is not known which dimensions of this model's keys rotate together")
+
+
 def config_fields(config: Any) -> dict[str, Any]:
     """Return a Hugging Face config as plain fields, by their standard names where the model spells them otherwise."""
     standard = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..artifact.location import is_remote
+
 Verb = Callable[[str, Any, str, str], argparse.ArgumentParser]
 """Called with (name, what runs it, summary, example); returns its parser."""
 
@@ -43,9 +45,8 @@ def copy_of(arguments: argparse.Namespace, location: str) -> Path:
 def local_root(location: Any) -> Path:
     """Return the directory of a registered cartridge. Raises `ArtifactError` for one that lies on S3."""
     from ..errors import ArtifactError
-    from ..sources.sources import Sources
 
-    if Sources.is_remote(location.location):
+    if is_remote(location.location):
         raise ArtifactError(
             f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
         )
@@ -54,6 +55,4 @@ def local_root(location: Any) -> Path:
 
 def root_of(arguments: argparse.Namespace, location: str) -> Path:
     """Return the directory that holds the manifest of what lies at a location."""
-    from ..sources.sources import Sources
-
-    return copy_of(arguments, location) if Sources.is_remote(location) else Path(location)
+    return copy_of(arguments, location) if is_remote(location) else Path(location)

@@ -10,11 +10,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple
 
+from ..artifact.location import is_remote
 from ..errors import ENGINE, CartridgeError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings
-from ..sources.sources import Sources
 
 PROVEN = {"lmcache": "0.5.6", "vllm": "0.32.0", "torch": "2.13.0"}
 """Versions this release was run with."""
@@ -163,7 +163,7 @@ def _check_registry(settings: Settings) -> Iterator[Check]:
     yield Check("ok", "registry", f"{len(rows)} cartridges in {settings.registry_path}")
     quarantine = Quarantine(settings.quarantine_dir)
     for row in rows:
-        if not Sources.is_remote(row.location) and not (Path(row.location) / "manifest.json").is_file():
+        if not is_remote(row.location) and not (Path(row.location) / "manifest.json").is_file():
             yield Check(
                 "warn",
                 row.name,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..artifact.location import is_remote
 from ..errors import CartridgeError, CartridgeNotFound
 from .authoring import add_no_promote
 from .context import Verb, copy_of, registry_of, root_of, settings_of
@@ -63,10 +64,8 @@ def add(verb: Verb) -> None:
 
 
 def _register(arguments: argparse.Namespace) -> None:
-    from ..sources.sources import Sources
-
     registry = registry_of(arguments)
-    if Sources.is_remote(arguments.path):
+    if is_remote(arguments.path):
         manifest = registry.register(copy_of(arguments, arguments.path), arguments.path, promote=arguments.promote)
     else:
         path = Path(arguments.path)
@@ -238,7 +237,7 @@ def _check(arguments: argparse.Namespace, location: Any, sources: Any) -> None:
     from ..artifact import reading
 
     root, read, where = root_of(arguments, location.location), None, None
-    if sources.is_remote(location.location):
+    if is_remote(location.location):
         where = f"{location.location}/{reading.PAYLOAD}"
         read = partial(sources.read_into, location.location, reading.PAYLOAD)
     reading.load_manifest(root, location.digest, payload=read is None)

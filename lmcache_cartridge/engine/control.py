@@ -32,9 +32,10 @@ from typing import Any
 
 import msgspec
 
+from ..artifact.cartridge import Place
 from ..errors import CartridgeError, UnsupportedEngine
 from ..memory.claim import Claim, Readiness
-from ..memory.store import CartridgeStore, Place
+from ..memory.store import CartridgeStore
 from . import frames
 
 logger = logging.getLogger(__name__)

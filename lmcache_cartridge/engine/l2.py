@@ -24,11 +24,12 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
+from ..artifact.cartridge import Place
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..library.index import Hasher
 from ..memory.claim import Claim
 from ..memory.layout import DTYPES, rank_heads
-from ..memory.store import CartridgeStore, Engine, Place
+from ..memory.store import CartridgeStore, Engine
 from ..memory.tiles import is_tiled
 from ..settings import from_mapping
 from .control import ControlServer

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from ..artifact import reading
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.cartridge import Cartridge, Segment
+from ..artifact.fingerprint import Fingerprint, check_shift
+from ..artifact.location import is_remote
 from ..errors import (
     ArtifactError,
     CartridgeError,
@@ -19,10 +22,6 @@ from ..errors import (
     ModelMismatch,
     UnsupportedEngine,
 )
-from ..memory.loader import Cartridge, Segment
-from ..memory.rope import check_shift
-from ..sources.manifest_cache import Mirror
-from ..sources.sources import Sources
 from .backlog import Backlog, Wanted
 from .index import ChunkKey, Hasher, KeyIndex
 from .quarantine import BadCopy, Quarantine
@@ -44,6 +43,22 @@ _FOR_OTHERS = {error.__name__: error for error in (ModelMismatch, ChunkSizeMisma
 """What does not change however often an artefact is read."""
 
 
+class ManifestCopies(Protocol):
+    """Local copies of what is small of artefacts on S3: their manifests and token ids."""
+
+    def known(self, location: str) -> Path | None:
+        """Return the directory of the copy that is here, however old, or None. Does not ask S3."""
+
+    def fetch(self, location: str) -> Path:
+        """Return the directory of a copy, made or renewed. Blocks while S3 is asked. Raises `CartridgeError`."""
+
+    def payload_revision(self, location: str) -> str:
+        """Return a text that changes whenever the payload does. Asks S3. Raises `SourceError`."""
+
+    def prune(self, keep: Container[str]) -> None:
+        """Remove the copies that nobody used for long, except those of the locations to `keep`. Never raises."""
+
+
 class Catalog:
     """Cartridges by digest, and the index that finds their chunks.
 
@@ -57,7 +72,7 @@ class Catalog:
         self,
         registry: Registry,
         quarantine: Quarantine,
-        mirror: Mirror,
+        copies: ManifestCopies,
         *,
         fingerprint: Fingerprint,
         hasher: Hasher,
@@ -72,7 +87,7 @@ class Catalog:
         `snapshots` is a directory that may be written, for what the next start need not read again.
         """
         self.index = KeyIndex(hasher, chunk_tokens)
-        self._registry, self._quarantine, self._mirror = registry, quarantine, mirror
+        self._registry, self._quarantine, self._manifests = registry, quarantine, copies
         self._chunk_tokens, self._grace_s, self._clock = chunk_tokens, grace_s, clock
         self._rows: dict[str, Row] = {}
         self._names: dict[str, tuple[str, ...]] = {}
@@ -122,8 +137,8 @@ class Catalog:
             self._backlog.add(wanted)
         if not self._pruned:
             self._pruned = True
-            remote = {row.location for row in changes.present if Sources.is_remote(row.location)}
-            self._backlog.later(lambda: self._mirror.prune(remote))
+            remote = {row.location for row in changes.present if is_remote(row.location)}
+            self._backlog.later(lambda: self._manifests.prune(remote))
         del known, changes, present
         self._backlog.read_some(wanted)
         with self._lock:
@@ -173,10 +188,10 @@ class Catalog:
         """
         row = self._rows.get(digest)
         copy = None
-        if row is not None and Sources.is_remote(row.location):
+        if row is not None and is_remote(row.location):
             revision = ""
             with suppress(CartridgeError):
-                revision = self._mirror.payload_revision(row.location)
+                revision = self._manifests.payload_revision(row.location)
             copy = BadCopy(row.location, revision)
         with self._lock:
             if digest in self.quarantined:
@@ -247,7 +262,7 @@ class Catalog:
     def is_remote(self, tag: str) -> bool:
         """Whether a cartridge of a tag has to be fetched over the network."""
         rows = map(self._rows.get, tag.split("."))
-        return any(row is not None and Sources.is_remote(row.location) for row in rows)
+        return any(row is not None and is_remote(row.location) for row in rows)
 
     def derive(self, tag: str | None) -> int | None:
         """Make the chunks of a tag findable and return how many of them must be had together or not at all.
@@ -438,14 +453,14 @@ class Catalog:
 
     def _read_wanted(self, wanted: Wanted, network: bool) -> None:
         """Read one of the backlog. Without the network what may have to be fetched is left for later."""
-        remote = Sources.is_remote(wanted.location)
+        remote = is_remote(wanted.location)
         try:
             if not remote:
                 root = Path(wanted.location)
             elif network:
-                root = self._mirror.fetch(wanted.location)
+                root = self._manifests.fetch(wanted.location)
             else:
-                root = self._mirror.known(wanted.location)
+                root = self._manifests.known(wanted.location)
             if root is None:
                 return
             row, cartridge = self._reader.read(wanted.digest, root, wanted.location)
@@ -538,5 +553,5 @@ class Catalog:
         for digest in list(self._noted | self._copies.keys()):
             copy = self._copies.get(digest) or self._quarantine.copy(digest)
             with suppress(CartridgeError):
-                if copy is not None and self._mirror.payload_revision(copy.location) != copy.revision:
+                if copy is not None and self._manifests.payload_revision(copy.location) != copy.revision:
                     self.forgive(digest)

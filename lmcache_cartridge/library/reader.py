@@ -7,9 +7,9 @@ from collections import OrderedDict
 from pathlib import Path
 
 from ..artifact import reading
+from ..artifact.cartridge import Cartridge
 from ..artifact.fingerprint import Fingerprint
 from ..errors import ModelMismatch, UnsupportedEngine
-from ..memory.loader import Cartridge
 from .index import KeyIndex
 from .snapshot import Row
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..artifact import reading
+from ..artifact.cartridge import Cartridge, Segment
 from ..artifact.check import ChunkCheck
 from ..artifact.manifest import Manifest
 from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
@@ -28,16 +29,6 @@ _MAX_FINITE = 10_000
 """Cartridges of which it is remembered that they have no NaN; of others it is looked for again."""
 
 
-class Cartridge(NamedTuple):
-    """A manifest and where its artefact lies."""
-
-    manifest: Manifest
-    root: Path
-    """Directory of the manifest and token ids."""
-    location: str
-    """Where the payload lies: the same directory, or `s3://bucket/key`."""
-
-
 class SourceStats(NamedTuple):
     """Counters of reads from the sources themselves."""
 
@@ -48,14 +39,6 @@ class SourceStats(NamedTuple):
     """With the checks, which are made on the way."""
     corrupt: int
     """Copies, in the disk tier or just fetched, that were not what their manifest says."""
-
-
-class Segment(NamedTuple):
-    """A cartridge at its place in a prompt."""
-
-    cartridge: Cartridge
-    offset: int
-    """Position of its first token; its keys are rotated there."""
 
 
 class ChunkLoader:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
-from ..artifact.fingerprint import Rope, head_size, rope_parameters
-from ..errors import UnsupportedModel
+from ..artifact.fingerprint import Rope, check_shift, head_size, rope_parameters
 
 
 def default_frequencies(config: Mapping[str, Any]) -> list[float]:
@@ -18,18 +16,6 @@ def default_frequencies(config: Mapping[str, Any]) -> list[float]:
     size = round(head_size(config) * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     return (1.0 / parameters["rope_theta"] ** exponents).tolist()
-
-
-def check_shift(rope: Rope | None) -> None:
-    """Raise `UnsupportedModel` where keys cannot be moved exactly: they do not rotate, or it is not known how."""
-    if rope is None or rope.layers == ():
-        raise UnsupportedModel("the model has no rotary embedding, so its keys cannot be moved to other positions")
-    if rope.layers is msgspec.UNSET:
-        raise UnsupportedModel(
-            "it is not known which layers of the model rotate their keys; build the cartridge again with this release"
-        )
-    if rope.pairing is None:
-        raise UnsupportedModel("it is not known which dimensions of this model's keys rotate together")
 
 
 def shift_keys(keys: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tensor:

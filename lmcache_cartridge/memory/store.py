@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..artifact.cartridge import Place
 from ..artifact.fingerprint import Fingerprint
 from ..errors import ArtifactError, CartridgeError, OverBudget
 from ..library.catalog import Catalog
@@ -55,13 +55,6 @@ class Engine(NamedTuple):
     """False where the engine computes what it could not load, which would answer from identity tokens."""
     device: str = "cpu"
     """Where the device tier is, if there is one."""
-
-
-class Place(NamedTuple):
-    """Where a cartridge lies: the directory of its manifest and token ids, and its location."""
-
-    root: Path
-    location: str
 
 
 class CartridgeStore:

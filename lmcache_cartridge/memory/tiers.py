@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from ..artifact.cartridge import Segment
 from ..errors import CartridgeError
 from ..library.index import ChunkKey
 from ..settings import Settings
 from ..sources.disk_cache import DiskTier
 from .hold import Hold
 from .layout import ChunkShape
-from .loader import ChunkLoader, Segment
+from .loader import ChunkLoader
 from .loads import LoadFailed
 from .slab import Slab
 from .tier import Loan, Residency

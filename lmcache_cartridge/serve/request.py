@@ -22,6 +22,8 @@ from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..artifact import reading
+from ..artifact.fingerprint import check_shift
+from ..artifact.location import allowed, is_remote
 from ..artifact.manifest import Manifest
 from ..errors import (
     CartridgeError,
@@ -34,10 +36,8 @@ from ..errors import (
 )
 from ..library.quarantine import Quarantine
 from ..library.registry import Location, Registry
-from ..memory.rope import check_shift
 from ..settings import Settings
 from ..sources.manifest_cache import Mirror
-from ..sources.s3 import allowed
 from ..sources.sources import Sources
 
 logger = logging.getLogger("vllm.lmcache_cartridge.request")
@@ -362,7 +362,7 @@ class Resolver:
 
     def _of(self, reference: Reference, row: Location, wait: bool) -> Found:
         """Return what is registered. Raises as `find` does."""
-        if not Sources.is_remote(row.location):
+        if not is_remote(row.location):
             with self._lock:
                 found = None if reference.force_redownload else self._registered.get((row.location, row.digest))
                 if found is not None:

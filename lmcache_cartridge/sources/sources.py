@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..artifact.bytesource import ByteRange, ByteSource, Seen, Small
+from ..artifact.location import is_remote
 from ..errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
-from .s3 import SCHEME, S3Source
+from .s3 import S3Source
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -93,10 +94,7 @@ class Sources:
         self._s3: S3Source | None = None
         self._lock = threading.Lock()
 
-    @staticmethod
-    def is_remote(location: str) -> bool:
-        """Return whether a location is on S3."""
-        return location.startswith(SCHEME)
+    is_remote = staticmethod(is_remote)
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
