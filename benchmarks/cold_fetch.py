@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import report  # first: it makes the tests' helpers importable
 from faulty_proxy import FaultyProxy, sound
+from recall.ward import ask, write_document
 from s3 import S3Server
 from wards import MODEL, Asker, patients, save
 
 from lmcache_cartridge.cli.main import main as command
-from lmcache_cartridge.cli.recall.ward import ask, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 from quality_page import PAGE
+from recall.train import hardware
+from recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
@@ -37,8 +39,6 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli.main import main as command
 from lmcache_cartridge.cli.output import size
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.cli.recall.train import hardware
-from lmcache_cartridge.cli.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
 from lmcache_cartridge.errors import CartridgeNotFound
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import evaluate, plot, stored

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.cli.recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import Question, from_template
 from lmcache_cartridge.make.train import lesson

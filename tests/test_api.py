@@ -19,13 +19,13 @@ from homes import until
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from recall.ward import Fact, ask, encode
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli import top
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall.ward import Fact, ask, encode
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan

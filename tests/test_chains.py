@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from recall.ward import Document, write_document
 from wards import MODEL, margins, patients, prefill, save
 
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.cli.recall.ward import Document, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory import loader
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from recall.ward import Fact, ask, encode
 from serving import SERVER_ARGS
 from wards import MODEL, Ward, patients, prefill, sure, write_ward
 
@@ -18,7 +19,6 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.int8 import record
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall.ward import Fact, ask, encode
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_cartridge.cli import doctor, main
+from lmcache_cartridge.cli import doctor
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ENGINE
 from lmcache_cartridge.settings import HOME_VARIABLE, Settings
 
@@ -146,7 +147,11 @@ def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> N
         assert found == expected | {f"lmcache_cartridge/configs/{path.name}" for path in CONFIGS.iterdir()}
 
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), HOME_VARIABLE: str(tmp_path / "home")}
-    python = (sys.executable, "-c", "import sys; from lmcache_cartridge import cli; sys.exit(cli.main(sys.argv[1:]))")
+    python = (
+        sys.executable,
+        "-c",
+        "import sys; from lmcache_cartridge.cli.main import main; sys.exit(main(sys.argv[1:]))",
+    )
     said = {
         command: _run(*python, *command.split(), cwd=tmp_path, env=environment, check=command != "doctor").stdout
         for command in ("config", "config lmcache.yaml", "--help", "list", "doctor")

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from lessons import MODEL, School, school
+from recall.ward import ask
 from serving import SERVER_ARGS
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.cli.recall.ward import ask
 from lmcache_cartridge.errors import CartridgeError, SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS, ModelAsker

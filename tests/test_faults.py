@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 from making import flip_bit
+from recall.ward import NAMES, ask, encode, write_document
 from wards import MODEL, Answer, Asker, Ward, prefill, register, sure
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.cli.recall.ward import NAMES, ask, encode, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess

@@ -21,12 +21,12 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from recall.ward import ask
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, patients, register, write_ward
 from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
 
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall.ward import ask
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape
 from lmcache_cartridge.memory.tier import LOAD_SECONDS

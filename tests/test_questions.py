@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from recall.model import config
+from recall.ward import build_tokenizer
 from transformers import LlamaForCausalLM
 
-from lmcache_cartridge.cli.recall.model import config
-from lmcache_cartridge.cli.recall.ward import build_tokenizer
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import (

@@ -17,11 +17,11 @@ import pytest
 from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, flipped, reset, sound, status
 from homes import until
+from recall.ward import ask, write_document
 from s3 import S3Server
 from wards import MODEL, Answer, Asker, Ward, patients, prefill, save, sure
 
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall.ward import ask, write_document
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess

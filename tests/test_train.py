@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from lessons import MODEL, School, answered, school, tokens_of, write_template
+from recall.ward import ask, write_document
 
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.cli import training
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall.ward import ask, write_document
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored

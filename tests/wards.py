@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import openai
 import torch
+from recall.ward import NAMES, VOCABULARY, Document, Fact, ask, encode, write_document
 from transformers import DynamicCache
 
 from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.cli.recall.ward import NAMES, VOCABULARY, Document, Fact, ask, encode, write_document
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel

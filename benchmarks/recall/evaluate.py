@@ -1,4 +1,4 @@
-"""Measure the recall model on unseen sheets: `python -m lmcache_cartridge.cli.recall.evaluate [MODEL_DIR]`.
+"""Measure the recall model on unseen sheets: `python -m recall.evaluate [MODEL_DIR]`, in `benchmarks/`.
 
 Every fact of every sheet is asked in every phrasing, with the sheet in context and without it. Right means
 the value and then `</s>`, each the model's first choice, which is what greedy generation emits. The score
@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from . import MODEL_DIR
+from lmcache_cartridge.cli.recall import MODEL_DIR
+
 from .figures import Figures, Generation, Run, Score, run_from
 from .train import RECORD, hardware
 from .ward import BOS, EOS, QUESTIONS, VOCABULARY, Document, Fact, ask, encode, write_document
@@ -137,7 +138,7 @@ def evaluate(options: argparse.Namespace) -> Figures:
     print(generation)
     stages = json.loads((options.model / RECORD).read_text(encoding="utf-8"))
     evaluation = Run(
-        command="python -m lmcache_cartridge.cli.recall.evaluate " + " ".join(sys.argv[1:]),
+        command="python -m recall.evaluate " + " ".join(sys.argv[1:]),
         date=date.today().isoformat(),
         hardware=hardware(),
         seed=options.seed,
@@ -149,7 +150,7 @@ def evaluate(options: argparse.Namespace) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lmcache_cartridge.cli.recall.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m recall.evaluate", description=__doc__)
     add = parser.add_argument
     add("model", type=Path, nargs="?", default=MODEL_DIR, help="directory that train.py wrote")
     add("--documents", type=int, default=20, help="per length")

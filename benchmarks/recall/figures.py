@@ -75,7 +75,7 @@ class Figures:
                 "Share of facts answered right (the value, then `</s>`, each the first choice), on",
                 "sheets that training never saw. Every fact of every sheet is asked in three phrasings.",
                 "Chance is about 5%: the mean of one in 8, 32, 24, 32 and 24 values. `evaluate.py` wrote",
-                "this page; `figures.json` holds the same.",
+                "this page; `figures.json` holds the same. The commands are run in `benchmarks/`.",
                 "",
                 _row(*_SCORE_HEADINGS, *phrasings, "no sheet"),
                 _row(*["---"] * (len(_SCORE_HEADINGS) + len(phrasings) + 1)),

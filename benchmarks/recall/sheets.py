@@ -1,4 +1,4 @@
-"""Write the shipped sheets: `python -m lmcache_cartridge.cli.recall.sheets` was run once.
+"""Write the shipped sheets: `python -m recall.sheets`, in `benchmarks/`, was run once.
 
 The draw is fixed by a seed that neither training nor evaluation uses, and looks at no model.
 """
@@ -9,7 +9,8 @@ import json
 import random
 from pathlib import Path
 
-from . import SHEETS_DIR
+from lmcache_cartridge.cli.recall import SHEETS_DIR
+
 from .ward import NAMES, QUESTIONS, Document, Fact, ask, write_document
 
 SEED = "lmcache-cartridge shipped sheets"

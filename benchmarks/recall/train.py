@@ -1,4 +1,4 @@
-"""Train the recall model: `python -m lmcache_cartridge.cli.recall.train --out DIR`.
+"""Train the recall model: `python -m recall.train --out DIR`, in `benchmarks/`.
 
 Documents grow from 48 tokens to the full length as the answers come right; finding one fact among five is
 learned in a minute, and then only has to be kept while the sheet grows.
@@ -182,7 +182,7 @@ def save(model: LlamaForCausalLM, options: Options, curriculum: Curriculum, cloc
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
     build_tokenizer().save_pretrained(partial)
     record = {
-        "command": "python -m lmcache_cartridge.cli.recall.train " + " ".join(sys.argv[1:]),
+        "command": "python -m recall.train " + " ".join(sys.argv[1:]),
         "date": date.today().isoformat(),
         "hardware": hardware(),
         "seed": options.seed,
@@ -216,7 +216,7 @@ def hardware() -> str:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(prog="python -m lmcache_cartridge.cli.recall.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m recall.train", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory for the HF model; written over")
     add("--init", type=Path, help="HF directory to go on from")
