@@ -2,7 +2,7 @@
 
     python benchmarks/report.py DIRECTORY
 
-prints the results that benchmarks wrote there as they stand in the README.
+prints the results that benchmarks wrote there as they stand in RESULTS.md.
 """
 
 from __future__ import annotations

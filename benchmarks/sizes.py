@@ -97,7 +97,7 @@ def markdown(made: list[dict[str, str]]) -> str:
 def main() -> None:
     """Print the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--markdown", action="store_true", help="as it stands in the README")
+    options.add_argument("--markdown", action="store_true", help="as it stands in docs/memory.md")
     made = rows()
     print(markdown(made) if options.parse_args().markdown else table(made))
 

@@ -524,9 +524,8 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
 
 
-def test_the_readme_names_every_metric(watched: Watched) -> None:
-    readme = (ROOT / "README.md").read_text()
-    watch = readme[readme.index("## Watch") :].partition("\n## ")[0]
+def test_the_page_on_metrics_names_each(watched: Watched) -> None:
+    watch = (ROOT / "docs" / "metrics.md").read_text()
     exported = {re.sub("_(bucket|sum|count)$", "", n) if "seconds" in n else n for n in _exported(watched)}
     named = set(re.findall(r"`([a-z_]+)`", watch))
     assert {name.removeprefix(PREFIX) for name in exported} - named == set()

@@ -524,11 +524,12 @@ class _Cli:
 
 @pytest.fixture(scope="module")
 def readme() -> dict[str, list[str]]:
-    """The commands of the README, by their name; of each the first."""
+    """The commands of the README and of `docs/train.md`, by their name; of each the first."""
     found: dict[str, list[str]] = {}
-    for line in (Path(__file__).parents[1] / "README.md").read_text().splitlines():
-        if line.startswith("lmcache-cartridge "):
-            found.setdefault(line.split()[1], shlex.split(line)[1:])
+    for page in ("README.md", "docs/train.md"):
+        for line in (Path(__file__).parents[1] / page).read_text().splitlines():
+            if line.startswith("lmcache-cartridge "):
+                found.setdefault(line.split()[1], shlex.split(line, comments=True)[1:])
     return found
 
 

@@ -1,0 +1,183 @@
+"""Every command that README and docs show is typed here as it stands, or named below with who else runs it, or why nobody does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from s3 import MotoServer
+
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.serve.processes import SMALL
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = {"cli.md"}
+"""Made from `--help`, whose examples `test_cli` reads."""
+
+BY_OTHERS = {
+    "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
+    "--questions questions.jsonl --no-promote": "test_train.py",
+    "lmcache-cartridge evaluate handbook@2 --questions asked.jsonl --server http://localhost:8000 "
+    "--output report": "test_evaluate.py",
+    "lmcache-cartridge import ward-a-adapter --model $MODEL --id ward-a --document ward-a.txt --round": "test_convert.py",
+    "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "test_convert_served.py",
+    "lmcache-cartridge verify ward-a": "test_convert.py",
+    "lmcache-cartridge describe ward-a": "test_convert.py",
+    "curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
+    '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
+    '"max_tokens": 1}\'': "test_convert_served.py",
+    "lmcache-cartridge export ward-a --format peft --output adapter": "test_convert_export.py",
+    "lmcache-cartridge export ward-a --format hazy --output checkpoint.pt": "test_convert_export.py",
+    "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
+}
+"""Commands that need what other tests make, and which of them run the same."""
+
+BY_NOBODY = {
+    "make demo": "it is the first of the two commands; its parts are `build` and `serve`, and CI runs the second",
+    "make test": "it runs this",
+    "make lint": "CI runs it after this",
+    "make .venv/ready": "`make test` did it",
+    "make bench": "takes a quarter of an hour; test_benchmarks runs each benchmark with --smoke",
+    "python benchmarks/scale.py --full": "takes ten minutes; test_benchmarks runs it with --smoke",
+    "pip install .": "test_doctor builds the wheel and looks into it; installing one needs the network",
+    ".venv/bin/python -m pytest tests/test_manifest.py -q": "it is a part of `make test`",
+    '.venv/bin/python -m pytest -q -k "repaired_is_served_again"': "it is a part of `make test`",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of the shell blocks of a page, each on one line, without comments."""
+    found = []
+    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        text = ""
+        for line in block.replace("\\\n", " ").splitlines():
+            text += " " + (line if text else re.sub(r"(^|\s+)#\s.*$", "", line))
+            if text.count("'") % 2 == 0:  # else within a quoted body
+                found.append(" ".join(text.strip().removesuffix("&").split()))
+                text = ""
+    return list(filter(None, found))
+
+
+SHOWN = {page.name: commands(page) for page in PAGES if page.name not in GENERATED}
+TYPED = [c for found in SHOWN.values() for c in found if c not in BY_OTHERS and c not in BY_NOBODY]
+
+
+def test_commands_are_read_as_they_stand(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\na b   # c's\nd \\\n  e &\ncurl x -d '{\n  \"y\": 1}'\n```\n```\nno\n```\n")
+    assert commands(page) == ["a b", "d e", "curl x -d '{ \"y\": 1}'"]
+
+
+def test_there_are_commands_and_none_is_listed_that_is_not_shown() -> None:
+    shown = {command for found in SHOWN.values() for command in found}
+    assert len(shown) > 25
+    assert {*BY_OTHERS, *BY_NOBODY} - shown == set()
+    for test in BY_OTHERS.values():
+        assert (ROOT / "tests" / test).exists()
+
+
+class Shell(NamedTuple):
+    """A person's shell, in a directory with what the pages take for granted, before a server that is up."""
+
+    directory: Path
+    environment: dict[str, str]
+    port: int
+
+    def type(self, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run a command as it stands, but for the port and the bucket."""
+        return subprocess.run(
+            ["bash", "-c", self.own(command)], cwd=self.directory, env=self.environment | more, text=True,
+            capture_output=True, timeout=300,
+        )  # fmt: skip
+
+    def own(self, command: str) -> str:
+        return command.replace("localhost:8000", f"localhost:{self.port}").replace("--port 8000", f"--port {self.port}")
+
+
+BUILD = "lmcache-cartridge build --model ./llama --document handbook.txt --id handbook"
+SERVE = "lmcache-cartridge serve ./llama --port 8000 --max-model-len 8192"
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> Iterator[Shell]:
+    directory = tmp_path_factory.mktemp("person")
+    (directory / "llama").symlink_to(MODEL_DIR)
+    sheet = load_sheet("ward-a")
+    (directory / "handbook.txt").write_text(sheet.text)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | SMALL | moto_server.environment | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "LMCACHE_CARTRIDGE_HOME": str(directory / "home"),
+        "LMCACHE_CARTRIDGE_CACHE": str(directory / "cache"),
+        "AWS_ENDPOINT_URL_S3": moto_server.endpoint,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    moto_server.client.create_bucket(Bucket="bucket")
+    shell = Shell(directory, environment, port)
+    for _ in range(2):  # which makes two versions
+        done = shell.type(BUILD)
+        assert done.returncode == 0, done.stderr
+    with (directory / "log").open("wb") as log:
+        server = subprocess.Popen(
+            ["bash", "-c", f"exec {shell.own(SERVE)}"], cwd=directory, env=environment, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 300
+        while not _is_up(port):
+            assert server.poll() is None and time.monotonic() < deadline, (directory / "log").read_text()[-4000:]
+            time.sleep(0.5)
+        yield shell
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(60)
+        finally:
+            os.killpg(server.pid, signal.SIGKILL) if server.poll() is None else None
+
+
+def _is_up(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("command", sorted(set(TYPED) - {BUILD, SERVE}, key=TYPED.index))
+def test_a_command_of_the_pages_does_what_it_says(shell: Shell, command: str) -> None:
+    words, more = shlex.split(command), {}
+    if words[:2] == ["lmcache-cartridge", "register"] or words[:2] == ["lmcache-cartridge", "pull"]:
+        more = {"LMCACHE_CARTRIDGE_HOME": str(shell.directory / words[1])}  # another machine
+        if not (shell.directory / "pushed").exists():
+            assert shell.type("lmcache-cartridge push handbook s3://bucket/handbook && touch pushed").returncode == 0
+    done = shell.type(command, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if words[0] == "curl":
+        answer = json.loads(done.stdout)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
+        assert answer["choices"][0]["message"]["content"]
+
+
+def test_what_the_readme_types_in_python_works(shell: Shell) -> None:
+    [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    done = subprocess.run(
+        [sys.executable, "-c", shell.own(code)], cwd=shell.directory, env=shell.environment, text=True,
+        capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(" 1024")
