@@ -28,7 +28,8 @@ from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.engine.control import ControlServer, Workers
+from lmcache_cartridge.engine.client import ControlClient
+from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.request import MAX_READS, Reference, Refusal, Resolver
 from lmcache_cartridge.settings import from_mapping
@@ -50,7 +51,7 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Cartridge
         plugin = object.__new__(CartridgePlugin)
         roots = [str(home.path / "roots")]
         plugin.settings = from_mapping({"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings)
-        plugin.resolver, plugin._workers = Resolver(plugin.settings), Workers([server.path])
+        plugin.resolver, plugin._workers = Resolver(plugin.settings), ControlClient([server.path])
         plugin._pool, plugin._reads = ThreadPoolExecutor(8), Reads(MAX_READS)
         plugin.canaries = Canaries(plugin, CHUNK)
         opened.append(plugin)

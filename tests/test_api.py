@@ -26,11 +26,12 @@ from wards import MODEL, Asker, Ward, content, margins, patients, prefill, regis
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli import top
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
-from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Resolver
+from lmcache_cartridge.serve.request import Reference, Resolver
 from lmcache_cartridge.settings import Settings, from_mapping
 
 KEY = "sk-test"

@@ -20,8 +20,9 @@ with quietly():
 
 from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
 from lmcache_cartridge.artifact.reading import MANIFEST, load_manifest, load_token_ids
+from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Refusal, Unservable
+from lmcache_cartridge.serve.request import Reference, Refusal, Unservable
 
 RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
 BEHIND = Expected(((9, 7),), ((-0.3, -1.0),), noise=0.01)

@@ -19,8 +19,9 @@ import pytest
 from homes import STILL, Home, assert_served, prompt_for, until
 from making import Made, make_artifact, run_threads
 
-from lmcache_cartridge.engine import control, frames
-from lmcache_cartridge.engine.control import ControlServer, Workers
+from lmcache_cartridge.engine import client, control, frames
+from lmcache_cartridge.engine.client import ControlClient
+from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
 from lmcache_cartridge.memory.store import CartridgeStore
 
@@ -55,11 +56,11 @@ def server(serve: Callable, store: CartridgeStore) -> ControlServer:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., Workers]]:
+def connect() -> Iterator[Callable[..., ControlClient]]:
     opened = []
 
-    def make(*servers: ControlServer) -> Workers:
-        opened.append(Workers([server.path for server in servers]))
+    def make(*servers: ControlServer) -> ControlClient:
+        opened.append(ControlClient([server.path for server in servers]))
         return opened[-1]
 
     yield make
@@ -68,7 +69,7 @@ def connect() -> Iterator[Callable[..., Workers]]:
 
 
 @pytest.fixture
-def workers(connect: Callable, server: ControlServer) -> Workers:
+def workers(connect: Callable, server: ControlServer) -> ControlClient:
     return connect(server)
 
 
@@ -84,13 +85,15 @@ def _frame(message: Any) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def _claimed(workers: Workers, name: str, digest: str) -> dict[str, Any]:
+def _claimed(workers: ControlClient, name: str, digest: str) -> dict[str, Any]:
     """Claim a cartridge, wait for it, and return how far the first rank is."""
     until(lambda: all(rank["ready"] for rank in workers.call("claim", name, digest, {})))
     return workers.call("claim", name, digest, {})[0]
 
 
-def test_a_claim_holds_its_chunks_until_it_is_released(workers: Workers, store: CartridgeStore, made: Made) -> None:
+def test_a_claim_holds_its_chunks_until_it_is_released(
+    workers: ControlClient, store: CartridgeStore, made: Made
+) -> None:
     state = _claimed(workers, "mine", made.manifest.digest)
     assert (state["resident"], state["chunks"], state["refused"], state["eta_s"]) == (4, 4, None, 0.0)
     assert store.stats().held == 4
@@ -102,7 +105,7 @@ def test_a_claim_holds_its_chunks_until_it_is_released(workers: Workers, store: 
 
 
 def test_one_name_is_one_claim_however_often_it_is_asked_for(
-    workers: Workers, store: CartridgeStore, made: Made
+    workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     for _ in range(3):
         _claimed(workers, "mine", made.manifest.digest)
@@ -110,14 +113,16 @@ def test_one_name_is_one_claim_however_often_it_is_asked_for(
     assert store.stats().held == 0
 
 
-def test_a_claim_may_say_where_a_cartridge_lies(workers: Workers, tmp_path: Path, store: CartridgeStore) -> None:
+def test_a_claim_may_say_where_a_cartridge_lies(workers: ControlClient, tmp_path: Path, store: CartridgeStore) -> None:
     other = make_artifact(tmp_path / "other", positions=32, seed=7)
     places = {other.manifest.digest: (str(tmp_path / "other"), str(tmp_path / "other"))}
     until(lambda: workers.call("claim", "mine", other.manifest.digest, places)[0]["ready"])
     assert store.stats().held == 2
 
 
-def test_everything_the_store_can_do_is_there(workers: Workers, store: CartridgeStore, home: Home, made: Made) -> None:
+def test_everything_the_store_can_do_is_there(
+    workers: ControlClient, store: CartridgeStore, home: Home, made: Made
+) -> None:
     digest = made.manifest.digest
     status = workers.call("status")[0]
     assert (status["rank"], status["served"], store.names(), status["refused"]) == (0, 1, ["doc@1"], {})
@@ -152,7 +157,7 @@ def test_everything_the_store_can_do_is_there(workers: Workers, store: Cartridge
     ids=str,
 )
 def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
-    workers: Workers, store: CartridgeStore, made: Made, call: tuple, message: str
+    workers: ControlClient, store: CartridgeStore, made: Made, call: tuple, message: str
 ) -> None:
     _claimed(workers, "mine", made.manifest.digest)
     with pytest.raises(CartridgeError, match=message):
@@ -177,7 +182,7 @@ def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
     ids=["huge", "huge with data", "no msgpack", "a string", "an empty list", "a map", "a number", "empty", "http"],
 )
 def test_a_client_that_talks_nonsense_is_disconnected_and_loses_its_claims_only(
-    server: ControlServer, workers: Workers, store: CartridgeStore, home: Home, made: Made, data: bytes,
+    server: ControlServer, workers: ControlClient, store: CartridgeStore, home: Home, made: Made, data: bytes,
     capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     other = home.make("other", positions=32, seed=3)
@@ -222,7 +227,7 @@ def test_a_client_that_says_half_a_frame_keeps_nobody_waiting(
         assert connection.recv(4), "its own answer comes too"
 
 
-def test_disconnecting_ends_every_claim(workers: Workers, store: CartridgeStore, made: Made) -> None:
+def test_disconnecting_ends_every_claim(workers: ControlClient, store: CartridgeStore, made: Made) -> None:
     for name in "abc":
         _claimed(workers, name, made.manifest.digest)
     workers.close()
@@ -230,7 +235,7 @@ def test_disconnecting_ends_every_claim(workers: Workers, store: CartridgeStore,
 
 
 def test_a_worker_that_answers_more_than_a_frame_holds_is_an_error(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
+    workers: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "_MAX_FRAME_BYTES", 100)
     with pytest.raises(UnsupportedEngine, match="does not answer status: a frame of"):
@@ -303,7 +308,7 @@ def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_
 
 
 def test_a_rank_that_was_never_there_is_an_error(connect: Callable, server: ControlServer, tmp_path: Path) -> None:
-    workers = Workers([server.path, str(tmp_path / "nobody")])
+    workers = ControlClient([server.path, str(tmp_path / "nobody")])
     for _ in range(3):
         with pytest.raises(UnsupportedEngine, match="does not answer status"):
             workers.call("status")
@@ -311,9 +316,9 @@ def test_a_rank_that_was_never_there_is_an_error(connect: Callable, server: Cont
 
 
 def test_a_worker_that_does_not_answer_in_time_is_an_error(
-    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+    workers: ControlClient, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.1)
     release, evict = threading.Event(), store.evict
     store.evict = lambda digest: (release.wait(20), evict(digest))[1]
     with pytest.raises(UnsupportedEngine, match="timed out"):
@@ -326,7 +331,7 @@ def test_a_worker_that_does_not_answer_in_time_is_an_error(
 # Many callers.
 
 
-def test_thirty_two_threads_get_their_own_answers(workers: Workers, home: Home, store: CartridgeStore) -> None:
+def test_thirty_two_threads_get_their_own_answers(workers: ControlClient, home: Home, store: CartridgeStore) -> None:
     sizes = {home.make(f"d{n}", positions=16 * n, seed=n).manifest.digest: n for n in range(1, 5)}
     store.refresh()
 
@@ -345,7 +350,7 @@ def test_thirty_two_threads_get_their_own_answers(workers: Workers, home: Home, 
 
 
 def test_a_claim_that_nobody_refers_to_is_released_wherever_that_is_found_out(
-    workers: Workers, store: CartridgeStore, made: Made
+    workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     class Request:
         def __init__(self) -> None:
@@ -361,7 +366,7 @@ def test_a_claim_that_nobody_refers_to_is_released_wherever_that_is_found_out(
 
 
 def test_a_release_comes_through_from_the_thread_that_is_in_a_call(
-    workers: Workers, store: CartridgeStore, made: Made
+    workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     claim = workers.claim(made.manifest.digest, {})
     until(lambda: claim.poll()[0]["ready"])
@@ -372,7 +377,7 @@ def test_a_release_comes_through_from_the_thread_that_is_in_a_call(
 
 
 def test_after_closing_a_late_release_does_not_connect_again(
-    workers: Workers, store: CartridgeStore, made: Made
+    workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     claim = workers.claim(made.manifest.digest, {})
     until(lambda: claim.poll()[0]["ready"])
@@ -383,7 +388,9 @@ def test_after_closing_a_late_release_does_not_connect_again(
     until(lambda: store.stats().held == 0)
 
 
-def test_an_interrupted_call_leaves_no_answer_for_the_next(workers: Workers, store: CartridgeStore, made: Made) -> None:
+def test_an_interrupted_call_leaves_no_answer_for_the_next(
+    workers: ControlClient, store: CartridgeStore, made: Made
+) -> None:
     workers.call("status")
     release, unpin = threading.Event(), store.unpin
     store.unpin = lambda digest: (release.wait(20), unpin(digest))[1]
@@ -438,7 +445,7 @@ def test_what_killed_servers_left_is_removed_at_the_next_start_and_nothing_else(
 
 
 def test_a_bug_in_the_store_is_an_error_for_its_caller_and_in_the_log(
-    workers: Workers, store: CartridgeStore, home: Home, made: Made, caplog: pytest.LogCaptureFixture
+    workers: ControlClient, store: CartridgeStore, home: Home, made: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bug() -> dict:
         raise ZeroDivisionError("a bug")
@@ -456,7 +463,7 @@ def test_a_bug_in_the_store_is_an_error_for_its_caller_and_in_the_log(
 
 
 def test_what_was_released_is_not_claimed_again_by_a_poll_that_comes_later(
-    workers: Workers, store: CartridgeStore, made: Made
+    workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     """A client that leaves while it is asked how far its claim is: its release may reach the worker first."""
     workers.call("release", "mine")
@@ -468,7 +475,7 @@ def test_what_was_released_is_not_claimed_again_by_a_poll_that_comes_later(
 
 
 def test_a_release_while_a_poll_is_on_its_way_is_said_again_after_it(
-    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+    workers: ControlClient, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same race on the client's side, for a worker that remembers nothing: the last word must be the release."""
     monkeypatch.setattr(control, "_MAX_RELEASED", 0)
@@ -489,8 +496,8 @@ def test_a_worker_drops_what_nobody_has_any_more_and_keeps_what_is_not_polled(
     serve: Callable, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer may be generated for minutes, in which its claim is not polled."""
-    monkeypatch.setattr(control, "_STILL_S", 0.05)
-    workers = Workers([serve(store).path])
+    monkeypatch.setattr(client, "_STILL_S", 0.05)
+    workers = ControlClient([serve(store).path])
     kept = workers.claim(made.manifest.digest, {})
     until(lambda: kept.poll()[0]["ready"])
     workers.call("claim", "nobody's", made.manifest.digest, {})
@@ -507,7 +514,7 @@ def test_a_worker_drops_what_nobody_has_any_more_and_keeps_what_is_not_polled(
 
 
 def test_a_call_that_hangs_ends_no_claim_and_holds_up_no_other_call(
-    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+    workers: ControlClient, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = workers.claim(made.manifest.digest, {})
     until(lambda: claim.poll()[0]["ready"])
@@ -521,7 +528,7 @@ def test_a_call_that_hangs_ends_no_claim_and_holds_up_no_other_call(
         assert other.poll()[0]["ready"]
         assert workers.call("numbers")[0]["claims"] == 2
         with monkeypatch.context() as short:
-            short.setattr(control, "TIMEOUT_S", 0.2)
+            short.setattr(client, "TIMEOUT_S", 0.2)
             with pytest.raises(UnsupportedEngine, match="does not answer evict: timed out"):
                 workers.call("evict", made.manifest.digest)
         assert (store.status()["claims"], store.stats().held) == (2, 4), "claims ended with the call"
@@ -531,7 +538,7 @@ def test_a_call_that_hangs_ends_no_claim_and_holds_up_no_other_call(
 
 
 def test_calls_that_hang_are_bounded_and_claims_go_on(
-    workers: Workers, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
+    workers: ControlClient, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "_MAX_CALLS", 3)
     go_on = threading.Event()

@@ -17,11 +17,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from making import make_artifact
 
+from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import gate, headers
 from lmcache_cartridge.serve.admin import add_routes
-from lmcache_cartridge.serve.request import GRANT, TAG, Reference, Resolver, Selection
+from lmcache_cartridge.serve.request import Reference, Resolver, Selection
 from lmcache_cartridge.serve.router import Router
 from lmcache_cartridge.settings import from_mapping
 

@@ -44,7 +44,8 @@ with quietly():
     from lmcache_cartridge.engine import l2
 
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_token_ids
-from lmcache_cartridge.engine.control import Workers
+from lmcache_cartridge.engine.client import ControlClient
+from lmcache_cartridge.engine.contract import TAG
 from lmcache_cartridge.engine.report import (
     ANYBODY,
     NOBODY,
@@ -61,7 +62,6 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.serve.launch import free_port
-from lmcache_cartridge.serve.request import TAG
 
 CHUNK = 64
 BLOCK = 32
@@ -223,7 +223,7 @@ def packed(made: Made, chunk: int, layout: str = LAYOUT, heads: slice = slice(No
 
 def claimed(server: Server, tag: str) -> str:
     """Claim a cartridge or chain as the API server does, and return the salt of its keys."""
-    workers = Workers([server.confirm()])
+    workers = ControlClient([server.confirm()])
     claim = workers.claim(tag, {})
 
     def ready() -> bool:
@@ -407,7 +407,7 @@ def test_a_part_of_a_trained_cartridge_is_never_served(home: Home) -> None:
 def test_an_engine_that_recomputes_what_it_loses_is_served_no_trained_cartridge(home: Home) -> None:
     with serving(home) as server:
         tag = home.made["trained"].manifest.digest
-        workers = Workers([server.confirm(allow_trained=False)])
+        workers = ControlClient([server.confirm(allow_trained=False)])
         assert "kv_load_failure_policy" in workers.claim(tag, {}).poll()[0]["refused"]
         workers.close()
         assert server.ask(prompt(home, "trained"), tag_salt(tag)) == 0
@@ -540,7 +540,9 @@ def test_engines_that_differ_in_anything_have_other_keys() -> None:
 
 def test_a_cartridge_of_another_model_is_not_served(home: Home) -> None:
     with serving(home) as server:
-        workers = Workers([server.confirm(fingerprint=msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64))])
+        workers = ControlClient(
+            [server.confirm(fingerprint=msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64))]
+        )
         assert server.ask(prompt(home, "doc")) == 0
         assert workers.claim(home.made["doc"].manifest.digest, {}).poll()[0]["mismatch"] is True
         workers.close()
@@ -683,7 +685,7 @@ def test_memory_that_cannot_hold_a_cartridge_costs_a_miss_and_is_given_back(home
 def test_a_claim_on_what_lmcache_has_no_room_for_is_refused_with_the_reason(home: Home) -> None:
     chunk_bytes = packed(home.made["doc"], 0).numel()
     with serving(home, l1_bytes=3 * chunk_bytes) as server:
-        workers = Workers([server.confirm()])
+        workers = ControlClient([server.confirm()])
         for name, fits in (("doc", False), ("trained", True)):
             (state,) = workers.claim(home.made[name].manifest.digest, {}).poll()
             assert (state["refused"] is None) is fits
@@ -745,7 +747,7 @@ def test_evicting_drops_lmcaches_copies_of_the_cartridge_and_no_others(home: Hom
         del fills[:]
         assert (server.ask(prompt(home, name), salt), server.ask(prompt(home, "other"))) == (WHOLE[name], 3)
         assert fills == [], "the control: LMCache keeps what it loads"
-        workers = Workers([server.confirm()])
+        workers = ControlClient([server.confirm()])
         assert workers.call("evict", home.made[name].manifest.digest) == [WHOLE[name]]
         assert server.ask(prompt(home, "other")) == 3
         assert fills == []
@@ -763,7 +765,7 @@ def test_copies_that_cannot_be_dropped_stay_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lmcache_cartridge"), "propagate", True)
     with serving(home, lmcache_http=http) as server, caplog.at_level(logging.INFO):
-        workers = Workers([server.confirm()])
+        workers = ControlClient([server.confirm()])
         assert server.ask(prompt(home, "doc")) == 4
         assert workers.call("evict", home.made["doc"].manifest.digest) == [4]
         assert "LMCache's server keeps its copies of 4 chunks" in caplog.text

@@ -17,8 +17,9 @@ import pytest
 from making import make_artifact
 
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.engine.contract import CONTROL
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve.launch import CONTROL, l1_size_bytes, plan
+from lmcache_cartridge.serve.launch import l1_size_bytes, plan
 from lmcache_cartridge.settings import Settings, from_mapping
 
 

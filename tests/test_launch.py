@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.engine.yaml_settings import from_environment, from_extra_config
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, plan
-from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.settings import from_environment, from_extra_config, from_mapping
 
 
 def _option(command: list[str], name: str) -> str:

@@ -39,7 +39,8 @@ with warnings.catch_warnings():  # torch's, while vLLM is imported
     warnings.simplefilter("ignore")
     from vllm.exceptions import GracefulHTTPError
 
-    from lmcache_cartridge.engine.control import ControlServer, Workers
+    from lmcache_cartridge.engine.client import ControlClient
+    from lmcache_cartridge.engine.control import ControlServer
     from lmcache_cartridge.serve import scrape
 
 ROOT = Path(__file__).parents[1]
@@ -241,7 +242,7 @@ def test_workers_that_die_cost_their_numbers_only_and_are_counted(
     monkeypatch.setattr(scrape, "_EVERY_S", 0.01)
     watched.make("a")
     control = ControlServer(lambda: watched.stores[0])
-    alive, dead = Workers([control.path]), Workers([str(tmp_path / "nobody")])
+    alive, dead = ControlClient([control.path]), ControlClient([str(tmp_path / "nobody")])
     workers = [alive]
 
     async def status() -> Any:

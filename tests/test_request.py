@@ -22,12 +22,11 @@ from s3 import S3Server
 from lmcache_cartridge.artifact.fingerprint import Rope
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve.request import (
-    GRANT,
     MAX_CHAIN,
-    TAG,
     NeedsReading,
     Reference,
     Refusal,

@@ -23,16 +23,15 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ..errors import UnsupportedEngine
 from ..memory.store import CartridgeStore, Engine
-from ..serve.request import TAG as TAG_KEY
-from ..settings import Settings
+from ..settings import Settings, from_extra_config
+from . import contract
 from . import host as engines
 from .memory_objects import MemoryObjects
-from .yaml_settings import from_extra_config
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
 
-TAG = TAG_KEY.removeprefix("lmcache.tag.")
+TAG = contract.TAG.removeprefix("lmcache.tag.")
 """The request tag under which a cartridge or chain is found; its value is the digests, joined by dots."""
 
 _stores: dict[tuple, CartridgeStore] = {}

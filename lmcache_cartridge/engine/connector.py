@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
+from .contract import API_PLUGIN, GRANT
+
 if TYPE_CHECKING:
     import torch
     from lmcache.v1.manager import LMCacheManager
@@ -54,8 +56,8 @@ class CartridgeConnector(LMCacheConnectorV1):
 
     def _register(self, kv_caches: dict[str, torch.Tensor], manager: LMCacheManager) -> None:
         from ..errors import UnsupportedEngine
-        from . import worker
         from .backend import CartridgeBackend
+        from .control import offer
         from .host import is_split
 
         if manager.lmcache_engine is None:
@@ -72,7 +74,7 @@ class CartridgeConnector(LMCacheConnectorV1):
                 or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
-        worker.offer()
+        offer()
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
@@ -109,7 +111,7 @@ class CartridgeConnector(LMCacheConnectorV1):
 
 def warn_without_api(role: KVConnectorRole) -> None:
     """Say in the log, once a server, where requests cannot name cartridges."""
-    if role == KVConnectorRole.SCHEDULER and "cartridges" not in (envs.VLLM_PLUGINS or ()):
+    if role == KVConnectorRole.SCHEDULER and API_PLUGIN not in (envs.VLLM_PLUGINS or ()):
         logger.warning(
             "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
             "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
@@ -118,7 +120,5 @@ def warn_without_api(role: KVConnectorRole) -> None:
 
 def positions_to_inject(request: Request) -> int:
     """Return how many leading positions of a request must not be computed; 0 for one without trained cartridges."""
-    from ..serve.request import GRANT
-
     grant = (request.kv_transfer_params or {}).get(GRANT)
     return grant["must_inject"] if grant else 0

@@ -12,7 +12,7 @@ from ..artifact import fingerprint
 from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.rope import default_frequencies
 from ..memory.store import Engine
-from ..serve.arguments import PLAIN_CACHES, REFUSED_EXTRA
+from .contract import PLAIN_CACHES, REFUSED_EXTRA
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine

@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
-from ..serve.launch import CONTROL
-from . import worker
 from .connector import positions_to_inject, warn_without_api
+from .contract import CONTROL
+from .control import offer
 from .host import check_vllm, fingerprint_of
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
@@ -86,8 +86,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             layout = written_layout(kv_caches, layers)
             super().register_kv_caches(kv_caches)
             self._confirmed = self._confirm(layout)
-            worker.adapter_control = self._confirmed.control
-            worker.offer()
+            offer(self._confirmed.control)
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise

@@ -27,9 +27,8 @@ from blake3 import blake3
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
-from ..serve.launch import CONTROL
-from ..serve.request import TAG
 from . import frames
+from .contract import CONTROL, TAG
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import init_logger
 
-from ..engine.control import Claimed, Workers
-from ..engine.yaml_settings import from_environment
+from ..engine.client import ControlClient, RemoteClaim
+from ..engine.contract import COMPUTED, CONTROL_METHOD, GRANT, TAG
 from ..errors import CartridgeError, UnsupportedEngine
 from ..memory.tier import LOAD_SECONDS
-from ..settings import Settings
+from ..settings import Settings, from_environment
 from ..sources.reads import Reads
 from . import headers, scrape
 from .admin import add_routes
@@ -41,10 +41,8 @@ from .canary import Canaries
 from .gate import COUNTS, Gate
 from .metrics import Outcome, StatusCollector, requests
 from .request import (
-    GRANT,
     MAX_READS,
     REQUIRED,
-    TAG,
     Found,
     NeedsReading,
     Reference,
@@ -75,7 +73,7 @@ class Granted(dict):
     The claim ends when the engine has what it needs of it, at the latest when nobody knows of the request any more.
     """
 
-    def __init__(self, own: dict[str, Any], selection: Selection, claim: Claimed, prompts: int) -> None:
+    def __init__(self, own: dict[str, Any], selection: Selection, claim: RemoteClaim, prompts: int) -> None:
         """`own` are the client's own parameters, `prompts` those of the request that the engine has to get."""
         super().__init__(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
         self.selection, self._claim, self._prompts = selection, claim, prompts
@@ -99,7 +97,7 @@ class Apart(dict):
 
     def __init__(self, own: dict[str, Any]) -> None:
         """`own` are the client's own parameters."""
-        super().__init__(own | {TAG: "computed"})  # no cartridge has this tag
+        super().__init__(own | {TAG: COMPUTED})
         self.own = own or None
 
 
@@ -133,7 +131,7 @@ class CartridgePlugin:
             raise self._failed
         self.engine = engine_client
         self.resolver, self.router = Resolver(self.settings), Router(self.settings)
-        self._workers = Workers(await self._control_paths())
+        self._workers = ControlClient(await self._control_paths())
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Reads(MAX_READS)
         for rank in (ranks := await self.call("numbers")):
@@ -162,7 +160,7 @@ class CartridgePlugin:
 
     async def _control_paths(self) -> list[str]:
         try:
-            return await self.engine.collective_rpc("cartridge_control")
+            return await self.engine.collective_rpc(CONTROL_METHOD)
         except Exception as error:
             raise UnsupportedEngine(
                 f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve MODEL "
@@ -196,7 +194,7 @@ class CartridgePlugin:
             await asyncio.sleep(_ASK_AGAIN_S)
         return await asyncio.wrap_future(reading)
 
-    async def admit(self, selection: Selection) -> Claimed | None:
+    async def admit(self, selection: Selection) -> RemoteClaim | None:
         """Return a claim on the KV once it may be used, None where the documents' text takes its place.
 
         Waits, for `ready_timeout_s` at most, until the chunks are in memory; others pass meanwhile. What can be
@@ -225,7 +223,7 @@ class CartridgePlugin:
             raise problem
         return None
 
-    async def hold(self, selection: Selection) -> Claimed | None:
+    async def hold(self, selection: Selection) -> RemoteClaim | None:
         """Return a claim as `admit` does, without asking the engine whether it answers right from the KV."""
         claim = self._workers.claim(selection.tag, selection.located)
         try:
@@ -237,7 +235,7 @@ class CartridgePlugin:
         claim.release()
         return None
 
-    async def _wait(self, claim: Claimed, selection: Selection) -> bool:
+    async def _wait(self, claim: RemoteClaim, selection: Selection) -> bool:
         """Wait until a claim may be used, True, or the documents' text has to do, False. Raises `Refusal`."""
         deadline, pause = time.monotonic() + self.settings.ready_timeout_s, 0.002
         while True:
@@ -326,7 +324,7 @@ class CartridgeRenderer:
             requests().injected(len(selection.token_ids) * len(engine_inputs))
         return result
 
-    async def _claim(self, request: Any, selection: Selection) -> tuple[Selection, Claimed | None]:
+    async def _claim(self, request: Any, selection: Selection) -> tuple[Selection, RemoteClaim | None]:
         """Return a claim and what it is on: of an id the newest version that the engine serves. Raises `Refusal`."""
         refusals: dict[str, Unservable] = {}
         while True:
@@ -484,7 +482,7 @@ class GuardedEngine:
     ) -> AsyncIterator[Any]:  # fmt: skip
         """Generate with nothing injected: all answers, or of several `only` these, one after the other."""
         plain = params.clone()
-        plain.extra_args = (params.extra_args or {}) | {"kv_transfer_params": own | {TAG: "computed"}}  # nobody's tag
+        plain.extra_args = (params.extra_args or {}) | {"kv_transfer_params": own | {TAG: COMPUTED}}
         if not only:
             async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
                 yield output
@@ -561,7 +559,7 @@ def check_request(request: Any, selection: Selection) -> None:
 
 
 def _grant(
-    params: dict[str, Any] | None, selection: Selection, claim: Claimed | None, prompts: int
+    params: dict[str, Any] | None, selection: Selection, claim: RemoteClaim | None, prompts: int
 ) -> dict[str, Any] | None:
     """Return the client's own parameters, less the names, and what lets the engine find the KV, or without a claim not."""
     own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}

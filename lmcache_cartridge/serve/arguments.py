@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ..engine.contract import PLAIN_CACHES, REFUSED_EXTRA, WORKER_EXTENSION
 from ..errors import SettingsError, UnsupportedEngine
 
 TRANSFER = "kv-transfer-config"
@@ -34,16 +35,9 @@ _NEVER = {
     "speculative-config": "speculative decoding adds draft layers whose KV no cartridge has",
     "spec-method": "speculative decoding adds draft layers whose KV no cartridge has",
     "spec-model": "speculative decoding adds draft layers whose KV no cartridge has",
-    "worker-extension-cls": "`serve` needs that place for lmcache_cartridge.engine.worker.CartridgeWorker",
+    "worker-extension-cls": f"`serve` needs that place for {WORKER_EXTENSION}",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
 }
-REFUSED_EXTRA = {
-    "lmcache.max_tokens_per_load": "cuts cartridges in the middle (LMCache 0.5.6)",
-    "use_native": "takes vLLM's copy of an older LMCache",
-}
-"""Keys of `kv_connector_extra_config` that may not be set, and why."""
-PLAIN_CACHES = ("auto", "float16", "bfloat16")
-"""Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
 
 
 class Arguments:

@@ -19,10 +19,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from ..artifact.canary import Asked, Comparison, ServedCanary, compare
 from ..artifact.manifest import Manifest
+from ..engine.contract import GRANT, TAG
 from ..errors import CartridgeError
 from ..library.registry import Registry
 from .metrics import requests
-from .request import GRANT, TAG, Reference, Refusal, Selection, Unservable
+from .request import Reference, Refusal, Selection, Unservable
 
 if TYPE_CHECKING:
     from .api import CartridgePlugin

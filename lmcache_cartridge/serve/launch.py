@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
+from ..engine.contract import API_PLUGIN, CONTROL, WORKER_EXTENSION
 from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
 from ..settings import Settings
@@ -23,12 +24,8 @@ from .arguments import TRANSFER, Arguments, redacted
 
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
-API_PLUGIN = "cartridges"
-"""The name of our entry point among vLLM's endpoint plugins."""
 _KEY_VARIABLE = "VLLM_API_KEY"
 _EXTRA = "kv_connector_extra_config"
-CONTROL = "cartridge.control"
-"""Key in `kv_connector_extra_config` whose value is the path of the adapter's socket."""
 _LEAST_L1_BYTES = 256 << 20
 _COLD_AT_ONCE = 4
 """Requests for the largest cartridge that may be staged at the same time, each in memory of its own (LMCache 0.5.6)."""
@@ -130,7 +127,7 @@ def plan(
         }
     engine = {
         "kv_transfer_config": _merged(transfer, arguments.mapping(TRANSFER)),
-        "worker_extension_cls": "lmcache_cartridge.engine.worker.CartridgeWorker",
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     rest, key = arguments.without_key()
     if key is not None:

@@ -11,14 +11,15 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from ..engine.control import Claimed, Workers
+from ..engine.client import ControlClient, RemoteClaim
+from ..engine.contract import CONTROL_METHOD, GRANT, TAG
 from ..errors import CartridgeError
 from ..settings import Settings
 from .canary import Unfinished, asking, due_of, judge
 from .launch import plan
-from .request import GRANT, TAG, Resolver, Selection, read
+from .request import Resolver, Selection, read
 
-_workers: weakref.WeakKeyDictionary[LLM, Workers] = weakref.WeakKeyDictionary()
+_workers: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
 _tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
 """Of each engine the cartridges it was tried with, by tag: None, or how it does not answer right from them."""
 
@@ -76,7 +77,7 @@ def with_cartridges(
 class Prompt(dict):
     """A prompt for `LLM.generate` that keeps its cartridges in memory."""
 
-    claim: Claimed | None = None
+    claim: RemoteClaim | None = None
 
 
 def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
@@ -109,7 +110,7 @@ def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
     """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
     if llm not in _workers:
-        _workers[llm] = Workers(llm.collective_rpc("cartridge_control"))
+        _workers[llm] = ControlClient(llm.collective_rpc(CONTROL_METHOD))
     claim = _workers[llm].claim(selection.tag, selection.located)
     prompt.claim = claim
     deadline = time.monotonic() + settings.ready_timeout_s

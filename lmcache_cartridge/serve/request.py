@@ -25,6 +25,7 @@ from ..artifact import reading
 from ..artifact.fingerprint import check_shift
 from ..artifact.location import allowed, is_remote
 from ..artifact.manifest import Manifest
+from ..engine.contract import GRANT, TAG
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,
@@ -42,10 +43,6 @@ from ..sources.sources import Sources
 
 logger = logging.getLogger("vllm.lmcache_cartridge.request")
 
-TAG = "lmcache.tag.cartridge"
-"""The key in `kv_transfer_params` whose value LMCache puts into its own keys: the digests of the chain."""
-GRANT = "cartridge"
-"""The key in `kv_transfer_params` that tells our connector how many positions must be injected, not computed."""
 MAX_CHAIN = 16
 MAX_READS = 64
 """Manifests that are read at once, one of each location; requests for what was read before wait for none of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from ..engine.yaml_settings import is_named
+from ..settings import is_named
 
 _CONNECTORS = {
     "LMCacheConnectorV1": ("lmcache_cartridge.engine.connector", "CartridgeConnector"),

@@ -1,0 +1,26 @@
+"""Contract: the names on which the API server, the connectors, the plugins and the commands that start them agree.
+
+Imports nothing, so that every process can read it.
+"""
+
+TAG = "lmcache.tag.cartridge"
+"""The key in `kv_transfer_params` whose value LMCache puts into its own keys: the digests of the chain, joined by dots."""
+COMPUTED = "computed"
+"""A tag that no cartridge has: a request with it gets nothing injected."""
+GRANT = "cartridge"
+"""The key in `kv_transfer_params` that tells our connector how many positions must be injected, not computed."""
+CONTROL = "cartridge.control"
+"""Key in `kv_connector_extra_config` whose value is the path of the L2 adapter's socket."""
+API_PLUGIN = "cartridges"
+"""The name of our entry point among vLLM's endpoint plugins."""
+WORKER_EXTENSION = "lmcache_cartridge.engine.control.CartridgeWorker"
+"""The value of `--worker-extension-cls`."""
+CONTROL_METHOD = "cartridge_control"
+"""The method that it adds to vLLM's workers: it returns the path of a worker's control socket."""
+REFUSED_EXTRA = {
+    "lmcache.max_tokens_per_load": "cuts cartridges in the middle (LMCache 0.5.6)",
+    "use_native": "takes vLLM's copy of an older LMCache",
+}
+"""Keys of `kv_connector_extra_config` that may not be set, and why."""
+PLAIN_CACHES = ("auto", "float16", "bfloat16")
+"""Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
