@@ -1,0 +1,45 @@
+"""A bounded dict keeps what was used last, and never more than it may."""
+
+from __future__ import annotations
+
+from making import run_threads
+
+from lmcache_cartridge.artifact.lru import Lru
+
+
+def test_what_was_used_least_recently_is_dropped_first() -> None:
+    cache: Lru[str, int] = Lru(2)
+    cache.put("a", 1), cache.put("b", 2)
+    assert (cache.get("a"), cache.get("none")) == (1, None)
+    assert cache.put("c", 3) == 3
+    assert (cache.keys(), "b" in cache, len(cache)) == (["a", "c"], False, 2)
+    assert "a" in cache  # which is no use of it
+    cache.put("d", 4)
+    assert cache.keys() == ["c", "d"]
+
+
+def test_values_of_unlike_sizes_share_the_capacity_and_the_newest_always_stays() -> None:
+    cache: Lru[str, str] = Lru(5, len)
+    cache.put("a", "12"), cache.put("b", "34"), cache.put("a", "1")
+    assert cache.keys() == ["b", "a"]
+    cache.put("c", "567")
+    assert cache.keys() == ["a", "c"]
+    cache.put("large", "x" * 10)
+    assert cache.keys() == ["large"]
+    assert (cache.pop("large"), cache.pop("large"), len(cache)) == ("x" * 10, None, 0)
+    cache.put("a", "12345")
+    assert cache.get("a") == "12345", "what was taken out still counts"
+
+
+def test_threads_that_share_one_never_exceed_it() -> None:
+    cache: Lru[int, int] = Lru(5)
+
+    def work(number: int) -> None:
+        for turn in range(500):
+            cache.put((number * turn) % 17, turn)
+            cache.get(turn % 17)
+            cache.pop((number + turn) % 17)
+            assert len(cache) <= 6, "one more at most, while it is put"
+
+    run_threads(4, work)
+    assert len(cache) <= 5
