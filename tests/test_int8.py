@@ -24,6 +24,7 @@ from lmcache_cartridge.artifact.bytesource import Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.int8 import is_finite, record
+from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
 from lmcache_cartridge.artifact.manifest import decode as decode_manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
@@ -35,15 +36,13 @@ from lmcache_cartridge.memory.rope import shift_keys
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources import transfer
 from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
-from lmcache_cartridge.sources.sources import LocalSource, Sources
+from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS, CHUNK = 80, 16
 
 
 class _Local:
-    """`Sources` that count what is read, and call every location remote."""
-
-    is_remote = staticmethod(lambda location: True)
+    """`Sources` that count what is read."""
 
     def __init__(self) -> None:
         self.ranges: list[reading.ByteRange] = []
@@ -86,7 +85,7 @@ def _loaded(made: Made, root: Path, chunk: int, *, tokens: int = CHUNK, rank: in
     model = made.manifest.fingerprint
     heads = rank_heads(model.kv_heads, rank, world)
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
-    loader = ChunkLoader(sources or Sources(Settings()), shape, heads, layout, disk)
+    loader = ChunkLoader(sources or Sources(Settings()), shape, heads, layout, disk, keep_local=True)
     out = torch.full((shape.size_bytes,), 0xEE, dtype=torch.uint8)
     loader.load([Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
     return VIEWS[layout](out, shape)

@@ -16,6 +16,7 @@ from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint,
 from lmcache_cartridge.artifact import check
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
+from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, is_finite
 from lmcache_cartridge.errors import (
     ArtifactError,
@@ -34,15 +35,13 @@ from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
-from lmcache_cartridge.sources.sources import LocalSource, Sources
+from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS = 80
 
 
 class _Counting:
     """`Sources` that note what was read and into which memory."""
-
-    is_remote = staticmethod(Sources.is_remote)
 
     def __init__(self) -> None:
         self.reads: list[ByteRange] = []

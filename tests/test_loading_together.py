@@ -11,13 +11,13 @@ from making import Made, flip_bit, heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
+from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.errors import CartridgeError, CorruptChunk, SourceTimeout, TruncatedPayload
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.sources.disk_cache import DiskTier
-from lmcache_cartridge.sources.sources import LocalSource, Sources
 
 CHUNKS, TOKENS, HEADS = 6, 16, 4
 ALL = range(HEADS)
@@ -25,8 +25,6 @@ ALL = range(HEADS)
 
 class _Requests:
     """`Sources` in whose requests neighbours come cheaply, that note them and may damage or lose what they bring."""
-
-    is_remote = staticmethod(Sources.is_remote)
 
     def __init__(self, request_bytes: int) -> None:
         self.requests: list[tuple[int, int]] = []

@@ -25,7 +25,8 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.sources import s3_call, transfer
-from lmcache_cartridge.sources.sources import S3Source, Sources
+from lmcache_cartridge.sources.s3 import S3Source
+from lmcache_cartridge.sources.sources import Sources
 
 
 class _Ran(NamedTuple):

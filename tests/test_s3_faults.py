@@ -39,7 +39,7 @@ from lmcache_cartridge.errors import (
     SourceTimeout,
     TruncatedPayload,
 )
-from lmcache_cartridge.sources.sources import S3Source
+from lmcache_cartridge.sources.s3 import S3Source
 
 CONTENT = random.Random(2).randbytes(1 << 20)
 SIZE = len(CONTENT)

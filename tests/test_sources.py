@@ -14,11 +14,14 @@ import pytest
 from making import run_threads
 from s3 import S3Server
 
-from lmcache_cartridge.artifact.bytesource import ByteRange
+from lmcache_cartridge.artifact import local
+from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, Small
+from lmcache_cartridge.artifact.local import LocalSource
+from lmcache_cartridge.artifact.location import is_remote
 from lmcache_cartridge.errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.sources import sources as sources_module
-from lmcache_cartridge.sources.sources import ByteSource, LocalSource, S3Source, Small, Sources
+from lmcache_cartridge.sources.s3 import S3Source
+from lmcache_cartridge.sources.sources import Sources
 
 CONTENT = random.Random(1).randbytes(300_000)
 SIZE = len(CONTENT)
@@ -134,7 +137,7 @@ def test_buffers_in_a_row_beyond_the_end_are_truncated(place: Place) -> None:
 def test_a_reader_is_shown_all_bytes_in_order_as_they_come(
     place: Place, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    monkeypatch.setattr(sources_module, "_STEP_BYTES", step)
+    monkeypatch.setattr(local, "_STEP_BYTES", step)
     shown, out = bytearray(), bytearray(SIZE)
     place.source.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(out), shown.extend)
     assert shown == out == CONTENT
@@ -156,7 +159,7 @@ def test_a_local_reader_is_shown_whole_steps_however_little_a_read_brings(
 ) -> None:
     """No file system here reads short before a file's end, as network ones may, so the system call is cut short."""
     (tmp_path / "payload").write_bytes(CONTENT)
-    monkeypatch.setattr(sources_module, "_STEP_BYTES", 1000)
+    monkeypatch.setattr(local, "_STEP_BYTES", 1000)
     preadv, parts, out = os.preadv, [], bytearray(2500)
     monkeypatch.setattr(os, "preadv", lambda descriptor, into, at: preadv(descriptor, [into[0][:333]], at))
     LocalSource().read_into(
@@ -285,8 +288,8 @@ def test_a_location_is_read_from_where_its_form_says(
         assert out == data
         assert sources.read(place.location, "payload", 10).data == data
         assert sources.size(place.location, "payload") == len(data)
-    assert sources.is_remote(far.location)
-    assert not sources.is_remote(near.location)
+    assert is_remote(far.location)
+    assert not is_remote(near.location)
     sources.close()
     far.source.close()
 

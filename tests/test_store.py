@@ -30,6 +30,7 @@ from making import (
     sha256_hasher,
 )  # fmt: skip
 
+from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.artifact.writing import TOKENS
 from lmcache_cartridge.errors import OverBudget, RegistryError
@@ -39,7 +40,6 @@ from lmcache_cartridge.memory import loads
 from lmcache_cartridge.memory.layout import VIEWS, rank_heads
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources.sources import LocalSource
 
 
 def _assert_not_served(store: CartridgeStore, prompt: Prompt, made: Made | None = None) -> None:

@@ -29,7 +29,6 @@ PUBLIC_THOUGH_UNDERSCORED = {"_replace", "_asdict", "_fields", "_make", "_MEIPAS
 
 
 YET = {
-    "artifact.reading": "up",
     "engine.connector": "private",
     "library.catalog": "long",
     "library.registry": "long",

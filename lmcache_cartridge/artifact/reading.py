@@ -26,10 +26,10 @@ from ..errors import (
     WrongDtype,
     WrongShape,
 )
-from ..sources.sources import LocalSource, open_regular
 from . import int8
 from .bytesource import ByteRange
 from .fingerprint import Fingerprint
+from .local import LocalSource, open_regular
 from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
 
 MANIFEST = "manifest.json"

@@ -14,6 +14,7 @@ import torch
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Segment
 from ..artifact.check import ChunkCheck
+from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from ..sources.disk_cache import DiskTier, PieceKey
@@ -275,7 +276,7 @@ class ChunkLoader:
             disk.write(self._piece(cartridge, stored), data)
 
     def _disk_for(self, cartridge: Cartridge) -> DiskTier | None:
-        return self._disk if self._keep_local or self._sources.is_remote(cartridge.location) else None
+        return self._disk if self._keep_local or is_remote(cartridge.location) else None
 
     def _piece(self, cartridge: Cartridge, stored: int) -> PieceKey:
         return PieceKey(cartridge.manifest.digest, stored, self._heads.start, self._heads.stop)
@@ -299,7 +300,7 @@ class ChunkLoader:
     def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
         """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""
         manifest, _, location = cartridge
-        if self._sources.is_remote(location):
+        if is_remote(location):
             return
         root = Path(location)
         try:

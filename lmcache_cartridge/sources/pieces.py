@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.bytesource import Seen
-from .sources import read_exactly
+from ..artifact.local import read_exactly
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})\.bin")
