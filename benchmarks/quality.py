@@ -37,8 +37,8 @@ from transformers.utils.logging import disable_progress_bar
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli.main import main as command
-from lmcache_cartridge.cli.output import size
 from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.show import size
 from lmcache_cartridge.errors import CartridgeNotFound
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import evaluate, plot, stored

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from sizes import markdown
 
-from lmcache_cartridge.cli.output import table
+from lmcache_cartridge.cli.show import table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # makers of artefacts and LMCache's engine in process
 

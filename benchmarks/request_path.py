@@ -25,7 +25,7 @@ import numpy as np
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.cli.output import table
+from lmcache_cartridge.cli.show import table
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import request
 from lmcache_cartridge.serve.router import Router

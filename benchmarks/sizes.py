@@ -11,7 +11,7 @@ import argparse
 from typing import NamedTuple
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
-from lmcache_cartridge.cli.output import size, table
+from lmcache_cartridge.cli.show import size, table
 
 POSITIONS = (256, 1024, 4096, 16_384, 32_768)
 

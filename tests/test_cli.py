@@ -373,7 +373,7 @@ def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> Non
     "argv",
     [
         ("push", "doc", "s3://bucket/elsewhere"),
-        ("export", "doc", "--format", "peft", "--output", "out"),
+        ("export", "doc", "--to", "peft", "--output", "out"),
         ("evaluate", "doc", "--questions", "questions.jsonl", "--server", "http://127.0.0.1:1"),
     ],
     ids=lambda argv: argv[0],

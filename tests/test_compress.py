@@ -35,9 +35,8 @@ class _Cli:
     def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.home, self._capsys = home, capsys
 
-    def __call__(self, *argv: str, status: int = 0, form: str = "--format") -> Any:
-        machine = [form, "json"] if form == "--format" else [form]
-        assert main([*argv, "--home", str(self.home), *machine]) == status
+    def __call__(self, *argv: str, status: int = 0) -> Any:
+        assert main([*argv, "--home", str(self.home), "--format", "json"]) == status
         out, err = self._capsys.readouterr()
         return json.loads(out) if status == 0 else err
 
@@ -194,8 +193,8 @@ def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path: Path) -> None:
 def test_export_writes_what_is_served_and_says_so(run: _Cli, tmp_path: Path, sheet: str, form: str) -> None:
     run("build", "--model", MODEL, "--document", sheet, "--id", "small", "--payload", "int8", "--chunk-size", "64")
     manifest, root = run.artefact("small")
-    options = ("export", "small", "--format", form, "--output", str(tmp_path / "out"))
-    assert run(*options, form="--json")["encoding"] == "int8"
+    options = ("export", "small", "--to", form, "--output", str(tmp_path / "out"))
+    assert run(*options)["encoding"] == "int8"
     if form == "peft":
         assert "| dtype | bfloat16, exported from int8 |" in (tmp_path / "out" / "README.md").read_text()
     back = run("import", str(tmp_path / "out"), "--model", MODEL, "--id", "back", "--chunk-size", "64")
@@ -208,6 +207,6 @@ def test_text_for_people_says_what_export_did(run: _Cli, tmp_path: Path, capsys:
     shape = CausalModel(MODEL).fingerprint
     make_artifact(tmp_path / "doc", positions=80, fingerprint=shape, encoding="int8", token_ids=[7] * 80)
     Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
-    argv = ["export", "doc", "--format", "hazy", "--output", str(tmp_path / "out"), "--home", str(run.home)]
+    argv = ["export", "doc", "--to", "hazy", "--output", str(tmp_path / "out"), "--home", str(run.home)]
     assert main(argv) == 0
     assert capsys.readouterr().out.rstrip().endswith("/out, from int8 to bfloat16")

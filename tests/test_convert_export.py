@@ -156,16 +156,16 @@ def test_the_command_exports(
     save(model, settings.cartridges_dir / "it", ids[:P], name="it")
     Registry(settings.registry_path).register(settings.cartridges_dir / "it")
     options = ["--output", str(tmp_path / "out"), "--home", str(tmp_path / "home")]
-    assert main(["export", "it", "--format", "peft", *options, *(["--json"] if json_output else [])]) == 0
+    assert main(["export", "it", "--to", "peft", *options, *(["--format", "json"] if json_output else [])]) == 0
     out = capsys.readouterr().out
     expected = {"name": "it@1", "format": "peft", "output": str(tmp_path / "out")}
     assert json.loads(out) == expected if json_output else out == f"it@1 as peft in {tmp_path / 'out'}\n"
     assert np.array_equal(
         reading.load_token_ids(_back(model, tmp_path / "out", tmp_path / "b"), tmp_path / "b"), ids[:P]
     )
-    assert main(["export", "gone", "--format", "peft", *options]) == 1
+    assert main(["export", "gone", "--to", "peft", *options]) == 1
     with pytest.raises(SystemExit):
-        main(["export", "it", "--format", "json", *options])
+        main(["export", "it", "--to", "json", *options])
 
 
 def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
@@ -181,7 +181,7 @@ def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
     save(model, root, ids[1 : P + 1], name="it")
     for name, message in (("far", "lmcache-cartridge pull s3://bucket/far"), ("it", "was replaced")):
         output = tmp_path / "out"
-        options = ["--format", "hazy", "--output", str(output), "--home", str(tmp_path / "home")]
+        options = ["--to", "hazy", "--output", str(output), "--home", str(tmp_path / "home")]
         assert main(["export", name, *options]) == 1
         assert message in capsys.readouterr().err
         assert not output.exists()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,8 +158,12 @@ def test_pulled_with_no_promote_an_id_stays_where_it_is(here: _Machine, there: _
     assert [row["current"] for row in there.json("list")] == [False]
 
 
-def test_people_see_progress_and_what_was_done(here: _Machine, there: _Machine) -> None:
+def test_people_see_progress_and_what_was_done(
+    here: _Machine, there: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _registered(here)
+    assert here.transfer("push", "doc", here.location + "/piped").err == "", "no bars into a pipe"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     pushed = here.transfer("push", "doc", here.location)
     assert pushed.out == f"pushed doc@1 to {here.location}\n"
     pulled = there.transfer("pull", here.location)

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from recall.ward import ask, write_document
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.cli import training
+from lmcache_cartridge.cli import train as training
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged
 from lmcache_cartridge.library.registry import Registry
@@ -611,7 +612,7 @@ def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepte
     accept = re.search(r"with --accept ([\d.]+)\.", err)[1]
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_take_step", None)  # nothing is trained again
-        status, out, err = train("--accept", accept, form="terminal")
+        status, out, err = train("--accept", accept, form="text")
     assert status == 0
     assert f"registered as --accept {float(accept):g} says" in err
     assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
@@ -679,8 +680,9 @@ def test_a_missing_package_is_one_line(train: _Cli, monkeypatch: pytest.MonkeyPa
     assert (status, err) == (1, f"lmcache-cartridge: training needs {missing}; install lmcache-cartridge[train]\n")
 
 
-def test_the_command_says_how_p_was_rounded_and_how_it_goes(train: _Cli) -> None:
-    status, out, err = train(form="terminal")
+def test_the_command_says_how_p_was_rounded_and_how_it_goes(train: _Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, out, err = train(form="text")
     assert status == 0
     assert "p = 32 positions for a document of 135 tokens" in err
     assert "rounded to whole chunks of 16" in err
@@ -710,7 +712,7 @@ def test_an_interrupted_command_goes_on_and_ends_as_if_it_had_not_been(
     assert status == 1
     assert "differs in recipe" in err
     assert "--restart" in err
-    status, result, err = train(form="terminal")
+    status, result, err = train(form="text")
     assert (status, "going on with the training" in err) == (0, True)
     result = json.loads((run / LOSS).read_text().splitlines()[-1])
     whole = json.loads((train.home / "training" / "whole" / "1" / LOSS).read_text().splitlines()[-1])

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CartridgeError
-from .output import show, table
 from .recall import MODEL_DIR, SHEETS_DIR, Question, load_sheet
+from .show import show, table
 
 SHEET = "ward-a"
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]

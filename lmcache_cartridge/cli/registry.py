@@ -1,18 +1,36 @@
-"""Registering: `register`, `promote`, `label`, `unlabel`, `remove`, `list`, `describe` and `verify`."""
+"""Commands of the registry: `register`, `promote`, `label`, `remove`, `list`, `describe`, `verify`, `push`, `pull`."""
 
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..artifact.location import is_remote
-from ..errors import CartridgeError, CartridgeNotFound
-from .authoring import add_no_promote
-from .context import Verb, copy_of, registry_of, root_of, settings_of
-from .output import fields, progress, show, size, table
+from ..errors import ArtifactError, CartridgeError, CartridgeNotFound
+from .options import (
+    NAME,
+    Verb,
+    add_no_promote,
+    copy_of,
+    load_model,
+    local_root,
+    next_version,
+    registry_of,
+    root_of,
+    settings_of,
+)
+from .show import fields, progress, show, size, table
+
+if TYPE_CHECKING:
+    from ..library.registry import Location, Registry
+    from ..sources.s3 import S3Source
+    from ..sources.sources import Sources
+
+_OF_BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
 
 
 def add(verb: Verb) -> None:
@@ -56,11 +74,34 @@ def add(verb: Verb) -> None:
     verb("list", _list, "List the registered cartridges.", "list --format json")
 
     describe = verb("describe", _describe, "Show everything known of one cartridge.", "describe handbook")
-    describe.add_argument("name", help="id (the version it means), id@version or label")
+    describe.add_argument("name", help=NAME)
 
     verify = verb("verify", _verify, "Read a cartridge whole and check every checksum; lifts a quarantine if sound.",
                   "verify handbook")  # fmt: skip
-    verify.add_argument("name", nargs="+", help="id (the version it means), id@version or label")
+    verify.add_argument("name", nargs="+", help=NAME)
+
+    push = verb("push", _push, "Verify a registered cartridge and store it on S3, whole or not at all.",
+                "push handbook s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    push.add_argument("name", help=NAME)
+    push.add_argument("location", help="s3://bucket/prefix that the files go under")
+    push.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an artefact of other content; requests that use the old one fail",
+    )
+
+    pull = verb("pull", _pull, "Bring a cartridge from S3 here, verify every checksum and register it.",
+                "pull s3://cartridges/handbook/1 --endpoint-url http://minio:9000")  # fmt: skip
+    pull.add_argument("location", help="s3://bucket/prefix that a cartridge was pushed to")
+    pull.add_argument("--id", help="name of the cartridge here (default: its own)")
+    add_no_promote(pull)
+    for remote in (push, pull):
+        remote.add_argument(
+            "--endpoint-url",
+            help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
+            "or a role, as for every AWS tool",
+        )
+        remote.add_argument("--region", help="S3 region (default: that of the environment or profile)")
 
 
 def _register(arguments: argparse.Namespace) -> None:
@@ -80,22 +121,20 @@ def _register(arguments: argparse.Namespace) -> None:
     show(result, f"registered {manifest.name}{stays}", arguments.format)
 
 
-def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Any) -> Path:
+def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Registry) -> Path:
     """Make an artefact of a file of token ids and return its directory."""
     from ..artifact.manifest import check_id
-    from ..errors import ArtifactError
 
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file or directory")
     if not (arguments.id and arguments.model):
         raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
-    directory = settings_of(arguments).cartridges_dir
-    version = registry.next_version(check_id(arguments.id), directory)
-    root = directory / arguments.id / str(version)
+    check_id(arguments.id)
+    model = load_model(arguments)
     from ..make import tokens
-    from ..make.model import CausalModel
 
-    tokens.build(CausalModel(arguments.model), path, root, cartridge_id=arguments.id, version=version)
+    version, root = next_version(arguments, registry)
+    tokens.build(model, path, root, cartridge_id=arguments.id, version=version)
     return root
 
 
@@ -232,7 +271,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if all(r["sound"] for r in results) else 1
 
 
-def _check(arguments: argparse.Namespace, location: Any, sources: Any) -> None:
+def _check(arguments: argparse.Namespace, location: Location, sources: Sources) -> None:
     """Read an artefact whole where it lies, with a progress bar. Raises `CartridgeError` unless it is sound."""
     from ..artifact import reading
 
@@ -244,3 +283,62 @@ def _check(arguments: argparse.Namespace, location: Any, sources: Any) -> None:
     with progress(location.name, " chunks", arguments.format) as shown:
         for done, total in reading.verify(root, read, where):
             shown(done, total)
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from ..sources import s3, transfer
+
+    s3.parse(arguments.location)
+    row = registry_of(arguments).find(arguments.name)
+    root = local_root(row)
+    with _transfer(arguments) as (source, shown):
+        done = transfer.push(root, arguments.location, source, force=arguments.force, progress=shown)
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
+        "pushed": done.changed,
+    }  # fmt: skip
+    there = (
+        f"pushed {row.name} to"
+        if done.changed
+        else f"the content of {row.name} is there already, as {done.manifest.name}:"
+    )
+    show(result, f"{there} {arguments.location}", arguments.format)
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from ..artifact.manifest import check_id
+    from ..sources import s3, transfer
+
+    s3.parse(arguments.location)
+    if arguments.id is not None:
+        check_id(arguments.id)
+    registry, directory = registry_of(arguments), settings_of(arguments).cartridges_dir
+    with _transfer(arguments) as (source, shown):
+        done = transfer.pull(
+            arguments.location, source, registry, directory, progress=shown, name=arguments.id,
+            promote=arguments.promote,
+        )  # fmt: skip
+    result = {
+        "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
+        "promoted": done.manifest.name in registry.current([done.manifest.id]),
+    }  # fmt: skip
+    text = f"pulled {done.manifest.name}" if done.changed else f"{done.manifest.name} is here already"
+    show(result, f"{text}: {done.root}", arguments.format)
+
+
+@contextmanager
+def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[S3Source, Callable[[str, int, int], None]]]:
+    """Lend an S3 source and a progress bar, off with --format json."""
+    from ..sources.sources import Sources
+
+    settings = settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region)
+    with closing(Sources(settings)) as sources, ExitStack() as stack:
+        bars: dict[str, Callable[[int, int], None]] = {}
+
+        def show_progress(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                kind = {"unit": " chunks"} if what == "verify" else _OF_BYTES
+                bars[what] = stack.enter_context(progress(what, form=arguments.format, **kind))
+            bars[what](done, total)
+
+        yield sources.s3(), show_progress

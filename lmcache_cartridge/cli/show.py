@@ -1,8 +1,9 @@
-"""Output: results as aligned text for people or JSON for programs."""
+"""What a command prints: its result on stdout, as text for people or JSON for programs; progress on stderr, to a terminal."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,18 +51,44 @@ def show(values: Any, text: str, form: str) -> None:
     print(json.dumps(values, indent=2, default=str) if form == "json" else text, flush=True)
 
 
-@contextmanager
-def progress(label: str, unit: str, form: str, **bar: Any) -> Iterator[Callable[[int, int], None]]:
-    """Lend a function that shows `done` of `total` as a bar on stderr; programs (`form` json) are shown nothing.
+def say(line: str, form: str = "text") -> None:
+    """Print a line on stderr; for programs (`form` json) nothing."""
+    if form == "text":
+        print(line, file=sys.stderr, flush=True)
 
-    `bar` are more of tqdm's own options.
-    """
+
+def warn(warnings: Sequence[str], form: str) -> None:
+    """Print warnings on stderr; programs have them in the result."""
+    for warning in warnings:
+        say(f"lmcache-cartridge: warning: {warning}", form)
+
+
+def bar(form: str, **options: Any) -> Any:
+    """Return a tqdm of such options. It is shown on stderr if that is a terminal, and never with `form` json."""
     from tqdm import tqdm
 
-    with tqdm(desc=label, unit=unit, disable=form == "json", **bar) as shown:
+    return tqdm(disable=True if form == "json" else None, **options)
+
+
+@contextmanager
+def progress(label: str, unit: str, form: str, **options: Any) -> Iterator[Callable[[int, int], None]]:
+    """Lend a function that shows `done` of `total` as a bar on stderr, as `bar` does."""
+    with bar(form, desc=label, unit=unit, **options) as shown:
 
         def update(done: int, total: int) -> None:
             shown.total = total
             shown.update(done - shown.n)
 
         yield update
+
+
+@contextmanager
+def working(label: str, form: str) -> Iterator[None]:
+    """Show on a terminal that something goes on whose length is not known."""
+    if form == "json" or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{label} ..."):
+        yield

@@ -1,20 +1,35 @@
-"""Training: `train` and `evaluate`."""
+"""Commands that train a cartridge and ask it: `train` and `evaluate`."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import CartridgeError, ModelMismatch
-from .authoring import add_no_promote, add_payload, check_dtype, check_files, check_numbers
-from .context import Verb, local_root, settings_of
-from .output import fields, show, size, table
+from .options import (
+    NAME,
+    Verb,
+    add_device,
+    add_no_promote,
+    add_payload,
+    check_dtype,
+    check_files,
+    check_numbers,
+    load_model,
+    local_root,
+    registry_of,
+    settings_of,
+)
+from .show import bar, fields, say, show, size, table, working
+
+if TYPE_CHECKING:
+    from ..library.registry import Location
+    from ..make.ask import Asker
 
 INITIALS = ("random", "vocab", "first-k", "sci")
 
@@ -94,7 +109,7 @@ def _add_train(verb: Verb) -> None:
                      "until it is stored")  # fmt: skip
     how.add_argument("--dtype", default="auto", help="of the KV, as the engine's (default auto)")
     add_payload(how)
-    how.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default cpu)")
+    add_device(how)
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
     then = train.add_argument_group("what becomes of it")
@@ -112,7 +127,7 @@ def _add_evaluate(verb: Verb) -> None:
         "evaluate handbook --questions questions.jsonl --server http://localhost:8000",
     )  # fmt: skip
     option = evaluate.add_argument
-    option("name", help="id (the version it means), id@version or label")
+    option("name", help=NAME)
     option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
     where = evaluate.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")
@@ -124,7 +139,7 @@ def _add_evaluate(verb: Verb) -> None:
     option("--judge-url", metavar="URL", help="OpenAI-compatible server that also scores each answer from 0 to 5")
     option("--judge-model", metavar="NAME", help="its model (default: the first it serves)")
     option("--output", type=Path, metavar="DIR", help="write evaluation.json, with every answer, and evaluation.png")
-    option("--device", default="cpu", help="with --model: cpu, cuda, cuda:1 (default cpu)")
+    add_device(evaluate, "with --model: ")
 
 
 def _factor(text: str) -> float:
@@ -164,20 +179,15 @@ def _train(arguments: argparse.Namespace) -> None:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     check_dtype(arguments)
     check_files(arguments.document, arguments.questions, arguments.template, arguments.held_out)
-    from tqdm import tqdm
+    settings, registry = settings_of(arguments), registry_of(arguments)
+    with working("load torch", arguments.format):
+        from ..make.train.job import Job, Task
+        from ..make.train.trainer import Recipe
 
-    from ..library.registry import Registry
-
-    settings = settings_of(arguments)
-    registry = Registry(settings.registry_path)
-    from ..make.train.job import Job, Task
-    from ..make.train.trainer import Recipe
-
-    quiet = arguments.format == "json"
     values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
-    job = Job(task, settings, registry, say=partial(_say, quiet=quiet), bar=partial(tqdm, disable=quiet))
+    job = Job(task, settings, registry, say=partial(say, form=arguments.format), bar=partial(bar, arguments.format))
     result = job.run(restart=arguments.restart, accept=arguments.accept, promote=arguments.promote)
     show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
 
@@ -185,32 +195,27 @@ def _train(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     check_numbers(arguments, at_least_one=("answer_tokens", "limit"))
     check_files(arguments.questions, arguments.document)
-    from tqdm import tqdm
-
-    from ..library.registry import Registry
-
-    location = Registry(settings_of(arguments).registry_path, read_only=True).find(arguments.name)
+    location = registry_of(arguments, read_only=True).find(arguments.name)
     from ..make import evaluate, questions
     from ..make.chat import Server
     from ..make.judge import Judge
 
     asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
-    quiet = arguments.format == "json"
     with ExitStack() as stack:
         judge = None
         if arguments.judge_url:
             judge = Judge(stack.enter_context(Server(arguments.judge_url, arguments.judge_model)))
         asker = _asker(arguments, location, stack)
         total = len(evaluate.WAYS) * len(asked)
-        bar = stack.enter_context(tqdm(total=total, unit=" answers", desc="ask", disable=quiet))
-        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=bar.update)
+        shown = stack.enter_context(bar(arguments.format, total=total, unit=" answers", desc="ask"))
+        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=shown.update)
     report = evaluate.report(location.name, answers, judge and judge.model)
     if arguments.output:
         evaluate.write(report, answers, arguments.output)
     show(report, table(evaluate.rows(report)), arguments.format)
 
 
-def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> Any:
+def _asker(arguments: argparse.Namespace, location: Location, stack: ExitStack) -> Asker:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from ..artifact import reading
     from ..make.ask import ModelAsker, ServerAsker
@@ -231,18 +236,12 @@ def _asker(arguments: argparse.Namespace, location: Any, stack: ExitStack) -> An
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
     from ..make import stored
-    from ..make.model import CausalModel
 
     for _ in reading.verify(root):
         pass
-    model = CausalModel(arguments.model, dtype=manifest.fingerprint.dtype, device=arguments.device)
+    model = load_model(arguments, manifest.fingerprint.dtype)
     if differences := manifest.fingerprint.differences(model.fingerprint):
         raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
     if isinstance(document, str):
         document = model.encode(document, special=True)
     return ModelAsker(model, document, stored.read_kv(manifest, root), arguments.ask_as)
-
-
-def _say(line: str, *, quiet: bool) -> None:
-    if not quiet:
-        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""Commands that make cartridges and write them for others: `build`, `import`, `compress` and `export`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .options import (
+    NAME,
+    Verb,
+    add_device,
+    add_no_promote,
+    add_payload,
+    check_dtype,
+    check_files,
+    check_numbers,
+    load_model,
+    local_root,
+    next_version,
+    registry_of,
+)
+from .show import fields, progress, show, size, warn, working
+
+if TYPE_CHECKING:
+    from ..library.registry import Location, Registry
+
+USUAL_CHUNKS = 16, 256
+"""Chunk sizes of servers: the smallest that is usual, and the default."""
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    build = verb(
+        "build",
+        _build,
+        "Compute a document's KV with its model, check it, and register it.",
+        "build --model ./llama --document handbook.txt --id handbook",
+    )
+    option = build.add_argument
+    option("--model", required=True, help="directory or cached Hub id of a causal language model")
+    option("--document", required=True, type=Path, help="UTF-8 text file")
+    option("--id", required=True, help="name of the cartridge; building it again makes a new version")
+    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
+    option("--dtype", default="auto", help="bfloat16, float16 or float32; as the engine's KV (default auto)")
+    add_payload(build)
+    add_device(build)
+    add_no_promote(build)
+    option("--canary", help="text after the document whose prediction must not change")
+
+    brought = verb(
+        "import",
+        _import,
+        "Make a cartridge of KV that PEFT, HazyResearch's code or others trained or saved.",
+        "import ./adapter --model ./llama --id handbook",
+    )
+    option = brought.add_argument
+    option(
+        "path",
+        help="PEFT CARTRIDGE or PREFIX_TUNING directory or its Hub id; .pt file of trainable_keys and frozen_keys or "
+        "fixed_keys, of a list of (K, V), or of token_ids and kv_cache; a JSON file of token ids",
+    )
+    option("--model", required=True, help="directory or cached Hub id of the model it was made for")
+    option("--id", required=True, help="name of the cartridge; importing it again makes a new version")
+    option("--label", help="also point this label at it")
+    option("--document", type=Path, help="text that a trained cartridge stands for, for the setting on_miss=document")
+    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the server's (default 256)")
+    option("--dtype", default="auto", help="of the engine's KV: bfloat16, float16, float32 (default auto)")
+    add_payload(brought)
+    option("--round", action="store_true", help="allow a KV dtype that does not hold every value")
+    option("--axes", choices=("HTD", "THD"), help="heads before positions or after, where shapes leave that open")
+    option(
+        "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
+    )
+    add_no_promote(brought)
+    add_device(brought)
+
+    smaller = verb(
+        "compress",
+        _compress,
+        "Make a cartridge in int8 of one that is registered, at half the bytes of bfloat16.",
+        "compress handbook --id handbook-int8",
+    )
+    smaller.add_argument("name", help=f"{NAME}; it stays as it is")
+    smaller.add_argument("--id", required=True, help="name of the new cartridge, or the same for a new version of it")
+    add_no_promote(smaller)
+
+    export = verb(
+        "export",
+        _export,
+        "Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint.",
+        "export handbook --to peft --output ./adapter",
+    )
+    export.add_argument("name", help=NAME)
+    export.add_argument("--to", required=True, choices=("peft", "hazy"), help="what to write")
+    export.add_argument("--output", required=True, type=Path, help="directory to make; must be new or empty")
+    export.add_argument("--base-model", help="Hub id of the model, for the model card (default: as the cartridge says)")
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    registry = _checked(arguments)
+    model = load_model(arguments)
+    from ..make import prefill
+
+    version, root = next_version(arguments, registry)
+    with progress("prefill", " tokens", arguments.format) as shown:
+        manifest = prefill.build(
+            model, arguments.document, root, cartridge_id=arguments.id, version=version,
+            chunk_tokens=arguments.chunk_size, canary=arguments.canary or prefill.CANARY, encoding=arguments.payload,
+            progress=shown,
+        )  # fmt: skip
+    registry.register(root, promote=arguments.promote)
+    canary = manifest.provenance.canary
+    assert canary is not None, "build ran it"
+    warnings = _warnings_of(manifest.positions)
+    result = {
+        "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
+        "positions": manifest.positions,
+        "bytes": manifest.payload_bytes,
+        "digest": manifest.digest,
+        "canary_top1_equal": canary.top1_equal,
+        "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
+        "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
+    }
+    warn(warnings, arguments.format)
+    show(result | {"warnings": warnings}, fields(result | {"bytes": size(manifest.payload_bytes)}), arguments.format)
+
+
+def _warnings_of(positions: int) -> list[str]:
+    """Return what an author should know of a prefill cartridge too short for a chunk: servers would inject none of it."""
+    least, usual = USUAL_CHUNKS
+    if positions >= usual:
+        return []
+    only = f"only one with --chunk-size {positions} or less does" if positions >= least else "none of a usual one does"
+    return [
+        f"{positions} positions fill no chunk of {usual} tokens, so a server with the default chunk size injects none of "
+        f"them and computes the document each time; {only}"
+    ]
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    registry = _checked(arguments)
+    with working("read the checkpoint", arguments.format):
+        from ..make.foreign import adapter, convert
+        from ..make.foreign.axes import READINGS
+
+        path = adapter.locate(arguments.path)
+        foreign = convert.recognise(path, drop_frozen=arguments.drop_frozen)
+    foreign = foreign._replace(name=None if path == Path(arguments.path) else arguments.path)
+    model = load_model(arguments)
+    version, root = next_version(arguments, registry)
+    with progress("import", " positions", arguments.format) as shown:
+        imported = convert.build(
+            model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
+            document=arguments.document, reading=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
+            progress=shown,
+        )  # fmt: skip
+    manifest = registry.register(root, promote=arguments.promote)
+    if arguments.label:
+        registry.label(arguments.label, manifest.name)
+    warn(imported.warnings, arguments.format)
+    result = {
+        "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
+        "source_format": imported.form,
+        "kind": manifest.kind,
+        "evidence": imported.evidence,
+        "positions": manifest.positions,
+        "axes": imported.axes,
+        "dtype": imported.dtype,
+        "bytes": manifest.payload_bytes,
+        "chunk_sizes": list(imported.chunk_sizes),
+        "label": arguments.label,
+        "digest": manifest.digest,
+    }
+    readable = result | {
+        "bytes": size(manifest.payload_bytes),
+        "chunk_sizes": " ".join(map(str, imported.chunk_sizes)) or "none",
+    }
+    if imported.axes:
+        readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
+    text = fields({name: value for name, value in readable.items() if value is not None})
+    show(result | {"warnings": list(imported.warnings)}, text, arguments.format)
+
+
+def _compress(arguments: argparse.Namespace) -> None:
+    from ..artifact.manifest import check_id
+
+    check_id(arguments.id)
+    registry = registry_of(arguments)
+    before = _local(registry, arguments.name)
+    from ..make.compress import compress
+
+    version, root = next_version(arguments, registry)
+    with progress("compress", " chunks", arguments.format) as shown:
+        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=shown)
+    registry.register(root, promote=arguments.promote)
+    result = {
+        "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
+        "positions": manifest.positions,
+        "bytes": manifest.payload_bytes,
+        "bytes_before": before.bytes,
+        "digest": manifest.digest,
+    }
+    readable = result | {"bytes": size(manifest.payload_bytes), "bytes_before": size(before.bytes)}
+    show(result, fields(readable), arguments.format)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    root = Path(_local(registry_of(arguments), arguments.name).location)
+    with working("export", arguments.format):
+        from ..make.foreign.export import export
+
+        manifest = export(root, arguments.to, arguments.output, base_model=arguments.base_model)
+    result = {"name": manifest.name, "format": arguments.to, "output": str(arguments.output)}
+    text = f"{manifest.name} as {arguments.to} in {arguments.output}"
+    if manifest.payload is not None and manifest.payload.encoding != "plain":
+        result["encoding"] = manifest.payload.encoding
+        text += f", from {manifest.payload.encoding} to {manifest.fingerprint.dtype}"
+    show(result, text, arguments.format)
+
+
+def _checked(arguments: argparse.Namespace) -> Registry:
+    """Check what is cheap to check, before torch is loaded, and return the registry."""
+    from ..artifact.manifest import check_id
+
+    check_id(arguments.id)
+    check_files(arguments.document)
+    check_numbers(arguments, at_least_one=("chunk_size",))
+    check_dtype(arguments)
+    return registry_of(arguments)
+
+
+def _local(registry: Registry, name: str) -> Location:
+    """Return the row of an artefact in a directory. Raises `ArtifactError` for one on S3, or one that was replaced."""
+    from ..artifact import reading
+
+    location = registry.find(name)
+    reading.load_manifest(local_root(location), location.digest)
+    return location

@@ -1,0 +1,130 @@
+"""What commands share: options, the settings and registry of `--home`, where artefacts lie, and checks without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..artifact.location import is_remote
+from ..errors import ArtifactError
+
+if TYPE_CHECKING:
+    from ..library.registry import Location, Registry
+    from ..make.model import CausalModel
+    from ..settings import Settings
+
+Verb = Callable[[str, Callable[[argparse.Namespace], int | None], str, str], argparse.ArgumentParser]
+"""Called with (name, what runs it, summary, example); returns its parser."""
+NAME = "id (the version it means), id@version or label"
+
+
+def add_payload(parser: Any) -> None:
+    """Add the option that says how KV is stored."""
+    parser.add_argument(
+        "--payload",
+        choices=("plain", "int8"),
+        default="plain",
+        help="store KV as it is, or in int8 at half the bytes of bfloat16; served in the model's dtype either way",
+    )
+
+
+def add_no_promote(parser: Any) -> None:
+    """Add the option that leaves an id where it is; `arguments.promote` is False with it."""
+    parser.add_argument(
+        "--no-promote",
+        dest="promote",
+        action="store_false",
+        help="the new version is had as id@version alone, until `lmcache-cartridge promote`; the id means what it meant",
+    )
+
+
+def add_device(parser: Any, when: str = "") -> None:
+    """Add the option that says where torch computes."""
+    parser.add_argument("--device", default="cpu", help=f"{when}where to compute: cpu, cuda, cuda:1 (default cpu)")
+
+
+def settings_of(arguments: argparse.Namespace, **values: Any) -> Settings:
+    """Return the settings of a command: `values`, and the directory that `--home` names."""
+    from ..settings import from_mapping
+
+    if arguments.home is not None:
+        values["home"] = arguments.home.expanduser().absolute()
+    return from_mapping(values)
+
+
+def registry_of(arguments: argparse.Namespace, *, read_only: bool = False) -> Registry:
+    """Return the registry of a command."""
+    from ..library.registry import Registry
+
+    return Registry(settings_of(arguments).registry_path, read_only=read_only)
+
+
+def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int, Path]:
+    """Return the version that `--id` gets next, and where its artefact goes."""
+    directory = settings_of(arguments).cartridges_dir
+    version = registry.next_version(arguments.id, directory)
+    return version, directory / arguments.id / str(version)
+
+
+def copy_of(arguments: argparse.Namespace, location: str) -> Path:
+    """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
+    from ..sources.manifest_cache import Mirror
+    from ..sources.sources import Sources
+
+    settings = settings_of(arguments)
+    with closing(Sources(settings)) as sources:
+        return Mirror(settings.mirror_dir, sources).fetch(location, force=True)
+
+
+def local_root(location: Location) -> Path:
+    """Return the directory of a registered cartridge. Raises `ArtifactError` for one that lies on S3."""
+    if is_remote(location.location):
+        raise ArtifactError(
+            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
+        )
+    return Path(location.location)
+
+
+def root_of(arguments: argparse.Namespace, location: str) -> Path:
+    """Return the directory that holds the manifest of what lies at a location."""
+    return copy_of(arguments, location) if is_remote(location) else Path(location)
+
+
+def load_model(arguments: argparse.Namespace, dtype: str | None = None) -> CausalModel:
+    """Return the model of `--model`, `--dtype` and `--device`. Loads torch."""
+    from .show import working
+
+    with working("load the model", arguments.format):
+        from ..make.model import CausalModel
+
+        dtype = dtype or getattr(arguments, "dtype", "auto")
+        return CausalModel(arguments.model, dtype=dtype, device=getattr(arguments, "device", "cpu"))
+
+
+def check_files(*paths: Path | None) -> None:
+    """Raise `ArtifactError` for a path that is given and no file."""
+    for path in paths:
+        if path is not None and not path.is_file():
+            raise ArtifactError(f"{path}: no such file")
+
+
+def check_numbers(
+    arguments: argparse.Namespace, *, at_least_one: tuple[str, ...], at_least_zero: tuple[str, ...] = ()
+) -> None:
+    """Raise `ArtifactError` for an option that is given and too small."""
+    for least, names in ((1, at_least_one), (0, at_least_zero)):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and value < least:
+                raise ArtifactError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def check_dtype(arguments: argparse.Namespace) -> None:
+    """Raise `ArtifactError` unless `--dtype` is one that KV can have, or auto."""
+    from ..artifact.fingerprint import DTYPE_BYTES
+
+    if arguments.dtype not in ("auto", *DTYPE_BYTES):
+        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")

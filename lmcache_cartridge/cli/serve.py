@@ -1,0 +1,233 @@
+"""Commands around a server: `serve`, `validate`, `top`, `demo`, `doctor`, `config` and `completion`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import CartridgeError, SettingsError
+from .options import NAME, Verb, registry_of, root_of, settings_of
+from .show import show, table, working
+
+
+def add(verb: Verb) -> None:
+    """Add the commands to the command line."""
+    _add_serve(verb)
+    validate = verb(
+        "validate",
+        _validate,
+        "Ask a running server what is known to follow a cartridge, and compare its answers.",
+        "validate handbook --server http://localhost:8000",
+    )
+    validate.add_argument("name", help=NAME)
+    validate.add_argument(
+        "--server", required=True, metavar="URL", help="server that serves it; its key is that in $OPENAI_API_KEY"
+    )
+
+    top = verb(
+        "top",
+        _top,
+        "Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it.",
+        "top --url http://localhost:8000 --interval 1",
+    )
+    top.add_argument("--url", default="http://localhost:8000", help="the server (default http://localhost:8000)")
+    top.add_argument(
+        "--api-key",
+        help="the server's, for the list of cartridges; better in $VLLM_API_KEY, where `ps` does not show it",
+    )
+    top.add_argument("--interval", type=_seconds, default=2.0, help="seconds between refreshes (default 2)")
+    top.add_argument("--once", action="store_true", help="show it once, with totals instead of rates, and end")
+
+    demo = verb(
+        "demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo"
+    )
+    demo.add_argument("--questions", type=int, default=12, help="how many to ask each way (default and at most 12)")
+
+    verb("doctor", _doctor, "Check versions, hashing, layout and plugin; say how to fix what is wrong.", "doctor")
+
+    config = verb(
+        "config",
+        _config,
+        "Print a configuration file to start from; without a name, list them.",
+        "config lmcache.yaml > lmcache.yaml",
+    )
+    config.add_argument("name", nargs="?", help="name of the file")
+
+
+def _add_serve(verb: Verb) -> None:
+    serve = verb(
+        "serve",
+        _serve,
+        "Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are.",
+        "serve ./llama --port 8000 --max-model-len 8192",
+    )
+    serve.set_defaults(passes_on=True)
+    option = serve.add_argument
+    option("model", help="as for `vllm serve`")
+    option("--chunk-size", type=int, default=256, help="LMCache's chunk size in tokens (default 256)")
+    option("--cpu-bytes", help="memory for resident cartridges (default 1GiB)")
+    option("--disk-bytes", help="local disk for what comes from S3 (default 16GiB)")
+    option(
+        "--on-load-failure",
+        choices=("fail", "recompute"),
+        default="fail",
+        help="what vLLM does with a request whose chunk cannot be loaded after all. fail: vLLM ends it, and this server "
+        "asks again with the document's own text, or tells the client; recompute: vLLM computes the tokens, and no "
+        "trained cartridge is served, whose tokens mean nothing (default fail)",
+    )
+    option(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="any other setting, as `on_miss=document`; lists and maps as JSON. May be given often",
+    )
+    option(
+        "--mode",
+        choices=("in-process", "multiprocess"),
+        default="in-process",
+        help="where LMCache runs: in vLLM's workers, or as a server of its own beside vLLM, which is started and ended "
+        "with it (default in-process)",
+    )
+    option(
+        "--l1-bytes",
+        default="0",
+        help="multiprocess: memory of LMCache's server for the copies it hands to vLLM (default: four times the largest "
+        "registered cartridge, 256MiB at least)",
+    )
+    option("--lmcache-port", type=int, default=0, help="multiprocess: port of LMCache's server (default: a free one)")
+    option("--print", action="store_true", help="print the files and command instead of running them")
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from ..serve.arguments import redacted
+    from ..serve.launch import plan
+
+    values = {name: value for name in ("cpu_bytes", "disk_bytes") if (value := getattr(arguments, name)) is not None}
+    for name, value in map(_assignment, arguments.set):
+        if name in values or (name == "home" and arguments.home is not None):
+            raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
+        values[name] = value
+    launch = plan(
+        arguments.model,
+        settings_of(arguments, **values),
+        chunk_tokens=arguments.chunk_size,
+        on_load_failure=arguments.on_load_failure,
+        vllm_args=[word for word in arguments.rest if word != "--"],
+        mode=arguments.mode,
+        l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes),
+        lmcache_port=arguments.lmcache_port,
+    )
+    plain = {
+        "yaml_path": launch.yaml_path,
+        "yaml": launch.yaml,
+        "environment": {k: "***" if "KEY" in k else v for k, v in launch.environment.items()},
+        "command": redacted(launch.command),
+        "lmcache": launch.lmcache,
+    }
+    show(plain, str(launch), arguments.format)
+    if not arguments.print:
+        launch.run()
+
+
+def _bytes(option: str, text: str) -> int:
+    from ..settings import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise SettingsError(f"{option}: {error}") from None
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    """Return the name and value in `NAME=VALUE`; a value that is JSON counts as what it says."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text}: write --set SETTING=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from ..artifact import reading
+    from ..make.chat import Server
+    from ..make.validate import validate
+
+    location = registry_of(arguments, read_only=True).find(arguments.name)
+    manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
+    with Server(arguments.server) as server, working(f"ask {arguments.server}", arguments.format):
+        rows = validate(manifest, server)
+    passed = all(row.passed for row in rows)
+    result = {
+        "name": manifest.name,
+        "passed": passed,
+        "sensitivity": manifest.canary and manifest.canary.sensitivity,
+        "questions": [row._asdict() for row in rows],
+    }
+    readable = [
+        {
+            "place": row.place,
+            "positions": row.positions,
+            "injected": row.injected,
+            "difference": row.difference,
+            "bound": round(row.bound, 4),
+            "passed": "yes" if row.passed else f"NO {row.problem or ''}".rstrip(),
+        }
+        for row in rows
+    ]
+    show(result, table(readable), arguments.format)
+    return 0 if passed else 1
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return seconds
+
+
+def _top(arguments: argparse.Namespace) -> None:
+    from .top import run
+
+    key = arguments.api_key or os.environ.get("VLLM_API_KEY")
+    run(arguments.url, key, arguments.interval, once=arguments.once, as_json=arguments.format == "json")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .demo import run
+
+    return run(arguments.home, arguments.questions, arguments.format)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    with working("look at the engine", arguments.format):
+        from .doctor import diagnose
+
+        checks = diagnose(settings_of(arguments))
+    lines = [f"{c.status:4}  {c.name}: {c.finding}" + (f"\n      fix: {c.fix}" if c.fix else "") for c in checks]
+    show([c._asdict() for c in checks], "\n".join(lines), arguments.format)
+    return 1 if any(c.status == "FAIL" for c in checks) else 0
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    directory = config_directory()
+    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.suffix != ".py")
+    if arguments.name is None:
+        show(names, "\n".join(names), arguments.format)
+        return
+    if arguments.name not in names:
+        raise CartridgeError(f"there is no configuration file {arguments.name!r}; there are {', '.join(names)}")
+    text = (directory / arguments.name).read_text(encoding="utf-8")
+    show({"name": arguments.name, "text": text}, text.removesuffix("\n"), arguments.format)
+
+
+def config_directory() -> Path:
+    """Return where the configuration files lie: in the installed package, or beside it in a source tree."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.with_name("configs")
