@@ -147,7 +147,7 @@ class Settings(BaseModel):
         return self.home / "quarantine"
 
     @property
-    def mirror_dir(self) -> Path:
+    def manifests_dir(self) -> Path:
         """Where manifests and token ids of remote artefacts are kept."""
         return self.cache_dir / "manifests"
 

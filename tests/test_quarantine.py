@@ -17,7 +17,7 @@ from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.library import catalog
 from lmcache_cartridge.library.quarantine import BadCopy, Quarantine
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.sources.manifest_cache import Mirror
+from lmcache_cartridge.sources.manifest_cache import ManifestCache
 
 DIGEST = "ab" * 32
 
@@ -158,12 +158,12 @@ def test_a_copy_on_s3_that_was_repaired_is_served_again(remote: _Remote, restart
 def test_one_that_is_repaired_as_soon_as_it_is_refused_is_served_again(
     remote: _Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(mirror: Mirror, location: str) -> str:
+    def slow(cache: ManifestCache, location: str) -> str:
         time.sleep(1)
-        return ask(mirror, location)
+        return ask(cache, location)
 
-    ask = Mirror.payload_revision
-    monkeypatch.setattr(Mirror, "payload_revision", slow)
+    ask = ManifestCache.payload_revision
+    monkeypatch.setattr(ManifestCache, "payload_revision", slow)
     store = remote.open()
     assert remote.claim(store)
     remote.put()

@@ -37,7 +37,7 @@ from lmcache_cartridge.serve.request import (
 )
 from lmcache_cartridge.serve.router import Router
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.sources.manifest_cache import Mirror
+from lmcache_cartridge.sources.manifest_cache import ManifestCache
 from lmcache_cartridge.sources.sources import Sources
 
 SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
@@ -415,7 +415,7 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
         made = make_artifact(root, positions=32, cartridge_id="h", version=version, seed=version)
         for file in root.iterdir():
             s3_credentials.client.put_object(Bucket=bucket, Key=f"h/{file.name}", Body=file.read_bytes())
-        registry.register(Mirror(settings.mirror_dir, sources).fetch(location, force=True), location)
+        registry.register(ManifestCache(settings.manifests_dir, sources).fetch(location, force=True), location)
         with pytest.raises(NeedsReading) if version == 2 else nullcontext():
             resolver.resolve([Reference(id="h")], {})
         assert resolver.resolve([Reference(id="h")]).tag == made.manifest.digest

@@ -1,11 +1,13 @@
-"""Files: new ones that are on the disk when they are said to be written."""
+"""Files: written whole or not at all, and on the disk when they are said to be."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -39,3 +41,28 @@ def write(path: Path, parts: Iterable[bytes | memoryview], mode: int = 0o666) ->
         for part in parts:
             file.write(part)
         sync(file)
+
+
+def replace(path: Path, parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+    """Make a file of some parts, in the place of the one that may be there, and bring it to the disk."""
+    with replacing(path) as partial:
+        write(partial, parts, mode)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path` for a new file or directory, which is renamed to `path` at the end.
+
+    Nobody sees it half-made. After an error `path` is what it was and nothing is left behind. Raises `OSError` where it
+    cannot be renamed: an empty directory gives way, others do not.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)

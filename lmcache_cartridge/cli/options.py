@@ -71,12 +71,12 @@ def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int
 
 def copy_of(arguments: argparse.Namespace, location: str) -> Path:
     """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
-    from ..sources.manifest_cache import Mirror
+    from ..sources.manifest_cache import ManifestCache
     from ..sources.sources import Sources
 
     settings = settings_of(arguments)
     with closing(Sources(settings)) as sources:
-        return Mirror(settings.mirror_dir, sources).fetch(location, force=True)
+        return ManifestCache(settings.manifests_dir, sources).fetch(location, force=True)
 
 
 def local_root(location: Location) -> Path:

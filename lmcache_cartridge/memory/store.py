@@ -20,7 +20,7 @@ from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings
 from ..sources.disk_cache import DiskTier
-from ..sources.manifest_cache import Mirror
+from ..sources.manifest_cache import ManifestCache
 from ..sources.reads import Reads
 from ..sources.sources import Sources
 from .claim import Claim, Readiness
@@ -77,7 +77,7 @@ class CartridgeStore:
         self._catalog = Catalog(
             self._registry,
             Quarantine(settings.quarantine_dir),
-            Mirror(settings.mirror_dir, self._sources),
+            ManifestCache(settings.manifests_dir, self._sources),
             fingerprint=engine.fingerprint,
             hasher=engine.hasher,
             chunk_tokens=engine.chunk_tokens,

@@ -38,7 +38,7 @@ from ..errors import (
 from ..library.quarantine import Quarantine
 from ..library.registry import Location, Registry
 from ..settings import Settings
-from ..sources.manifest_cache import Mirror
+from ..sources.manifest_cache import ManifestCache
 from ..sources.sources import Sources
 
 logger = logging.getLogger("vllm.lmcache_cartridge.request")
@@ -269,7 +269,7 @@ class Resolver:
         self._quarantine = Quarantine(settings.quarantine_dir)
         # A connection for each read there may be: a slow one keeps no other waiting.
         sources = Sources(settings.model_copy(update={"s3_connections": MAX_READS}))
-        self._mirror = Mirror(settings.mirror_dir, sources)
+        self._manifests = ManifestCache(settings.manifests_dir, sources)
         self._registered: OrderedDict[tuple[str, str], Found] = OrderedDict()
         """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
         self._rows: OrderedDict[str, list[Location]] = OrderedDict()
@@ -369,7 +369,7 @@ class Resolver:
             if not wait:
                 raise NeedsReading(reference, row.location)
             return self._read(reference, Path(row.location), row.location, row.digest)
-        root = None if reference.force_redownload else self._mirror.known(row.location)
+        root = None if reference.force_redownload else self._manifests.known(row.location)
         if root is None:
             root = self._fetched(reference, row.location, wait)
         elif _is_replaced(root, row.digest):
@@ -402,12 +402,12 @@ class Resolver:
         return found
 
     def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float | None = None) -> Path:
-        """Return the local copy of the manifest of an artefact in S3, of `max_age_s`, or as fresh as the mirror keeps them."""
+        """Return the local copy of the manifest of an artefact in S3, of `max_age_s`, or as fresh as the cache keeps them."""
         force = reference.force_redownload
-        if not wait and (force or not self._mirror.is_fresh(location, max_age_s=max_age_s)):
+        if not wait and (force or not self._manifests.is_fresh(location, max_age_s=max_age_s)):
             raise NeedsReading(reference, location)
         try:
-            return self._mirror.fetch(location, force=force, max_age_s=max_age_s)
+            return self._manifests.fetch(location, force=force, max_age_s=max_age_s)
         except SourceNotFound:
             raise Refusal(404, f"no cartridge is at {_shown(reference)}") from None
         except SourceError:

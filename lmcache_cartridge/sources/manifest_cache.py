@@ -1,4 +1,4 @@
-"""Mirror: local copies of what is small of artefacts on S3, their manifests and token ids; payloads stay where they are."""
+"""ManifestCache: local copies of what is small of artefacts on S3, their manifests and token ids; payloads stay where they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Entry:
         self.checked_s = float("-inf")
 
 
-class Mirror:
+class ManifestCache:
     """Copies under `directory`, which processes may share.
 
     A copy is named by the blake3 of its manifest file, appears whole by rename and never changes, so that who reads one
@@ -80,7 +80,7 @@ class Mirror:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
         Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. `max_age_s` stands
-        in for the mirror's own where the copy is known not to be the one that is wanted. With `force` S3 is asked at once. Where it cannot be reached the copy stands in, unless `force`. Raises `SourceError`,
+        in for the cache's own where the copy is known not to be the one that is wanted. With `force` S3 is asked at once. Where it cannot be reached the copy stands in, unless `force`. Raises `SourceError`,
         `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
         self._prepare()

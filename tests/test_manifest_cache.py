@@ -1,4 +1,4 @@
-"""A mirrored copy is whole, private and never changes; it is as new as asked for, and stands in where S3 is away."""
+"""A cached copy is whole, private and never changes; it is as new as asked for, and stands in where S3 is away."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lmcache_cartridge.errors import (
     TruncatedPayload,
 )
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.sources.manifest_cache import Mirror
+from lmcache_cartridge.sources.manifest_cache import ManifestCache
 from lmcache_cartridge.sources.sources import Sources
 
 
@@ -37,7 +37,7 @@ class _Remote:
         self.proxy, self.client, self.bucket, self._tmp_path = proxy, server.client, bucket, tmp_path
         self.location = f"s3://{bucket}/some/doc"
         self.sources = Sources(from_mapping({"s3_endpoint_url": proxy.endpoint, "s3_timeout_s": 2}))
-        self.directory = tmp_path / "mirror"
+        self.directory = tmp_path / "manifests"
 
     def put(self, seed: int = 0, **arguments: object) -> Made:
         """Store an artefact, another one for another seed."""
@@ -56,8 +56,8 @@ class _Remote:
     def get_file(self, file: str) -> bytes:
         return self.client.get_object(Bucket=self.bucket, Key=f"some/doc/{file}")["Body"].read()
 
-    def mirror(self, max_age_s: float = 10.0) -> Mirror:
-        return Mirror(self.directory, self.sources, max_age_s)
+    def cache(self, max_age_s: float = 10.0) -> ManifestCache:
+        return ManifestCache(self.directory, self.sources, max_age_s)
 
     def requests(self) -> int:
         """Return how many requests there were since the last call."""
@@ -77,7 +77,7 @@ def remote(s3_credentials: S3Server, bucket: str, tmp_path: Path) -> Iterator[_R
 @both
 def test_a_copy_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
     made = remote.put()
-    copy = remote.mirror().fetch(remote.location)
+    copy = remote.cache().fetch(remote.location)
     assert sorted(files_under(copy)) == [MANIFEST, "token_ids.npy"]
     manifest = load_manifest(copy, made.manifest.digest, payload=False)
     assert manifest == made.manifest
@@ -90,7 +90,7 @@ def test_a_copy_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
 
 def test_a_copy_is_private(remote: _Remote) -> None:
     remote.put()
-    remote.mirror().fetch(remote.location)
+    remote.cache().fetch(remote.location)
     for path in [remote.directory, *remote.directory.rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
@@ -98,26 +98,26 @@ def test_a_copy_is_private(remote: _Remote) -> None:
 @both
 def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> None:
     remote.put()
-    mirror = remote.mirror(max_age_s=2.0)
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache(max_age_s=2.0)
+    copy = cache.fetch(remote.location)
     assert remote.requests() == 3, "manifest, size of the payload, ids"
-    assert mirror.fetch(remote.location) == copy
+    assert cache.fetch(remote.location) == copy
     assert remote.requests() == 0
     time.sleep(2.05)
-    assert mirror.fetch(remote.location) == copy
+    assert cache.fetch(remote.location) == copy
     assert remote.requests() == 1, "not modified"
-    assert mirror.fetch(remote.location, force=True) == copy
+    assert cache.fetch(remote.location, force=True) == copy
     assert remote.requests() == 2, "not modified, and the payload's size"
 
 
 def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote: _Remote) -> None:
     first = remote.put(1)
-    mirror = remote.mirror()
-    old = mirror.fetch(remote.location)
+    cache = remote.cache()
+    old = cache.fetch(remote.location)
     before = files_under(old)
     second = remote.put(2)
-    assert mirror.fetch(remote.location) == old, "young enough"
-    new = mirror.fetch(remote.location, force=True)
+    assert cache.fetch(remote.location) == old, "young enough"
+    new = cache.fetch(remote.location, force=True)
     assert new != old
     assert load_manifest(new, payload=False) == second.manifest
     assert load_manifest(old, payload=False) == first.manifest
@@ -126,26 +126,26 @@ def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote: _Remo
 
 def test_a_restart_knows_what_was_known(remote: _Remote) -> None:
     remote.put()
-    copy = remote.mirror().fetch(remote.location)
+    copy = remote.cache().fetch(remote.location)
     remote.requests()
-    assert remote.mirror().fetch(remote.location) == copy
+    assert remote.cache().fetch(remote.location) == copy
     assert remote.requests() == 1, "not modified"
     remote.proxy.always = reset
-    assert remote.mirror().fetch(remote.location) == copy
+    assert remote.cache().fetch(remote.location) == copy
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy"])
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
 def test_a_damaged_copy_is_made_again_by_the_next_process(remote: _Remote, file: str, damage: str) -> None:
     made = remote.put()
-    copy = remote.mirror().fetch(remote.location)
+    copy = remote.cache().fetch(remote.location)
     if damage == "removed":
         (copy / file).unlink()
     else:
         os.truncate(copy / file, 100)
     if file != MANIFEST:
         (copy / MANIFEST).unlink()  # ids are not looked at as long as the manifest is sound
-    assert remote.mirror().fetch(remote.location) == copy
+    assert remote.cache().fetch(remote.location) == copy
     assert load_token_ids(load_manifest(copy, made.manifest.digest, payload=False), copy) is not None
 
 
@@ -153,21 +153,21 @@ def test_a_directory_that_was_deleted_under_us_is_made_again(remote: _Remote) ->
     import shutil
 
     remote.put()
-    mirror = remote.mirror()
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache()
+    copy = cache.fetch(remote.location)
     shutil.rmtree(remote.directory)
     remote.directory.mkdir()
-    assert mirror.fetch(remote.location) == copy
+    assert cache.fetch(remote.location) == copy
     assert load_manifest(copy, payload=False)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"location": 1, "copy": "..", "revision": "x"}'])
 def test_a_damaged_note_of_a_location_is_as_none(remote: _Remote, content: bytes) -> None:
     remote.put()
-    copy = remote.mirror().fetch(remote.location)
+    copy = remote.cache().fetch(remote.location)
     (note,) = (remote.directory / "locations").iterdir()
     note.write_bytes(content)
-    assert remote.mirror().fetch(remote.location) == copy
+    assert remote.cache().fetch(remote.location) == copy
     assert json.loads(note.read_bytes())["location"] == remote.location
 
 
@@ -175,43 +175,43 @@ def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(
     remote: _Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
     remote.put()
-    mirror = remote.mirror(max_age_s=0.1)
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache(max_age_s=0.1)
+    copy = cache.fetch(remote.location)
     for fault in (status(500), reset):
         remote.proxy.always = fault
         time.sleep(0.15)
-        assert mirror.fetch(remote.location) == copy
+        assert cache.fetch(remote.location) == copy
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert remote.location in caplog.text
     with pytest.raises(SourceError):
-        mirror.fetch(remote.location, force=True)
+        cache.fetch(remote.location, force=True)
     remote.proxy.always = None
-    assert mirror.fetch(remote.location, force=True) == copy
+    assert cache.fetch(remote.location, force=True) == copy
 
 
 def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
     remote.put()
-    remote.mirror().fetch(remote.location)
-    mirror = remote.mirror()
+    remote.cache().fetch(remote.location)
+    cache = remote.cache()
     remote.proxy.always = reset
-    mirror.fetch(remote.location)
+    cache.fetch(remote.location)
     assert remote.requests() > 0
-    mirror.fetch(remote.location)
+    cache.fetch(remote.location)
     assert remote.requests() == 0
 
 
 def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
     remote.put()
     patient = Sources(from_mapping({"s3_endpoint_url": remote.proxy.endpoint, "s3_timeout_s": 30}))
-    mirror = Mirror(remote.directory, patient, max_age_s=0)
-    copy = mirror.fetch(remote.location)
+    cache = ManifestCache(remote.directory, patient, max_age_s=0)
+    copy = cache.fetch(remote.location)
     remote.requests()
     remote.proxy.always = silence
-    asking = threading.Thread(target=mirror.fetch, args=(remote.location,))
+    asking = threading.Thread(target=cache.fetch, args=(remote.location,))
     asking.start()
     while not remote.requests():
         time.sleep(0.01)
-    assert mirror.fetch(remote.location) == copy
+    assert cache.fetch(remote.location) == copy
     assert asking.is_alive()
     remote.proxy.always = None
     asking.join(30)
@@ -222,7 +222,7 @@ def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
 def test_without_s3_and_copy_it_is_an_error(remote: _Remote) -> None:
     remote.proxy.always = reset
     with pytest.raises(SourceError):
-        remote.mirror().fetch(remote.location)
+        remote.cache().fetch(remote.location)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(404, SourceNotFound), (403, SourceDenied)])
@@ -230,11 +230,11 @@ def test_what_was_removed_or_is_denied_now_is_not_served_from_the_copy(
     remote: _Remote, code: int, kind: type[SourceError]
 ) -> None:
     remote.put()
-    mirror = remote.mirror(max_age_s=0)
-    mirror.fetch(remote.location)
+    cache = remote.cache(max_age_s=0)
+    cache.fetch(remote.location)
     remote.proxy.always = status(code, "X")
     with pytest.raises(kind):
-        mirror.fetch(remote.location)
+        cache.fetch(remote.location)
 
 
 def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
@@ -243,7 +243,7 @@ def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
 
     def refused(kind: type[Exception], words: str) -> None:
         with pytest.raises(kind, match=words):
-            remote.mirror().fetch(remote.location)
+            remote.cache().fetch(remote.location)
         assert [p for p in remote.directory.rglob("*") if p.name != "locations"] == []
 
     remote.put_file(PAYLOAD, payload[:-1])
@@ -263,19 +263,19 @@ def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
     remote.put_file(MANIFEST, manifest[:-20])
     refused(ManifestError, f"{remote.location}/{MANIFEST}")
     remote.put_file(MANIFEST, manifest)
-    assert remote.mirror().fetch(remote.location)
+    assert remote.cache().fetch(remote.location)
 
 
 def test_a_cartridge_of_few_ids_has_none_to_fetch(remote: _Remote) -> None:
     remote.put(positions=32)
-    assert list(files_under(remote.mirror().fetch(remote.location))) == [MANIFEST]
+    assert list(files_under(remote.cache().fetch(remote.location))) == [MANIFEST]
 
 
 def test_threads_and_processes_get_the_same_copy(remote: _Remote) -> None:
     remote.put()
-    mirrors = [remote.mirror() for _ in range(4)]  # as many processes would; they share nothing but the directory
+    caches = [remote.cache() for _ in range(4)]  # as many processes would; they share nothing but the directory
     found: list[Path] = []
-    run_threads(16, lambda i: found.append(mirrors[i % 4].fetch(remote.location)), timeout_s=60)
+    run_threads(16, lambda i: found.append(caches[i % 4].fetch(remote.location)), timeout_s=60)
     assert len(found) == 16
     assert len(set(found)) == 1
     assert sorted(files_under(found[0])) == [MANIFEST, "token_ids.npy"]
@@ -289,15 +289,15 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -
         partial.mkdir()
     os.utime(old, (0, 0))
     remote.put()
-    remote.mirror().fetch(remote.location)
+    remote.cache().fetch(remote.location)
     assert not old.exists()
     assert new.exists()
 
 
 def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) -> None:
     remote.put()
-    mirror = remote.mirror(max_age_s=0.0)
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache(max_age_s=0.0)
+    copy = cache.fetch(remote.location)
     (note,) = (remote.directory / "locations").iterdir()
 
     def age(days: float) -> None:
@@ -307,69 +307,69 @@ def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) 
     for days, keep, touch in ((29, (), False), (40, (remote.location,), False), (40, (), True)):
         age(days)
         if touch:
-            mirror.fetch(remote.location)
-        mirror.prune(keep)
-        assert remote.mirror().known(remote.location) == copy
+            cache.fetch(remote.location)
+        cache.prune(keep)
+        assert remote.cache().known(remote.location) == copy
     age(40)
-    mirror.prune(())
-    assert (note.exists(), copy.exists(), mirror.known(remote.location)) == (False, False, None)
-    assert load_manifest(mirror.fetch(remote.location), payload=False)
+    cache.prune(())
+    assert (note.exists(), copy.exists(), cache.known(remote.location)) == (False, False, None)
+    assert load_manifest(cache.fetch(remote.location), payload=False)
 
 
 def test_what_a_replaced_artefact_left_is_removed_after_a_month(remote: _Remote) -> None:
     remote.put(seed=1)
-    mirror = remote.mirror(max_age_s=0.0)
-    old = mirror.fetch(remote.location)
+    cache = remote.cache(max_age_s=0.0)
+    old = cache.fetch(remote.location)
     remote.put(seed=2)
-    new = mirror.fetch(remote.location)
-    mirror.prune(())
+    new = cache.fetch(remote.location)
+    cache.prune(())
     assert old.is_dir()
     for path in (old, new):
         os.utime(path, (0, 0))
-    mirror.prune(())
-    assert (old.is_dir(), new.is_dir(), mirror.known(remote.location)) == (False, True, new)
+    cache.prune(())
+    assert (old.is_dir(), new.is_dir(), cache.known(remote.location)) == (False, True, new)
 
 
 def test_pruning_takes_nothing_that_is_not_understood_and_never_raises(remote: _Remote) -> None:
-    remote.mirror().prune(())
+    remote.cache().prune(())
     remote.put()
-    mirror = remote.mirror()
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache()
+    copy = cache.fetch(remote.location)
     strange = remote.directory / "locations" / "strange.json"
     strange.write_text("[]")
     partial = remote.directory / ".x.partial"
     partial.mkdir()
     for path in (strange, partial):
         os.utime(path, (0, 0))
-    mirror.prune(())
-    assert strange.exists() and partial.exists() and mirror.known(remote.location) == copy
+    cache.prune(())
+    assert strange.exists() and partial.exists() and cache.known(remote.location) == copy
 
 
 def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_cartridge.sources.manifest_cache._MAX_ENTRIES", 3)
     remote.put()
-    mirror = remote.mirror()
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache()
+    copy = cache.fetch(remote.location)
     for number in range(9):
-        assert mirror.known(f"s3://bucket/{number}") is None
-        assert len(mirror._entries) <= 3
-    assert mirror.known(remote.location) == copy
+        assert cache.known(f"s3://bucket/{number}") is None
+        assert len(cache._entries) <= 3
+    assert cache.known(remote.location) == copy
 
 
-def test_a_mirror_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
+def test_a_cache_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
     remote.put()
-    mirror = remote.mirror()
-    assert mirror.known(remote.location) is None
-    assert not mirror.is_fresh(remote.location)
+    cache = remote.cache()
+    assert cache.known(remote.location) is None
+    assert not cache.is_fresh(remote.location)
     assert not remote.directory.exists()
     assert remote.requests() == 0
 
 
 def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) -> None:
     remote.put()
-    copy = remote.mirror().fetch(remote.location)
+    copy = remote.cache().fetch(remote.location)
     remote.requests()
-    later = remote.mirror()  # of a process that started just now
+    later = remote.cache()  # of a process that started just now
     assert later.known(remote.location) == copy
     assert not later.is_fresh(remote.location)
     assert later.fetch(remote.location) == copy
@@ -381,14 +381,14 @@ def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) 
 
 def test_a_copy_is_known_while_somebody_asks_a_server_that_does_not_answer(remote: _Remote) -> None:
     remote.put()
-    mirror = remote.mirror(max_age_s=0)
-    copy = mirror.fetch(remote.location)
+    cache = remote.cache(max_age_s=0)
+    copy = cache.fetch(remote.location)
     remote.proxy.always = silence
-    asking = threading.Thread(target=mirror.fetch, args=(remote.location,))
+    asking = threading.Thread(target=cache.fetch, args=(remote.location,))
     asking.start()
-    while not mirror._entry(remote.location).lock.locked():
+    while not cache._entry(remote.location).lock.locked():
         time.sleep(0.001)
-    assert mirror.known(remote.location) == copy
-    assert mirror.is_fresh(remote.location)
+    assert cache.known(remote.location) == copy
+    assert cache.is_fresh(remote.location)
     remote.proxy.always = None
     asking.join(20)
