@@ -6,7 +6,7 @@ READY := .venv/ready
 JOBS ?= 3
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench docs lint clean
 
 demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
@@ -21,9 +21,13 @@ bench: $(READY)
 	$(BIN)/python benchmarks/request_path.py
 	$(BIN)/python benchmarks/sizes.py
 
+# The tables in docs/settings.md, docs/cli.md and docs/metrics.md; test_docs says when they are stale.
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
 lint: $(READY)
-	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests benchmarks
-	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH --ignore E501,SIM905 lmcache_cartridge tests benchmarks
+	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests benchmarks docs
+	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH --ignore E501,SIM905 lmcache_cartridge tests benchmarks docs
 
 # --no-deps: the locks are complete, and pip's own resolution would add CUDA builds that break a CPU torch.
 # compileall: vLLM starts several processes, each of which would compile every module again. One file of torch is written

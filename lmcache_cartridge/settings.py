@@ -46,29 +46,30 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     home: Path = Field(default_factory=default_home)
-    """Directory of the registry and of cartridges built here."""
+    """Directory of the registry and of cartridges built here; by default `$LMCACHE_CARTRIDGE_HOME`, or `lmcache-cartridge`
+    under `$XDG_DATA_HOME` or `~/.local/share`."""
     device_bytes: Bytes | None = None
-    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default eight times the largest
-    cartridge, 1 GiB or half of what is free, whichever is least; none on a CPU engine."""
+    """Budget of the device tier, in the accelerator's memory; 0 switches it off. The default is the least of eight times
+    the largest cartridge, 1 GiB and half of the free memory. A CPU engine has no device tier."""
     cpu_bytes: Bytes = 1 << 30
-    """Budget of the cpu tier."""
+    """Budget of the cpu tier: the host's memory for chunks, in each worker."""
     disk_bytes: Bytes = 16 << 30
-    """Budget of the disk tier, the download cache of remote sources, for all processes that use its directory together;
-    0 switches it off."""
+    """Budget of the disk tier, which keeps what was read from S3. All processes that use the same `disk_dir` share it;
+    0 switches the tier off."""
     disk_local: bool = False
-    """Whether the disk tier keeps copies of artefacts in directories too: for those on slow network storage."""
+    """Whether the disk tier also copies artefacts that lie in directories. For slow network storage."""
     disk_dir: Path | None = None
-    """Where the disk tier lies; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under the user's cache
-    directory (XDG)."""
+    """Directory of the disk tier; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under `$XDG_CACHE_HOME`
+    or `~/.cache`."""
     lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
-    """How long a lookup may wait for chunks to be loaded. It holds up the scheduler and every other request; requests
-    that name cartridges wait in the API server instead."""
+    """How long a lookup may wait for chunks to be loaded. The scheduler, and so every other request, waits with it.
+    Requests that name cartridges do not need it: they wait in the API server."""
     lease_s: float = Field(default=300.0, gt=0)
-    """How long a looked-up chunk stays in memory for a request that never comes for it."""
+    """How long a chunk stays in memory after a lookup found it, where no request comes to read it."""
     load_threads: int = Field(default=4, ge=1, le=256)
-    """Chunks loaded at once from directories."""
+    """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
-    """How often changes of the registry are looked for; 0 is never."""
+    """Time between two looks for changes of the registry; 0 means never."""
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 
@@ -77,11 +78,11 @@ class Settings(BaseModel):
     s3_region: str | None = None
     """Region; by default that of the environment or profile."""
     s3_connections: int = Field(default=16, ge=1, le=256)
-    """Connections at once, and threads that read from them."""
+    """Connections to S3 at once, each with a thread that reads from it."""
     s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
-    """What one request asks for; larger reads are split and their parts read at once."""
+    """Size of one request to S3. Larger reads are split, and their parts are read at once."""
     s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """How long a read may go on without 64 KiB, with all its retries; one over a slow link takes as long as it needs."""
+    """A read fails when it gets less than 64 KiB in this time, retries included. A slow link is no failure."""
 
     # What requests may ask for; read by the API server.
 
@@ -90,23 +91,25 @@ class Settings(BaseModel):
     buckets: tuple[str, ...] = ()
     """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
-    """Where a request's cartridges come from when it names none itself: nowhere; a label in `label_field`; `static`;
-    or a label in `label_field` that stands for a chain in `composites`."""
+    """Which cartridges a request gets that names none. `explicit`: none. `label`: the label in its `label_field`.
+    `static`: those in the map `static`. `composite`: the chain in `composites` that its `label_field` names."""
     label_field: str = "cartridge_label"
     """Request field that holds a label."""
     static: dict[str, str] = {}
     """Cartridge by `model:NAME` or `key:SHA256-OF-THE-API-KEY`, and `*` for everybody else."""
     composites: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
-    """Names that stand for a chain of cartridges, wherever a request may name one."""
+    """Names for chains of cartridges; a request may use such a name like a cartridge's."""
     required: bool = False
-    """Whether a request for an answer is refused that names no cartridge and gets none from the router."""
+    """Whether a request without a cartridge, named or from the router, is refused with 400 on every route that
+    generates."""
     on_miss: Literal["error", "document"] = "error"
-    """What a request gets when a trained cartridge cannot be had: an error, or its document's text where it has one."""
+    """What a request gets when its trained cartridge cannot be loaded: an error, or an answer from the document's own
+    text, where the cartridge carries it."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a request waits in the API server for its cartridges to be loaded."""
+    """How long a request waits in the API server until its cartridges are in memory."""
     canary: bool | Literal["required"] = True
-    """Whether the engine is asked, before a cartridge's first request is answered, a question whose answer after it is
-    known; `required` also refuses cartridges that come with none."""
+    """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
+    that carry no questions."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
 
