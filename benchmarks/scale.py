@@ -4,7 +4,7 @@
 
 Each cartridge has 4,096 token ids of its own, 16 chunks and a payload of its own name and inode that shares one file's
 bytes (hard links), so that what is measured is the number of cartridges and not their KV. First start is the time until a
-store has read every artefact and hashed every document, most of it in the background; it leaves a snapshot (from 1,000 on).
+store has read every artefact and hashed every document, most of it in the background; it keeps their rows (from 1,000 on).
 Start-up is `CartridgeStore(...)` in a fresh process after that, until every cartridge is found. Lookup is the time of
 `store.resident` for a prompt that begins with one of 200 documents drawn at random, each asked for ten times; first lookup is
 that of the first time. Reload is `store.refresh()` after one of the cartridges came to be another version.
@@ -137,12 +137,12 @@ def prepare(home: Path, count: int) -> dict[str, Any]:
         time.sleep(0.01)
     first_start_s = time.perf_counter() - started
     store.close()
-    snapshots = list((settings.cache_dir / "index").glob("*.rows"))
+    rows = list((settings.cache_dir / "index").glob("*.sqlite"))
     return {
         "count": count,
         "register_s": register_s,
         "first_start_s": first_start_s,
-        "snapshot_bytes": sum(path.stat().st_size for path in snapshots),
+        "rows_bytes": sum(path.stat().st_size for path in rows),
     }
 
 
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "cartridges": one["count"],
             "registered a second": round(1 / one["register_s"]),
             "first start s": round(one["first_start_s"], 2),
-            "snapshot MiB": round(one["snapshot_bytes"] / 2**20, 1),
+            "rows MiB": round(one["rows_bytes"] / 2**20, 1),
             "start-up s": round(one["start_s"], 3),
             "memory MiB": round(one["memory_bytes"] / 2**20, 1),
             "first lookup us": report.Spread.of(one["first_lookup_s"]).text(1e6),

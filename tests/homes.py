@@ -12,6 +12,7 @@ from making import Made, heads_bytes, make_artifact, make_engine, make_fingerpri
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
+from lmcache_cartridge.library.catalog import Catalog
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory.claim import Claim
 from lmcache_cartridge.memory.layout import rank_heads
@@ -131,6 +132,11 @@ def read(claim: Claim) -> Claim:
     """Wait until what a claim is on was read, and return the claim."""
     until(lambda: not claim.poll().opening)
     return claim
+
+
+def catalog_of(store: CartridgeStore) -> Catalog:
+    """Return the catalog that a store serves from."""
+    return store._catalog
 
 
 def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:

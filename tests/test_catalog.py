@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
+from homes import Clock, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read, until
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope, run_threads
 
 from lmcache_cartridge.artifact.cartridge import Place
@@ -39,10 +39,6 @@ def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
         return home.open(fingerprint=fingerprint, settings=given, clock=clock)
 
     return open_store
-
-
-def _digests(store: CartridgeStore) -> set[str]:
-    return set(store._catalog._rows)
 
 
 # What is registered while serving.
@@ -74,12 +70,13 @@ def test_the_keeper_looks_for_changes_by_itself(home: Home) -> None:
 
 
 def test_a_look_at_nothing_new_changes_nothing(home: Home, opened: Callable) -> None:
-    home.make()
+    made = home.make()
     store = opened()
-    before, index = store.stats(), dict(store._catalog.index._open)
+    before, chunks = store.stats(), catalog_of(store).index.chunks(made.manifest.digest)
     for _ in range(3):
         store.refresh()
-    assert (store.stats(), store._catalog.index._open) == (before, index)
+    assert store.stats() == before
+    assert len(chunks) == 4 and catalog_of(store).index.chunks(made.manifest.digest) == chunks
 
 
 def test_bad_cartridges_that_are_registered_leave_the_others_served(home: Home, opened: Callable) -> None:
@@ -209,7 +206,7 @@ def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(
     claim.close()
     clock.now += GRACE_S
     store.refresh()
-    assert _digests(store) == set()
+    assert not catalog_of(store).knows(digest)
     assert store.lookup(prompt.hashes, digest) == 0
     assert store.claim(digest, {}).poll().refused == "a cartridge of it is not there"
 
@@ -225,7 +222,7 @@ def test_a_tag_without_a_claim_works_for_the_grace_and_no_longer(home: Home, ope
     clock.now += 0.2
     store.refresh()
     assert store.lookup(prompt.hashes, prompt.tag) == 0
-    assert store._catalog.index.chunks(prompt.tag) == []
+    assert catalog_of(store).index.chunks(prompt.tag) == []
 
 
 def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opened: Callable, clock: Clock) -> None:
@@ -242,13 +239,13 @@ def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opene
     store.refresh()
     clock.now += GRACE_S - 1
     store.refresh()
-    assert store._catalog.derive(tag) is not None, "the claim is open"
+    assert catalog_of(store).derive(tag) is not None, "the claim is open"
     with_claim.close()
     clock.now += GRACE_S + 1
     store.refresh()
-    assert store._catalog.derive(tag) is None
-    assert not store._catalog.index.has(tag)
-    assert _digests(store) == {first.manifest.digest}
+    assert catalog_of(store).derive(tag) is None
+    assert not catalog_of(store).index.has(tag)
+    assert [catalog_of(store).knows(one.manifest.digest) for one in (first, second)] == [True, False]
 
 
 def test_what_was_removed_and_registered_again_is_served_as_ever(home: Home, opened: Callable, clock: Clock) -> None:
@@ -298,7 +295,7 @@ def test_a_name_given_to_other_content_serves_that_and_lets_the_old_one_go(
     assert_served(store, new, prompt_for(home, new))
     clock.now += GRACE_S
     store.refresh()
-    assert _digests(store) == {new.manifest.digest}
+    assert [catalog_of(store).knows(one.manifest.digest) for one in (old, new)] == [False, True]
 
 
 def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(
@@ -366,8 +363,7 @@ def test_removing_one_of_two_documents_that_begin_alike_leaves_the_other_whole(
     assert store.lookup(prompt_for(home, made[left], left).hashes) == 0
     clock.now += GRACE_S
     store.refresh()
-    index = store._catalog.index
-    assert (index._open, index._recent, index._at_hand) == ({}, {}, {})
+    assert not any(catalog_of(store).index.has(one.manifest.digest) for one in made.values())
     for name in "ba":
         home.registry.register(home.root(name))
         store.refresh()
@@ -486,14 +482,14 @@ def test_the_keeper_complains_once_and_goes_on(home: Home, caplog: pytest.LogCap
 
 def test_the_keeper_outlives_an_error_that_nobody_thought_of(home: Home) -> None:
     store = home.open(settings={"reload_s": 0.01})
-    refresh, failures = store._catalog.refresh, [ZeroDivisionError("a bug")]
+    refresh, failures = catalog_of(store).refresh, [ZeroDivisionError("a bug")]
 
     def broken() -> list[str]:
         if failures:
             raise failures.pop()
         return refresh()
 
-    store._catalog.refresh = broken
+    catalog_of(store).refresh = broken
     until(lambda: not failures)
     home.make()
     until(lambda: store.names() == ["doc@1"])
@@ -592,7 +588,7 @@ def test_a_quarantine_put_before_its_cartridge_is_registered_counts(home: Home, 
 
 def test_a_cartridge_that_was_forgotten_meanwhile_is_quarantined_all_the_same(home: Home, opened: Callable) -> None:
     store = opened()
-    store._catalog.quarantine("ab" * 32, "corrupt")
+    catalog_of(store).quarantine("ab" * 32, "corrupt")
     assert Quarantine(Settings(home=home.path).quarantine_dir).reason("ab" * 32) == "corrupt"
 
 
@@ -627,13 +623,13 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
     for _ in range(3):
         clock.now += GRACE_S - 1
         store.refresh()
-        assert (_digests(store) == {digest}) == sound
+        assert catalog_of(store).knows(digest) == sound
     claim.close()
     clock.now += GRACE_S
     store.refresh()
-    catalog = store._catalog
-    assert (catalog._rows, catalog._unfit, catalog._retired, catalog._names) == ({}, {}, {}, {})
-    assert (len(catalog._reader._kept), catalog.index.has(digest)) == (0, False)
+    catalog = catalog_of(store)
+    assert (catalog.knows(digest), catalog.index.has(digest)) == (False, False)
+    assert str(catalog.refusal(digest)) == "a cartridge of it is not there", "why it was refused is not forgotten"
 
 
 def test_a_claim_by_path_alone_keeps_its_cartridge_for_the_grace(home: Home, opened: Callable, clock: Clock) -> None:
@@ -644,7 +640,7 @@ def test_a_claim_by_path_alone_keeps_its_cartridge_for_the_grace(home: Home, ope
         read(store.claim(digest, {digest: place})).close()
         clock.now += GRACE_S - 1
         store.refresh()
-        assert _digests(store) == {digest}
+        assert catalog_of(store).knows(digest)
 
 
 def test_what_is_used_by_its_path_outlives_its_removal(home: Home, opened: Callable, clock: Clock) -> None:
@@ -684,7 +680,7 @@ def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
     assert_served(store, shared, prompt_for(home, shared, "shared"))
     home.registry.register(home.root("away"))
     store.refresh()
-    assert (store.refused(), len(store._catalog._backlog)) == ({}, 0)
+    assert (store.refused(), catalog_of(store).unread()) == ({}, 0)
     assert_served(store, away, prompt_for(home, away, "away"))
 
 

@@ -14,8 +14,8 @@ from s3 import S3Server, both
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
-from lmcache_cartridge.library import catalog
-from lmcache_cartridge.library.quarantine import BadCopy, Quarantine
+from lmcache_cartridge.library import quarantine as quarantines
+from lmcache_cartridge.library.quarantine import BadCopy, ProcessQuarantine, Quarantine
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.sources.manifest_cache import ManifestCache
 
@@ -90,6 +90,44 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def _follower(directory: Path, revision: str = "new") -> ProcessQuarantine:
+    return ProcessQuarantine(Quarantine(directory), lambda location: revision, lambda: 0.0)
+
+
+def test_a_distrust_outlives_what_is_lifted_and_is_seen_by_this_process_alone(tmp_path: Path) -> None:
+    mine, theirs = _follower(tmp_path), _follower(tmp_path)
+    mine.put(DIGEST, "chunk 3 is corrupt", None)
+    mine.distrust(DIGEST, "it answers wrongly")
+    for one in (mine, theirs):
+        one.follow(lambda digest: True)
+    assert mine.reasons == {DIGEST: "chunk 3 is corrupt"}
+    assert theirs.reasons == {DIGEST: "quarantined: chunk 3 is corrupt"}
+    Quarantine(tmp_path).lift(DIGEST)
+    for one in (mine, theirs):
+        one.follow(lambda digest: True)
+    assert (mine.reasons, theirs.reasons) == ({DIGEST: "it answers wrongly"}, {})
+
+
+def test_what_is_distrusted_first_is_noted_for_others_once_its_bytes_are_wrong(tmp_path: Path) -> None:
+    follower = _follower(tmp_path)
+    follower.distrust(DIGEST, "it answers wrongly")
+    assert Quarantine(tmp_path).digests() == set()
+    assert follower.put(DIGEST, "chunk 3 is corrupt", None) is True
+    assert follower.put(DIGEST, "chunk 4 is corrupt", None) is False
+    assert Quarantine(tmp_path).reason(DIGEST) == "chunk 3 is corrupt"
+
+
+@pytest.mark.parametrize(("revision", "left"), [("old", {DIGEST}), ("new", set())])
+def test_a_copy_that_was_replaced_lifts_the_quarantine_and_the_same_one_does_not(
+    tmp_path: Path, revision: str, left: set[str]
+) -> None:
+    _follower(tmp_path, "old").put(DIGEST, "chunk 3 is corrupt", "s3://bucket/doc")
+    follower = _follower(tmp_path, revision)
+    assert follower.follow(lambda digest: True) is True, "it is not time to ask"
+    follower.ask_again()
+    assert (Quarantine(tmp_path).digests(), set(follower.reasons)) == (left, left)
+
+
 class _Remote:
     """A trained cartridge on S3 whose payload is wrong, and servers that found that out."""
 
@@ -97,6 +135,7 @@ class _Remote:
         self.home, self.proxy, self._client, self._bucket = home, proxy, server.client, bucket
         self.made: Made = home.make(kind="trained", positions=64)
         self.location, self._sound = f"s3://{bucket}/doc", home.payload().read_bytes()
+        self.quarantine = Quarantine(home.path / "quarantine")
         self._put(MANIFEST, (home.root() / MANIFEST).read_bytes())
         self.put(bad_byte=100)
 
@@ -129,7 +168,7 @@ class _Remote:
 
 @pytest.fixture
 def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Remote]:
-    monkeypatch.setattr(catalog, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(quarantines, "_LOOK_AGAIN_S", 0.0)
     with FaultyProxy(s3_credentials.port) as proxy:
         remote = _Remote(home, s3_credentials, bucket, proxy)
         home.registry.remove("doc")
@@ -152,7 +191,7 @@ def test_a_copy_on_s3_that_was_repaired_is_served_again(remote: _Remote, restart
 
     until(served)
     assert_served(store, remote.made, remote.prompt)
-    assert Quarantine(store._settings.quarantine_dir).digests() == set()
+    assert remote.quarantine.digests() == set()
 
 
 def test_one_that_is_repaired_as_soon_as_it_is_refused_is_served_again(
@@ -173,7 +212,7 @@ def test_one_that_is_repaired_as_soon_as_it_is_refused_is_served_again(
 def test_a_copy_on_s3_that_is_as_it_was_stays_quarantined(remote: _Remote) -> None:
     store = remote.open()
     assert remote.claim(store)
-    until(lambda: store._catalog._copies)
+    until(lambda: remote.quarantine.copy(remote.made.manifest.digest))
     seen = len(remote.proxy.requests)
     until(lambda: store.refresh() or len(remote.proxy.requests) >= seen + 3)  # it looks at what is there
     assert set(remote.proxy.requests[-3:]) == {""}, "its payload was read again"
@@ -183,7 +222,7 @@ def test_a_copy_on_s3_that_is_as_it_was_stays_quarantined(remote: _Remote) -> No
 def test_a_copy_on_s3_that_is_replaced_by_a_bad_one_is_quarantined_again(remote: _Remote) -> None:
     store, digest = remote.open(), remote.made.manifest.digest
     assert remote.claim(store)
-    quarantine = Quarantine(store._settings.quarantine_dir)
+    quarantine = remote.quarantine
     first = quarantine.copy(digest)
     remote.put(bad_byte=200)
 
@@ -202,7 +241,7 @@ def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote: _Remot
     store.evict(digest)
     assert remote.claim(store) is None
     assert_served(store, remote.made, remote.prompt)
-    Quarantine(store._settings.quarantine_dir).put(digest, "it answers wrongly")
+    remote.quarantine.put(digest, "it answers wrongly")
     store.refresh()
     store.evict(digest)
     store.refresh()

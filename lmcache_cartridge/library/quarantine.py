@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import logging
+import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..artifact import files
+from ..errors import CartridgeError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 10.0
+"""How often S3 is asked whether a quarantined cartridge has other bytes now."""
+
 
 class BadCopy(NamedTuple):
-    """What on S3 had the wrong bytes."""
+    """The payload on S3 that had wrong bytes."""
 
     location: str
     revision: str
@@ -43,18 +54,6 @@ class Quarantine:
             return None
         return BadCopy(location, revision)
 
-    def _write(self, path: Path, text: str) -> None:
-        partial = self._directory / f".{path.name}.{uuid.uuid4().hex}"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            partial.rename(path)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-
     def reason(self, digest: str) -> str | None:
         """Return why a cartridge is quarantined, None if it is not."""
         try:
@@ -74,5 +73,142 @@ class Quarantine:
         self._path(digest, ".copy").unlink(missing_ok=True)
         self._path(digest).unlink(missing_ok=True)
 
+    def _write(self, path: Path, text: str) -> None:
+        partial = self._directory / f".{path.name}.{uuid.uuid4().hex}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            files.write(partial, [text.encode("utf-8", "backslashreplace")], 0o600)
+            partial.rename(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
     def _path(self, digest: str, suffix: str = ".txt") -> Path:
         return self._directory / f"{digest}{suffix}"
+
+
+@dataclass(slots=True)
+class _Case:
+    """Why one cartridge is not served."""
+
+    reason: str | None = None
+    """Wrong bytes, or a person's reason."""
+    is_noted: bool = False
+    """Whether that lies in the directory, so that it is lifted when it is removed there."""
+    copy: BadCopy | None = None
+    distrust: str | None = None
+    """This process alone does not serve it, until it ends."""
+
+
+class ProcessQuarantine:
+    """The quarantine as one serving process follows it. Safe from any thread."""
+
+    def __init__(self, quarantine: Quarantine, revision: Callable[[str], str], clock: Callable[[], float]) -> None:
+        """`revision` returns a text that changes with the payload at an `s3://` location; it may block and raise."""
+        self.reasons: dict[str, str] = {}
+        """By digest; such cartridges are not served. To be read only."""
+        self._quarantine, self._revision, self._clock = quarantine, revision, clock
+        self._cases: dict[str, _Case] = {}
+        self._asked_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def put(self, digest: str, reason: str, location: str | None) -> bool:
+        """Quarantine a cartridge here and for those who see the same directory; whether it was not already.
+
+        `location` is that of a payload on S3: the cartridge is served again once there are other bytes. Blocks to ask
+        which ones they were.
+        """
+        copy = None
+        if location is not None:  # before anybody is told: whoever puts it right from now on is heard
+            copy = BadCopy(location, "")
+            with suppress(CartridgeError):
+                copy = BadCopy(location, self._revision(location))
+        with self._lock:
+            case = self._cases.setdefault(digest, _Case())
+            if case.reason is not None:
+                return False
+            if copy is not None:
+                self._quarantine.put_copy(digest, copy)
+            self._quarantine.put(digest, reason)
+            case.reason, case.copy = reason, copy
+            case.is_noted = self._quarantine.reason(digest) is not None
+            self._tell(digest)
+            return True
+
+    def distrust(self, digest: str, reason: str) -> None:
+        """Serve a cartridge no more in this process alone: its bytes are sound, and others may serve it."""
+        with self._lock:
+            case = self._cases.setdefault(digest, _Case())
+            case.distrust = case.distrust or reason
+            self._tell(digest)
+
+    def look_up(self, digest: str) -> None:
+        """Take in what the directory says of a cartridge that comes to be served."""
+        with self._lock:
+            if digest not in self.reasons and (reason := self._quarantine.reason(digest)) is not None:
+                self._note(digest, reason)
+
+    def follow(self, knows: Callable[[str], bool]) -> bool:
+        """Take in what others put into the directory, of cartridges that the caller `knows`, or lifted from it.
+
+        Return whether it is time for `ask_again`.
+        """
+        noted = self._quarantine.digests()
+        with self._lock:
+            for digest in [d for d, case in self._cases.items() if case.is_noted and d not in noted]:
+                self._lift(digest)
+                logger.info("the quarantine of %s was lifted", digest)
+            for digest in noted - self.reasons.keys():
+                if knows(digest) and (reason := self._quarantine.reason(digest)) is not None:
+                    self._note(digest, reason)
+            now = self._clock()
+            if not (noted or self._cases) or now - self._asked_at < _LOOK_AGAIN_S:
+                return False
+            self._asked_at = now
+            return True
+
+    def ask_again(self) -> None:
+        """Lift the quarantines of those that have other bytes on S3 than the ones that were wrong. Asks S3."""
+        for digest in self._quarantine.digests() | self.reasons.keys():
+            copy = self._copy(digest)
+            with suppress(CartridgeError):
+                if copy is not None and self._revision(copy.location) != copy.revision:
+                    self.forgive(digest)
+
+    def forgive(self, digest: str) -> None:
+        """Lift a quarantine that a copy on S3 caused; what is there now is checked when it is loaded. Else no change."""
+        if self._copy(digest) is None:
+            return
+        with suppress(OSError):
+            self._quarantine.lift(digest)
+        with self._lock:
+            was_here = self._lift(digest)
+        if was_here:
+            logger.info("the quarantine of %s is lifted: it is fetched from S3 again", digest)
+
+    def _copy(self, digest: str) -> BadCopy | None:
+        case = self._cases.get(digest)
+        return case.copy if case is not None and case.copy is not None else self._quarantine.copy(digest)
+
+    def _note(self, digest: str, reason: str) -> None:
+        case = self._cases.setdefault(digest, _Case())
+        case.reason, case.is_noted = f"quarantined: {reason}", True
+        self._tell(digest)
+
+    def _lift(self, digest: str) -> bool:
+        """End a quarantine here, not a distrust; whether there was one."""
+        case = self._cases.get(digest)
+        if case is None or case.reason is None:
+            return False
+        case.reason, case.is_noted, case.copy = None, False, None
+        if case.distrust is None:
+            del self._cases[digest]
+        self._tell(digest)
+        return True
+
+    def _tell(self, digest: str) -> None:
+        case = self._cases.get(digest)
+        if case is not None and (reason := case.reason or case.distrust) is not None:
+            self.reasons[digest] = reason
+        else:
+            self.reasons.pop(digest, None)

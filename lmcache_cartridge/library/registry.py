@@ -69,7 +69,7 @@ _MOST_CANDIDATES = 8
 """Versions of an id that are tried, the newest first, until one can be served."""
 
 
-class Location(NamedTuple):
+class RegistryEntry(NamedTuple):
     """One registered version of a cartridge."""
 
     id: str
@@ -90,7 +90,7 @@ class Location(NamedTuple):
         return f"{self.id}@{self.version}"
 
 
-_COLUMNS = ", ".join(Location._fields)
+_COLUMNS = ", ".join(RegistryEntry._fields)
 _CANNOT_MAKE_FILES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _RESTORE = "restore a copy of the file, or move it away and register the cartridges again"
 _TYPES = (str, int, str, str, int, int, str, str)
@@ -101,7 +101,7 @@ class Changes(NamedTuple):
 
     sequence: int
     """The moment of the last of them; pass it to learn of later ones."""
-    present: list[Location]
+    present: list[RegistryEntry]
     """New or moved versions; every version if `whole`."""
     gone: list[str]
     """`id@version` of those removed; empty if `whole`."""
@@ -170,7 +170,7 @@ class Registry:
             )  # fmt: skip
         return manifest
 
-    def promote(self, name: str) -> Location:
+    def promote(self, name: str) -> RegistryEntry:
         """Let the id of the version that `name` stands for mean that version, older or newer, and return it.
 
         Raises `CartridgeNotFound`.
@@ -183,7 +183,7 @@ class Registry:
                 raise CartridgeNotFound(f"{target.name} was removed at this moment")
         return target
 
-    def remove(self, name: str) -> Location:
+    def remove(self, name: str) -> RegistryEntry:
         """Take one version of a cartridge out, and return what it was. Its files stay.
 
         Raises `CartridgeNotFound`, and `RegistryError` while labels point at it.
@@ -204,7 +204,7 @@ class Registry:
             if not db.execute("DELETE FROM labels WHERE label = ?", (label,)).rowcount:
                 raise CartridgeNotFound(f"there is no label {label!r}")
 
-    def label(self, label: str, name: str, *, warm: bool = False) -> Location:
+    def label(self, label: str, name: str, *, warm: bool = False) -> RegistryEntry:
         """Point `label` at the cartridge `name` stands for now, in one step, and return that cartridge.
 
         What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
@@ -225,14 +225,14 @@ class Registry:
             )
         return target
 
-    def find(self, name: str) -> Location:
+    def find(self, name: str) -> RegistryEntry:
         """Return the cartridge that `name` stands for: `id` (its newest promoted version), `id@version` or a label.
 
         Raises `CartridgeNotFound`.
         """
         return self.candidates(name, limit=1)[0]
 
-    def candidates(self, name: str, *, limit: int = _MOST_CANDIDATES) -> list[Location]:
+    def candidates(self, name: str, *, limit: int = _MOST_CANDIDATES) -> list[RegistryEntry]:
         """Return what `name` may stand for: what `find` returns, and for an id its older promoted versions, newest first.
 
         Raises `CartridgeNotFound`.
@@ -256,7 +256,7 @@ class Registry:
             raise CartridgeNotFound(
                 f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
             )
-        return list(map(_location, rows))
+        return list(map(_entry, rows))
 
     def current(self, ids: Iterable[str]) -> set[str]:
         """Return the `id@version` that each of some ids means without a version."""
@@ -267,18 +267,18 @@ class Registry:
             ).fetchall()
         return {f"{cartridge_id}@{version}" for cartridge_id, version in rows}
 
-    def all(self) -> list[Location]:
+    def all(self) -> list[RegistryEntry]:
         """Return every version of every cartridge, by id and version."""
         return self._select("ORDER BY id, version")
 
-    def page(self, limit: int, after: str = "") -> list[Location]:
+    def page(self, limit: int, after: str = "") -> list[RegistryEntry]:
         """Return up to `limit` versions, by id and version, those that come after the `id@version` `after`."""
         cartridge_id, version = _parts(after)
         return self._select(
             "WHERE (id, version) > (?, ?) ORDER BY id, version LIMIT ?", cartridge_id, version or 0, limit
         )
 
-    def having(self, digests: Iterable[str]) -> list[Location]:
+    def having(self, digests: Iterable[str]) -> list[RegistryEntry]:
         """Return the versions that have one of `digests`, by id and version."""
         return self._select(
             "WHERE digest IN (SELECT value FROM json_each(?)) ORDER BY id, version", json.dumps(sorted(digests))
@@ -298,25 +298,25 @@ class Registry:
             known = db.execute("SELECT 1 FROM changes WHERE sequence = ?", (since,)).fetchone()
             if since == 0 or known is None:
                 rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
-                return Changes(last, [_location(row) for row in rows], [], whole=True)
+                return Changes(last, [_entry(row) for row in rows], [], whole=True)
             if last == since:
                 return Changes(last, [], [], whole=False)
             rows = db.execute(
-                f"SELECT c.id, c.version, {', '.join(f'r.{column}' for column in Location._fields)} FROM "
+                f"SELECT c.id, c.version, {', '.join(f'r.{column}' for column in RegistryEntry._fields)} FROM "
                 "(SELECT DISTINCT id, version FROM changes WHERE sequence > ?) AS c "
                 "LEFT JOIN cartridges AS r USING (id, version)",
                 (since,),
             ).fetchall()
-        present = [_location(row[2:]) for row in rows if row[2] is not None]
+        present = [_entry(row[2:]) for row in rows if row[2] is not None]
         return Changes(last, present, [f"{row[0]}@{row[1]}" for row in rows if row[2] is None], whole=False)
 
-    def warm(self) -> list[Location]:
+    def warm(self) -> list[RegistryEntry]:
         """Return the cartridges that warm labels point at."""
         with self._connect() as db:
             rows = db.execute(
                 f"SELECT DISTINCT {_COLUMNS} FROM cartridges JOIN labels USING (id, version) WHERE warm ORDER BY id"
             ).fetchall()
-        return [_location(row) for row in rows]
+        return [_entry(row) for row in rows]
 
     def largest_bytes(self) -> int:
         """Return the size of the largest payload, 0 without any."""
@@ -340,9 +340,9 @@ class Registry:
         there = () if directory is None else (directory / cartridge_id).glob("[1-9]*")
         return max([row[0] or 0, *(int(path.name) for path in there if _parts(f"@{path.name}")[1])]) + 1
 
-    def _select(self, rest: str, *values: object) -> list[Location]:
+    def _select(self, rest: str, *values: object) -> list[RegistryEntry]:
         with self._connect() as db:
-            return [_location(row) for row in db.execute(f"SELECT {_COLUMNS} FROM cartridges {rest}", values)]
+            return [_entry(row) for row in db.execute(f"SELECT {_COLUMNS} FROM cartridges {rest}", values)]
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
@@ -445,7 +445,7 @@ def _parts(name: str) -> tuple[str, int | None]:
     return cartridge_id, int(version) if version.isdecimal() and len(version) < 19 else None
 
 
-def _location(row: tuple) -> Location:
+def _entry(row: tuple) -> RegistryEntry:
     if tuple(map(type, row)) != _TYPES:
         raise RegistryError(f"the registry's row of {str(row[0])[:80]!r} is damaged; {_RESTORE}")
-    return Location(*row)
+    return RegistryEntry(*row)

@@ -83,7 +83,7 @@ class CartridgeStore:
             chunk_tokens=engine.chunk_tokens,
             allow_trained=engine.allow_trained,
             grace_s=settings.lease_s,
-            snapshots=settings.cache_dir / "index",
+            cache_dir=settings.cache_dir / "index",
             clock=clock,
         )
         disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
@@ -229,7 +229,7 @@ class CartridgeStore:
         """Read what a tag names, and return what `Catalog.require` does. Blocks."""
         for digest, place in places.items():
             if not self._catalog.knows(digest):
-                self._catalog.add(None, digest, *place)
+                self._catalog.add(digest, place)
         return self._catalog.require(tag)
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError
 from ..library.quarantine import Quarantine
-from ..library.registry import Location, Registry
+from ..library.registry import Registry, RegistryEntry
 from .gate import error
 from .request import Reference, Refusal, without_paths
 
@@ -106,7 +106,7 @@ def _page(plugin: CartridgePlugin, ranks: list[dict[str, Any]], limit: int, afte
     return {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
 
 
-def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[Location]) -> list[dict[str, Any]]:
+def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[RegistryEntry]) -> list[dict[str, Any]]:
     """Describe cartridges for a client, without a path. Blocks."""
     quarantine = Quarantine(plugin.settings.quarantine_dir)
     reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
@@ -118,7 +118,7 @@ def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[Loc
     ]
 
 
-def _state(row: Location, ranks: list[dict[str, Any]], quarantined: str | None, current: bool) -> dict[str, Any]:
+def _state(row: RegistryEntry, ranks: list[dict[str, Any]], quarantined: str | None, current: bool) -> dict[str, Any]:
     """Describe one cartridge; `quarantined` says why it is that, None if it is not, `current` whether its id means it."""
     reason = quarantined or next((rank["refused"][row.name] for rank in ranks if row.name in rank["refused"]), None)
     whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0

@@ -36,7 +36,7 @@ from ..errors import (
     UnsupportedModel,
 )
 from ..library.quarantine import Quarantine
-from ..library.registry import Location, Registry
+from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from ..sources.manifest_cache import ManifestCache
 from ..sources.sources import Sources
@@ -272,7 +272,7 @@ class Resolver:
         self._manifests = ManifestCache(settings.manifests_dir, sources)
         self._registered: OrderedDict[tuple[str, str], Found] = OrderedDict()
         """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
-        self._rows: OrderedDict[str, list[Location]] = OrderedDict()
+        self._rows: OrderedDict[str, list[RegistryEntry]] = OrderedDict()
         """What the registry said last of a name, for when it cannot be read."""
         self._refused: dict[str, float] = {}
         self._warned_s = float("-inf")
@@ -334,7 +334,7 @@ class Resolver:
                 refusals[row] = refusal
         raise refusals[rows[0]]
 
-    def _candidates(self, reference: Reference) -> list[Location]:
+    def _candidates(self, reference: Reference) -> list[RegistryEntry]:
         """Return the versions that a registered name may mean, the newest first."""
         try:
             rows = self._registry.candidates(reference.id)
@@ -357,7 +357,7 @@ class Resolver:
                 self._rows.popitem(last=False)
         return rows
 
-    def _of(self, reference: Reference, row: Location, wait: bool) -> Found:
+    def _of(self, reference: Reference, row: RegistryEntry, wait: bool) -> Found:
         """Return what is registered. Raises as `find` does."""
         if not is_remote(row.location):
             with self._lock:

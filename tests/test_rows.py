@@ -1,4 +1,4 @@
-"""A start that finds what an earlier one knew answers as one that reads everything, whatever became of the file or the artefacts."""
+"""A start with the rows of an earlier one answers as one that reads everything, whatever became of file and artefacts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import logging
 import multiprocessing
 import os
 import shutil
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, chunk_bytes, lent, prompt_for, read, until
+from homes import Clock, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read, until
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads, sha256_hasher
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.artifact.reading import MANIFEST
-from lmcache_cartridge.library import backlog, catalog, reader
+from lmcache_cartridge.library import catalog, read_queue
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.library.snapshot import Row, Snapshot
+from lmcache_cartridge.library.rows import Row, RowCache
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
@@ -31,8 +34,8 @@ GRACE_S = 50.0
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep snapshots of a few cartridges too."""
-    monkeypatch.setattr(catalog, "_SNAPSHOT_FROM", 1)
+    """Keep the rows of a few cartridges too."""
+    monkeypatch.setattr(catalog, "_CACHED_FROM", 1)
 
 
 @pytest.fixture
@@ -58,16 +61,16 @@ def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
     return open_store
 
 
-def _snapshot(home: Home) -> Path:
-    (path,) = (home.path / "cache" / "index").glob("*.rows")
-    return path
+def _caches(home: Home) -> list[RowCache]:
+    return [RowCache(path) for path in (home.path / "cache" / "index").glob("*.sqlite")]
 
 
-def _start_once(opened: Callable[..., CartridgeStore], **engine: object) -> None:
-    """Start a store and end it, so that its snapshot is there for the next."""
+def _start_once(home: Home, opened: Callable[..., CartridgeStore], **engine: object) -> CartridgeStore:
+    """Start a store and end it, so that its rows are there for the next."""
     store = opened(**engine)
-    until(store._catalog._snapshot.path.exists)
+    until(lambda: _caches(home) and _caches(home)[0].load())
     store.close()
+    return store
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def test_a_second_start_reads_no_manifest_until_its_cartridge_is_asked_for(
 ) -> None:
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     made["t"] = home.make("t", kind="trained", positions=64, seed=7)
-    _start_once(opened)
+    _start_once(home, opened)
     reads.clear()
     store = opened()
     assert store.names() == ["a@1", "b@1", "c@1", "t@1"]
@@ -104,7 +107,7 @@ def test_a_second_start_reads_no_manifest_until_its_cartridge_is_asked_for(
 
 def test_only_what_changed_since_is_read(home: Home, opened: Callable, reads: list[Path]) -> None:
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
-    _start_once(opened)
+    _start_once(home, opened)
     home.registry.remove("a")
     home.registry.register(shutil.copytree(home.root("b"), home.path / "elsewhere"))
     made["d"] = home.make("d", seed=9)
@@ -126,9 +129,7 @@ def test_what_is_made_for_others_is_refused_with_the_same_words_and_not_read_aga
     home.make("foreign", seed=2, layers=4)
     home.make("trained", seed=3, kind="trained", positions=64)
     home.make("tail", seed=4, kind="trained", positions=72)
-    first = opened(allow_trained=False)
-    until(first._catalog._snapshot.path.exists)
-    first.close()
+    first = _start_once(home, opened, allow_trained=False)
     reads.clear()
     store = opened(allow_trained=False)
     assert (store.refused(), store.names()) == (first.refused(), ["good@1"])
@@ -148,7 +149,7 @@ def test_what_was_damaged_is_read_at_every_start(home: Home, opened: Callable) -
     home.make("good", seed=1)
     made = home.make("bad", seed=2)
     away = home.payload("bad").rename(home.path / "away")
-    _start_once(opened)
+    _start_once(home, opened)
     away.rename(home.payload("bad"))
     assert_served(opened(), made, prompt_for(home, made, "bad"))
 
@@ -157,8 +158,8 @@ def test_few_cartridges_are_read_at_every_start(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, reads: list[Path]
 ) -> None:
     home.make()
-    _start_once(opened)
-    monkeypatch.setattr(catalog, "_SNAPSHOT_FROM", 2)
+    _start_once(home, opened)
+    monkeypatch.setattr(catalog, "_CACHED_FROM", 2)
     reads.clear()
     opened()
     assert reads == [home.root()]
@@ -167,9 +168,9 @@ def test_few_cartridges_are_read_at_every_start(
 def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
     home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_MAX_MANIFESTS", 2)
+    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 2)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
-    _start_once(opened)
+    _start_once(home, opened)
     store = opened()
     reads.clear()
     for name in "abaca":
@@ -183,7 +184,7 @@ def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
 def test_a_chain_of_what_was_not_read_yet_is_served(home: Home, opened: Callable) -> None:
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
-    _start_once(opened, fingerprint=shape)
+    _start_once(home, opened, fingerprint=shape)
     tag = ".".join(one.manifest.digest for one in made)
     claim = read(opened(fingerprint=shape).claim(tag, {}))
     until(lambda: claim.poll().ready)
@@ -195,11 +196,11 @@ def test_a_chain_of_what_was_not_read_yet_is_served(home: Home, opened: Callable
 
 
 @pytest.mark.parametrize("what", ["hasher", "seed", "chunk", "model", "registry"])
-def test_a_snapshot_of_another_engine_or_registry_is_not_taken(
+def test_rows_of_another_engine_or_registry_are_not_taken(
     home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     made = home.make(positions=64)
-    _start_once(opened)
+    _start_once(home, opened)
     reads.clear()
     hasher, engine = sha256_hasher(16), {}
     if what == "hasher":
@@ -222,15 +223,15 @@ def test_a_snapshot_of_another_engine_or_registry_is_not_taken(
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
 
 
-def test_two_registries_that_share_a_cache_directory_have_a_snapshot_each(
+def test_two_registries_that_share_a_cache_directory_have_rows_each(
     home: Home, opened: Callable, reads: list[Path], tmp_path: Path
 ) -> None:
     home.make()
-    _start_once(opened)
+    _start_once(home, opened)
     other = Home(tmp_path / "other")
     other.make("another", seed=1)
-    store = other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
-    until(store._catalog._snapshot.path.exists)
+    other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
+    until(lambda: len(_caches(home)) == 2)
     other.close()
     reads.clear()
     assert opened().names() == ["doc@1"]
@@ -241,7 +242,7 @@ def test_a_registry_put_back_from_a_backup_is_followed_at_the_next_start(home: H
     old = home.make("old", seed=1)
     backup = shutil.copytree(home.path, home.path.with_name("backup")) / "registry.sqlite"
     new = home.make("new", seed=2)
-    _start_once(opened)
+    _start_once(home, opened)
     for file in home.path.glob("registry.sqlite*"):
         file.unlink()
     shutil.copy(backup, home.registry.path)
@@ -258,7 +259,7 @@ def test_a_registry_put_back_from_a_backup_is_followed_at_the_next_start(home: H
 
 def test_what_was_quarantined_since_is_not_served(home: Home, opened: Callable) -> None:
     made = home.make()
-    _start_once(opened)
+    _start_once(home, opened)
     Quarantine(Settings(home=home.path).quarantine_dir).put(made.manifest.digest, "corrupt")
     store = opened()
     assert (store.names(), store.refused()) == ([], {"doc@1": "quarantined: corrupt"})
@@ -294,7 +295,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     made = home.make(kind=kind, positions=80 if kind == "trained" else 72)
     other = home.make("other", seed=2)
     prompt = prompt_for(home, made)
-    _start_once(opened)
+    _start_once(home, opened)
     sound = shutil.copytree(home.root(), home.path / "sound")
     damage, reason = _DAMAGE[how]
     damage(home)
@@ -318,8 +319,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     shutil.copytree(sound, home.root())
     store.refresh()
     assert list(store.refused()) == ["doc@1"], "it was read again at once"
-    clock.now += backlog._RETRY_S
-    store._catalog._backlog._rest_until = 0
+    clock.now += read_queue._RETRY_S
     store.refresh()
     until(lambda: not store.refused())
     until(lambda: store.stats().loading == 0)  # a lookup now would share the failure of those loads
@@ -329,7 +329,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
 def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, opened: Callable) -> None:
     made = [home.make(name, seed=1, positions=72, token_ids=make_ids(72, 1)) for name in "a"]
     twin = home.make("b", seed=1, positions=80, token_ids=make_ids(72, 1) + make_ids(8, 2))
-    _start_once(opened)
+    _start_once(home, opened)
     shutil.rmtree(home.root("b"))
     store, prompt = opened(), prompt_for(home, twin._replace(manifest=made[0].manifest), "a")
     assert store.lookup(prompt.hashes) == 0
@@ -343,7 +343,7 @@ def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, op
 def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_MAX_MANIFESTS", 1)
+    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 1)
     made, other = home.make(seed=1), home.make("other", seed=2)
     store, prompt = opened(), prompt_for(home, made)
     assert store.lookup(prompt.hashes[:2]) == 2
@@ -359,7 +359,7 @@ def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
     assert store.stats().leased == 0
 
 
-# A snapshot that is wrong.
+# Rows that are wrong.
 
 
 def _swap(field: str) -> Callable[[list[Row]], list[Row]]:
@@ -391,7 +391,6 @@ _WRONG: dict[str, Callable[[list[Row]], list[Row]]] = {
     "each other's places": _swap("location"),
     "each other's digests": _swap("digest"),
     "none": lambda rows: [],
-    "twice": lambda rows: [*rows, *rows],
 }
 
 
@@ -402,9 +401,12 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
     made["t"] = home.make("t", kind="trained", positions=64, seed=3)
     prompts = {name: prompt_for(home, one, name) for name, one in made.items()}
-    _start_once(opened)
-    snapshot = opened()._catalog._snapshot  # which writes one with the right checksum
-    snapshot.save(_WRONG[how](snapshot.load()))
+    _start_once(home, opened)
+    (cache,) = _caches(home)
+    rows = cache.load()
+    assert len(rows) == 3
+    cache.clear()
+    cache.add(_WRONG[how](rows))
     store = opened()
     for name, prompt in prompts.items():
         for tag in {None, prompt.tag}:
@@ -418,10 +420,9 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
         until(lambda: store.stats().loading == 0)
         claim.close()
     assert store.lookup(prompts["t"].hashes) == 0, "identity tokens alone were answered"
-    clock.now += backlog._RETRY_S
-    store._catalog._backlog._rest_until = 0
+    clock.now += read_queue._RETRY_S
     store.refresh()
-    until(lambda: len(store._catalog._backlog) == 0)
+    until(lambda: catalog_of(store).unread() == 0)
     for name, one in made.items():
         assert_served(store, one, prompts[name])
     assert store.lookup(prompts["t"].hashes) == 0
@@ -434,59 +435,68 @@ def _flip(at: float) -> Callable[[Path], None]:
     return lambda path: flip_bit(path, int(at * (path.stat().st_size - 1)))
 
 
-_BROKEN: dict[str, Callable[[Path], None]] = {
+_BROKEN: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
     "its head only": lambda path: os.truncate(path, 44),
     "a byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "a byte long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a page short": lambda path: os.truncate(path, path.stat().st_size - 4096),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "no database": lambda path: path.write_bytes(b"no database" * 999),
     "a bit of its head": _flip(0),
-    "a bit of its key": lambda path: flip_bit(path, 20),
-    "a bit of its checksum": lambda path: flip_bit(path, 50),
+    "a bit of its schema": lambda path: flip_bit(path, path.read_bytes().index(b"CREATE TABLE") + 8),
     "a bit in the middle": _flip(0.6),
     "its last bit": _flip(1),
+    "another table": lambda path: _sql(path, "DROP TABLE rows", "CREATE TABLE rows (something)"),
+    "rows of another form": lambda path: _sql(path, "UPDATE rows SET row = x'93010203'"),
+    "rows that are no bytes": lambda path: _sql(path, "UPDATE rows SET row = 5"),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
 }
 
 
+def _sql(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        for statement in statements:
+            db.execute(statement)
+
+
 @pytest.mark.parametrize("how", _BROKEN)
-def test_a_broken_snapshot_is_as_none_and_is_made_again(
-    home: Home, opened: Callable, reads: list[Path], how: str
+def test_a_broken_file_is_as_none_and_is_made_again(
+    home: Home, opened: Callable, reads: list[Path], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = home.make()
-    _start_once(opened)
-    _BROKEN[how](_snapshot(home))
+    _start_once(home, opened)
+    (cache,) = _caches(home)
+    _BROKEN[how](cache.path)
     reads.clear()
     store = opened()
-    assert reads == [home.root()]
     assert_served(store, made, prompt_for(home, made))
+    assert reads == [home.root()]
+    assert len([record for record in caplog.records if record.name.endswith("library.rows")]) <= 1
     if how != "a directory":
-        until(store._catalog._snapshot.load)
+        until(cache.load)
         store.close()
         reads.clear()
         opened()
         assert reads == []
 
 
-def test_rows_of_another_form_are_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    snapshot = Snapshot(tmp_path, ["facts"])
-    snapshot.save([["a digest", 5, None, "prefill", "many", b""]])
-    with caplog.at_level(logging.WARNING):
-        assert snapshot.load() == []
-    assert "is not understood" in caplog.text
-
-
-def test_where_no_snapshot_can_be_written_everything_is_served_all_the_same(
-    home: Home, opened: Callable, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("where", ["index", "cache"])
+def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that_is_said_once(
+    home: Home, opened: Callable, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     made = home.make()
-    (home.path / "cache").write_text("not a directory")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.snapshot"):
+    path = home.path / "cache" / ("index" if where == "index" else "")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("not a directory")
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.rows"):
         store = opened()
         assert_served(store, made, prompt_for(home, made))
+        home.make("more", seed=1)
+        store.refresh()
         until(lambda: caplog.records)
-    assert "the next start reads all artefacts" in caplog.text
+        store.close()
+    assert ["cannot be used" in record.getMessage() for record in caplog.records] == [True]
 
 
 # Who writes it.
@@ -496,68 +506,106 @@ def _row(number: int, count: int) -> Row:
     return Row(f"{number:064x}", f"/somewhere/{number}", None, "prefill", 256 * count, bytes(8 * count))
 
 
-def test_whoever_reads_while_others_write_gets_one_whole_snapshot(tmp_path: Path) -> None:
-    sizes = [100, 2000, 300]
-    rows = {size: [_row(number, size % 7) for number in range(size)] for size in sizes}
+def _by_digest(cache: RowCache) -> list[Row]:
+    return sorted(cache.load(), key=lambda row: row.digest)
+
+
+def test_whoever_reads_while_others_write_gets_whole_batches(tmp_path: Path) -> None:
+    batches = [[_row(number, count) for number in range(500)] for count in range(1, 4)]
+    cache = RowCache(tmp_path / "x.sqlite")
+    cache.add(batches[0])
 
     def work(number: int) -> None:
-        snapshot = Snapshot(tmp_path, 1)
-        for _ in range(30):
-            if number < len(sizes):
-                snapshot.save(rows[sizes[number]])
-            elif found := snapshot.load():
-                assert found == rows[len(found)]
+        cache = RowCache(tmp_path / "x.sqlite")
+        for _ in range(20):
+            if number < len(batches):
+                cache.add(batches[number])
+            else:
+                assert _by_digest(cache) in batches
 
     run_threads(6, work)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".rows"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.sqlite"]
 
 
-def _write_forever(directory: Path, size: int) -> None:
-    snapshot = Snapshot(directory, 1)
-    rows = [_row(number, size % 7) for number in range(size)]
+def _write_forever(path: Path, size: int) -> None:
+    cache, count = RowCache(path), 1
     while True:
-        snapshot.save(rows)
+        cache.add([_row(number, count % 7) for number in range(size)])
+        count += 1
 
 
-def test_a_writer_that_is_killed_leaves_a_whole_snapshot(tmp_path: Path) -> None:
-    snapshot = Snapshot(tmp_path, 1)
+def test_a_writer_that_is_killed_leaves_whole_batches(tmp_path: Path) -> None:
+    cache, size = RowCache(tmp_path / "x.sqlite"), 20_000
     for turn in range(5):
-        size = 20_000 + turn
-        process = multiprocessing.get_context("fork").Process(target=_write_forever, args=(tmp_path, size))
+        process = multiprocessing.get_context("fork").Process(target=_write_forever, args=(cache.path, size))
         process.start()
-        until(lambda: len(snapshot.load()) == size)  # noqa: B023
+        until(cache.load)
+        time.sleep(turn / 20)
         process.kill()
         process.join()
-        assert snapshot.load() == [_row(number, size % 7) for number in range(size)]
-    for path in tmp_path.glob("*.partial"):
-        os.utime(path, (0, 0))
-    snapshot.save([])
-    assert [path.suffix for path in tmp_path.iterdir()] == [".rows"]
+        found = _by_digest(cache)
+        assert found == [_row(number, len(found[0].hashes) // 8) for number in range(size)]
+    cache.add([_row(1, 1)])
+    assert len(cache.load()) == size, "a later writer found it damaged"
+
+
+def test_one_row_is_kept_for_each_digest_until_it_is_removed(tmp_path: Path) -> None:
+    cache = RowCache(tmp_path / "x.sqlite")
+    cache.add([_row(1, 1), _row(2, 1)])
+    cache.add([_row(2, 2), _row(3, 2)])
+    assert _by_digest(cache) == [_row(1, 1), _row(2, 2), _row(3, 2)]
+    cache.remove([_row(1, 1).digest, _row(9, 1).digest])
+    assert _by_digest(cache) == [_row(2, 2), _row(3, 2)]
+    cache.clear()
+    assert cache.load() == []
 
 
 def test_what_nobody_reads_any_more_is_removed(tmp_path: Path) -> None:
-    old, used, new = (Snapshot(tmp_path, facts) for facts in ("old", "used", "new"))
-    for snapshot in (old, used):
-        snapshot.save([_row(1, 1)])
-        os.utime(snapshot.path, (0, 0))
+    old, used, new = (RowCache.of(tmp_path, facts) for facts in ("old", "used", "new"))
+    for cache in (old, used):
+        cache.add([_row(1, 1)])
+        os.utime(cache.path, (0, 0))
     used.load()
-    new.save([_row(2, 1)])
-    assert (old.load(), used.load(), new.load()) == ([], [_row(1, 1)], [_row(2, 1)])
+    new.add([_row(2, 1)])
+    assert not old.path.exists()
+    assert (used.load(), new.load()) == ([_row(1, 1)], [_row(2, 1)])
 
 
-def test_a_snapshot_is_written_again_once_enough_is_new(
+def test_rows_of_what_was_registered_later_are_kept_and_of_what_was_removed_are_dropped(
+    home: Home, opened: Callable
+) -> None:
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
+    _start_once(home, opened)
+    (cache,) = _caches(home)
+    store = opened()
+    made["c"] = home.make("c", seed=2)
+    store.refresh()
+    until(lambda: len(cache.load()) == 3)
+    home.registry.remove("a")
+    opened()
+    left = {made[name].manifest.digest for name in "bc"}
+    until(lambda: {row.digest for row in cache.load()} == left)
+
+
+def test_a_long_first_start_keeps_its_rows_as_it_goes(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "_SNAPSHOT_SHARE", 2)
-    for seed, name in enumerate("abcd"):
+    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(catalog, "_BATCH_ROWS", 2)
+    goes_on, load = threading.Event(), reading.load_manifest
+
+    def slow(root: Path, *args: object, **kwargs: object) -> object:
+        assert root != home.root("c") or goes_on.wait(20)
+        return load(root, *args, **kwargs)
+
+    for seed, name in enumerate("abc"):
         home.make(name, seed=seed)
+    monkeypatch.setattr(reading, "load_manifest", slow)
     store = opened()
-    until(lambda: len(store._catalog._snapshot.load()) == 4)
-    for count, expected in ((1, 4), (2, 4), (3, 4), (4, 8)):
-        home.make(f"more-{count}", seed=10 + count)
-        store.refresh()
-        until(lambda: store._catalog._backlog._round.done())
-        assert len(store._catalog._snapshot.load()) == expected
+    until(lambda: _caches(home) and len(_caches(home)[0].load()) == 2)
+    assert catalog_of(store).unread() == 1
+    goes_on.set()
+    until(lambda: len(_caches(home)[0].load()) == 3)
 
 
 # The first start.
@@ -566,9 +614,9 @@ def test_a_snapshot_is_written_again_once_enough_is_new(
 def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claimed_at_once(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlog, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
-    monkeypatch.setattr(backlog.Backlog, "read_on", lambda self, needed=False: None)
+    monkeypatch.setattr(read_queue.ReadQueue, "read_on", lambda self, needed=False: None)
     store = opened()
     assert (store.names(), store.refused()) == ([], {})
     digest = made["b"].manifest.digest
@@ -585,13 +633,13 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
 def test_what_was_removed_before_it_was_read_never_comes(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlog, "_PATIENCE_S", -1.0)
-    read_on = backlog.Backlog.read_on
-    monkeypatch.setattr(backlog.Backlog, "read_on", lambda self, needed=False: None)
+    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
+    read_on = read_queue.ReadQueue.read_on
+    monkeypatch.setattr(read_queue.ReadQueue, "read_on", lambda self, needed=False: None)
     gone, stays = home.make("gone", seed=1), home.make("stays", seed=2)
     store = opened()
     home.registry.remove("gone")
-    monkeypatch.setattr(backlog.Backlog, "read_on", read_on)
+    monkeypatch.setattr(read_queue.ReadQueue, "read_on", read_on)
     store.refresh()
     until(lambda: store.names() == ["stays@1"])
     assert store.lookup(prompt_for(home, gone, "gone").hashes) == 0
@@ -602,7 +650,7 @@ def test_what_was_removed_before_it_was_read_never_comes(
 def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(backlog, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
     read, goes_on, load = threading.Event(), threading.Event(), reading.load_manifest
 
     def slow(root: Path, *args: object, **kwargs: object) -> object:
@@ -620,26 +668,26 @@ def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
     if what != "removed":
         new = make_artifact(home.path / "new", positions=72, seed=2)
         home.registry.register(home.path / "new")
+    prompt = prompt_for(home, old)
     store.refresh()
     goes_on.set()
-    until(lambda: store._catalog._backlog._round.done())
+    until(catalog_of(store).is_idle)
     store.refresh()
-    until(lambda: store._catalog._backlog._round.done())
-    assert store.lookup(prompt_for(home, old).hashes) == 0
-    if what == "removed":
-        assert (store.names(), store._catalog._rows) == ([], {})
-    else:
-        assert (store.names(), list(store._catalog._rows)) == (["doc@1"], [new.manifest.digest])
+    until(catalog_of(store).is_idle)
+    assert store.lookup(prompt.hashes) == 0
+    assert not catalog_of(store).knows(old.manifest.digest)
+    assert store.names() == ([] if what == "removed" else ["doc@1"])
+    assert what == "removed" or catalog_of(store).knows(new.manifest.digest)
 
 
 def test_a_first_start_says_how_far_it_is(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backlog, "_PATIENCE_S", -1.0)
-    monkeypatch.setattr(backlog, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(read_queue, "_PROGRESS_S", 0.0)
     for seed, name in enumerate("abc"):
         home.make(name, seed=seed)
-    with caplog.at_level(logging.INFO, "lmcache_cartridge.library.backlog"):
+    with caplog.at_level(logging.INFO, "lmcache_cartridge.library.read_queue"):
         store = opened()
         until(lambda: len(store.names()) == 3)
         store.close()
@@ -658,15 +706,13 @@ def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
         store = opened()
         for _ in range(3):
             store.refresh()
-            clock.now += backlog._RETRY_S
-            store._catalog._backlog._rest_until = 0
+            clock.now += read_queue._RETRY_S
             store.refresh()
-            until(lambda: store._catalog._backlog._round.done())
+            until(catalog_of(store).is_idle)
             assert list(store.refused()) == ["doc@1"]
     assert len(caplog.records) == 1, "it complained again and again"
     away.rename(home.root())
-    clock.now += backlog._RETRY_S
-    store._catalog._backlog._rest_until = 0
+    clock.now += read_queue._RETRY_S
     store.refresh()
     until(lambda: store.names() == ["doc@1"])
     assert store.refused() == {}
@@ -690,23 +736,25 @@ def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     for name in "ac":
         assert_served(store, made[name], prompt_for(home, made[name], name))
     monkeypatch.undo()
-    clock.now += backlog._RETRY_S
+    clock.now += read_queue._RETRY_S
     until(lambda: (store.refresh(), len(store.names()) == 3)[1])  # it rests for as long as reading took
     assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
 def test_reading_again_what_cannot_be_read_rests_longer_than_it_works(
-    home: Home, opened: Callable, clock: Clock
+    home: Home, opened: Callable, clock: Clock, monkeypatch: pytest.MonkeyPatch, reads: list[Path]
 ) -> None:
     home.make()
     shutil.rmtree(home.root())
     store = opened()
-    unread = store._catalog._backlog
-    clock.now += backlog._RETRY_S
+    for rest, tried in ((1e9, 1), (1e9, 0)):
+        monkeypatch.setattr(read_queue, "_REST", rest)
+        reads.clear()
+        clock.now += read_queue._RETRY_S
+        store.refresh()
+        until(catalog_of(store).is_idle)
+        assert len(reads) == tried
+    clock.now += 1e12
     store.refresh()
-    until(lambda: unread._round.done())
-    before = unread._round
-    clock.now += backlog._RETRY_S
-    unread._rest_until = float("inf")
-    store.refresh()
-    assert unread._round is before
+    until(catalog_of(store).is_idle)
+    assert len(reads) == 1, "it rests for ever"

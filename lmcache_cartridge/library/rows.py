@@ -1,0 +1,195 @@
+"""Rows: a summary of each artefact that was read, kept in SQLite so that the next start need not read them all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Container, Iterable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from ..artifact import reading
+from ..artifact.cartridge import Cartridge, Place
+from ..artifact.fingerprint import Fingerprint
+from ..artifact.location import is_remote
+from ..artifact.manifest import Kind
+from ..errors import ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
+from .index import KeyIndex
+from .registry import RegistryEntry
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PERMANENT = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
+"""Errors of sound cartridges that one engine can never serve; to read them again is no use."""
+_FORMAT = 2
+_UNUSED_S = 30 * 86400.0
+"""Age at which the file of an engine that starts no more is removed."""
+_WAIT_S = 10.0
+"""How long another process may hold the file; its transactions take milliseconds."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+"""SQLite's codes for a file that is no database, or has other tables than ours."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a catalog must know of a cartridge that nobody asks for."""
+
+    digest: str
+    location: str
+    root: str | None
+    """Directory of its manifest and token ids; None where that is the location."""
+    kind: Kind
+    positions: int
+    hashes: bytes
+    """Of its whole chunks, as `KeyIndex.hash` returns them."""
+    refusal: tuple[str, str] | None = None
+    """Name of the error and its message, where the cartridge is sound but nothing for this engine."""
+
+    @property
+    def place(self) -> Place:
+        """Where its artefact lies."""
+        return Place(Path(self.root or self.location), self.location)
+
+
+class ManifestCopies(Protocol):
+    """Local copies of what is small of artefacts on S3: their manifests and token ids."""
+
+    def known(self, location: str) -> Path | None:
+        """Return the directory of the copy that is here, however old, or None. Does not ask S3."""
+
+    def fetch(self, location: str) -> Path:
+        """Return the directory of a copy, made or renewed. Blocks while S3 is asked. Raises `CartridgeError`."""
+
+    def payload_revision(self, location: str) -> str:
+        """Return a text that changes whenever the payload does. Asks S3. Raises `SourceError`."""
+
+    def prune(self, keep: Container[str]) -> None:
+        """Remove the copies that nobody used for long, except those of the locations to `keep`. Never raises."""
+
+
+class RowReader:
+    """Reads artefacts for one engine. Keeps nothing; safe from any thread."""
+
+    def __init__(
+        self, index: KeyIndex, copies: ManifestCopies, fingerprint: Fingerprint, *, allow_trained: bool
+    ) -> None:
+        self._index, self._copies = index, copies
+        self._fingerprint, self._allow_trained = fingerprint, allow_trained
+        self.facts = (list(map(hex, index.probe)), index.chunk_tokens, fingerprint, allow_trained)
+        """All that rows depend on beside the artefacts."""
+
+    def place(self, location: str, *, network: bool) -> Place | None:
+        """Return where a registered artefact can be read; None for one on S3 without a copy here.
+
+        With `network` a copy is made or renewed, which blocks and raises `CartridgeError`.
+        """
+        if not is_remote(location):
+            return Place(Path(location), location)
+        root = self._copies.fetch(location) if network else self._copies.known(location)
+        return None if root is None else Place(root, location)
+
+    def read(self, digest: str, place: Place) -> tuple[Row, Cartridge]:
+        """Read an artefact and hash its document. Blocks for local reads.
+
+        Raises `CartridgeError` where it cannot be served: one of `PERMANENT`, or another where it is not sound.
+        """
+        root, location = place
+        manifest = reading.load_manifest(root, digest, payload=location == str(root))
+        if differences := manifest.fingerprint.differences(self._fingerprint):
+            raise ModelMismatch(f"made for another model than the one served: {'; '.join(differences)}")
+        if manifest.kind == "trained" and not self._allow_trained:
+            raise UnsupportedEngine(
+                "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
+                "recomputes what it cannot load"
+            )
+        hashes = b""
+        if manifest.kind != "tokens":
+            hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root).tolist())
+        beside = None if location == str(root) else str(root)
+        row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes)
+        return row, Cartridge(manifest, root, location)
+
+    def is_likely(self, row: Row, entry: RegistryEntry) -> bool:
+        """Whether a row may be what `read` would return for a registered cartridge. Reads nothing."""
+        if row.location != entry.location:
+            return False
+        if row.refusal is not None:
+            return row.refusal[0] in PERMANENT
+        if (row.kind, row.positions) != (entry.kind, entry.positions):
+            return False
+        return len(row.hashes) == (0 if row.kind == "tokens" else self._index.hash_bytes(row.positions))
+
+
+class RowCache:
+    """Rows by digest, in the SQLite file at `path`.
+
+    Any number of processes may share it, and be killed at any time. A row was right when it was written; compare it
+    with the artefact before use. No call raises: a file that is damaged is removed, one that cannot be read is empty,
+    and where nothing can be written the next start reads the artefacts. Of that the first is logged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Touches no file. Others in its directory that were not used for a month are removed with the first write."""
+        self.path = path
+        self._complained = False
+
+    @classmethod
+    def of(cls, directory: Path, facts: Any) -> RowCache:
+        """Return the cache of all rows that depend on the same `facts`, beside the artefacts; msgspec can encode them."""
+        return cls(directory / f"{blake3(msgspec.json.encode((_FORMAT, facts))).hexdigest(16)}.sqlite")
+
+    def load(self) -> list[Row]:
+        """Return every row. Blocks for the read."""
+        with suppress(OSError):
+            os.utime(self.path)
+        decode = msgspec.msgpack.Decoder(Row).decode
+        return self._run(lambda db: [decode(row) for (row,) in db.execute("SELECT row FROM rows")]) or []
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Keep some more rows, each in place of any other of its digest, all of them or none. Blocks for the write."""
+        encode = msgspec.msgpack.Encoder().encode
+        values = [(row.digest, encode(row)) for row in rows]
+        self._run(lambda db: db.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?)", values))
+        self._remove_unused()
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Drop the rows of some digests."""
+        self._run(lambda db: db.executemany("DELETE FROM rows WHERE digest = ?", [(digest,) for digest in digests]))
+
+    def clear(self) -> None:
+        """Drop all rows: one was found to be wrong."""
+        self._run(lambda db: db.execute("DELETE FROM rows"))
+
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        """Do something in one transaction; None where that failed."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as db, db:
+                db.execute("CREATE TABLE IF NOT EXISTS rows (digest TEXT PRIMARY KEY, row BLOB NOT NULL)")
+                return work(db)
+        except (sqlite3.Error, OSError, msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+            damaged = not isinstance(error, OSError | sqlite3.Error)
+            if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+                damaged = True
+            if damaged:
+                for path in (self.path, self.path.with_name(f"{self.path.name}-journal")):
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+            if not self._complained:
+                self._complained = True
+                what = "is damaged and was removed" if damaged else "cannot be used"
+                logger.warning("%s %s (%s); artefacts are read instead, at the next start too", self.path, what, error)
+            return None
+
+    def _remove_unused(self) -> None:
+        for path in self.path.parent.glob("*.*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _UNUSED_S:
+                    path.unlink()
