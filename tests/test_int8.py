@@ -35,7 +35,7 @@ from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.rope import shift_keys
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources import transfer
-from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
+from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
 from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS, CHUNK = 80, 16
@@ -81,7 +81,7 @@ def _through(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
 
 
 def _loaded(made: Made, root: Path, chunk: int, *, tokens: int = CHUNK, rank: int = 0, world: int = 1,
-            layout: str = "heads", sources: object = None, disk: DiskTier | None = None) -> torch.Tensor:  # fmt: skip
+            layout: str = "heads", sources: object = None, disk: DiskCache | None = None) -> torch.Tensor:  # fmt: skip
     model = made.manifest.fingerprint
     heads = rank_heads(model.kv_heads, rank, world)
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
@@ -229,12 +229,12 @@ def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made,
 
 
 def test_the_disk_tier_keeps_the_stored_bytes(made: Made, tmp_path: Path) -> None:
-    disk, sources, root = DiskTier(tmp_path / "disk", 1 << 20), _Local(), tmp_path / "doc"
+    disk, sources, root = DiskCache(tmp_path / "disk", 1 << 20), _Local(), tmp_path / "doc"
     where = chunk_range(made.manifest, 1, range(4))
     first = _loaded(made, root, 1, sources=sources, disk=disk)
     assert disk.stats().resident_bytes == where.end - where.start == 4 * made.manifest.head_bytes(1)
     kept = memoryview(bytearray(where.end - where.start))
-    assert disk.read_into(PieceKey(made.manifest.digest, 1, 0, 4), kept)
+    assert disk.read_into(CopyKey(made.manifest.digest, 1, 0, 4), kept)
     assert bytes(kept) == (root / PAYLOAD).read_bytes()[where.start : where.end]
     assert torch.equal(_loaded(made, root, 1, sources=sources, disk=disk), first)
     assert sources.ranges == [where], "the second time it came from the disk"
@@ -245,7 +245,7 @@ def test_s3_and_the_disk_tier_hold_int8_and_what_is_read_of_them_is_counted_so(
 ) -> None:
     settings = Settings(s3_endpoint_url=s3_credentials.endpoint, s3_region="us-east-1")
     sources, root, location = Sources(settings), tmp_path / "doc", f"s3://{bucket}/doc"
-    disk = DiskTier(tmp_path / "disk", 3 * 4 * made.manifest.head_bytes(0))
+    disk = DiskCache(tmp_path / "disk", 3 * 4 * made.manifest.head_bytes(0))
     try:
         pushed = transfer.push(root, location, sources.s3(), force=False, progress=lambda *_: None)
         assert pushed.manifest == made.manifest
@@ -258,7 +258,7 @@ def test_s3_and_the_disk_tier_hold_int8_and_what_is_read_of_them_is_counted_so(
             loader.load([Segment(Cartridge(made.manifest, root, location), 0)], chunk, out)
             assert torch.equal(VIEWS["heads"](out, shape), _loaded(made, root, chunk))
         assert loader.stats().read_bytes == made.manifest.data_bytes < 5 * shape.size_bytes * 0.65
-        assert (disk.stats().pieces, disk.stats().resident_bytes) == (3, 3 * 4 * made.manifest.head_bytes(0))
+        assert (disk.stats().resident, disk.stats().resident_bytes) == (3, 3 * 4 * made.manifest.head_bytes(0))
         disk.check()
     finally:
         sources.close()

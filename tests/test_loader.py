@@ -34,7 +34,7 @@ from lmcache_cartridge.memory import loader as loader_module
 from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources.disk_cache import DiskTier, PieceKey
+from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
 from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS = 80
@@ -55,7 +55,7 @@ class _Counting:
 
 def _loader(
     made: Made, tokens: int, *, rank: int = 0, world: int = 1, layout: str = "heads", source: object = None,
-    disk: DiskTier | None = None,
+    disk: DiskCache | None = None,
 ) -> ChunkLoader:  # fmt: skip
     model = made.manifest.fingerprint
     heads = rank_heads(model.kv_heads, rank, world)
@@ -185,13 +185,13 @@ def test_a_missing_payload_is_a_source_error(made: Made, tmp_path: Path) -> None
         _load(_loader(made, 16), made, tmp_path / "doc", 0)
 
 
-def _disk_file(disk: DiskTier, made: Made, chunk: int) -> Path:
+def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:
     return disk.root / made.manifest.digest / f"{chunk}-0-4.bin"
 
 
 @pytest.mark.parametrize(("engine", "layout"), [(16, "heads"), (32, "kv_2ltd")])
 def test_what_was_loaded_once_comes_from_the_disk_tier(made: Made, tmp_path: Path, engine: int, layout: str) -> None:
-    disk, source = DiskTier(tmp_path / "cache", 1 << 20), _Counting()
+    disk, source = DiskCache(tmp_path / "cache", 1 << 20), _Counting()
     loader = _loader(made, engine, layout=layout, source=source, disk=disk)
     first = _load(loader, made, tmp_path / "doc", 1)
     reads = len(source.reads)
@@ -202,7 +202,7 @@ def test_what_was_loaded_once_comes_from_the_disk_tier(made: Made, tmp_path: Pat
 
 
 def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made: Made, tmp_path: Path) -> None:
-    disk, source = DiskTier(tmp_path / "cache", 1 << 20), _Counting()
+    disk, source = DiskCache(tmp_path / "cache", 1 << 20), _Counting()
     loader = _loader(made, 16, source=source, disk=disk)
     first = _load(loader, made, tmp_path / "doc", 1)
     flip_bit(_disk_file(disk, made, 1), 5000)
@@ -214,7 +214,7 @@ def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made: Ma
 
 
 def test_a_corrupt_piece_of_the_disk_tier_whose_source_is_gone_is_never_served(made: Made, tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    disk = DiskCache(tmp_path / "cache", 1 << 20)
     loader = _loader(made, 16, disk=disk)
     _load(loader, made, tmp_path / "doc", 1)
     flip_bit(_disk_file(disk, made, 1), 0)
@@ -225,7 +225,7 @@ def test_a_corrupt_piece_of_the_disk_tier_whose_source_is_gone_is_never_served(m
 
 
 def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made: Made, tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    disk = DiskCache(tmp_path / "cache", 1 << 20)
     flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 1, range(4)).start)
     with pytest.raises(CorruptChunk):
         _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 1)
@@ -233,7 +233,7 @@ def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made: Made, 
 
 
 def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    disk = DiskCache(tmp_path / "cache", 1 << 20)
     for _ in range(2):
         for rank in range(2):
             loaded = _load(_loader(made, 16, rank=rank, world=2, disk=disk), made, tmp_path / "doc", 0)
@@ -242,12 +242,12 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path
 
 
 def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    disk = DiskCache(tmp_path / "cache", 1 << 20)
     shutil.rmtree(disk.root)
     disk.root.write_text("not a directory")
     loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
     assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])
-    assert not disk.read_into(PieceKey(made.manifest.digest, 0, 0, 4), memoryview(bytearray(loaded.numel())))
+    assert not disk.read_into(CopyKey(made.manifest.digest, 0, 0, 4), memoryview(bytearray(loaded.numel())))
 
 
 def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def test_a_read_that_fails_is_counted_and_not_tried_again(made: Made, tmp_path: 
 def test_artefacts_in_directories_are_kept_on_disk_only_where_that_is_asked_for(
     made: Made, tmp_path: Path, keep_local: bool
 ) -> None:
-    disk = DiskTier(tmp_path / "cache", 1 << 20)
+    disk = DiskCache(tmp_path / "cache", 1 << 20)
     model = made.manifest.fingerprint
     shape = ChunkShape(model.kv_heads, model.layers, 16, model.head_size, model.dtype)
     loader = ChunkLoader(Sources(Settings()), shape, range(4), "heads", disk, keep_local=keep_local)

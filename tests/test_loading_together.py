@@ -17,7 +17,7 @@ from lmcache_cartridge.errors import CartridgeError, CorruptChunk, SourceTimeout
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.disk_cache import DiskTier
+from lmcache_cartridge.sources.disk_cache import DiskCache
 
 CHUNKS, TOKENS, HEADS = 6, 16, 4
 ALL = range(HEADS)
@@ -72,7 +72,7 @@ def sources(chunk_bytes: int) -> _Requests:
 
 def _loader(
     made: Made, sources: _Requests, *, tokens: int = TOKENS, world: int = 1, layout: str = "heads",
-    disk: DiskTier | None = None,
+    disk: DiskCache | None = None,
 ) -> ChunkLoader:  # fmt: skip
     model, heads = made.manifest.fingerprint, rank_heads(HEADS, 0, world)
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
@@ -173,11 +173,11 @@ def test_a_source_that_cannot_be_read_fails_all_at_once_and_is_not_asked_for_eac
 def test_copies_in_the_disk_tier_come_first_and_bad_ones_are_made_anew(
     made: Made, segment: Segment, sources: _Requests, tmp_path: Path
 ) -> None:
-    disk = DiskTier(tmp_path / "cache", 1 << 30)
+    disk = DiskCache(tmp_path / "cache", 1 << 30)
     loader = _loader(made, sources, disk=disk)
     for damage in (False, False, True):
         if damage:
             flip_bit(disk.root / made.manifest.digest / f"2-0-{HEADS}.bin", 100)
         assert _load(loader, segment, 1, 4) == ([None] * 4, _expected(made, 1, 4))
     assert [count for _, count in sources.requests] == [4, 1], "nothing was asked for in the second round"
-    assert disk.stats().pieces == 4
+    assert disk.stats().resident == 4

@@ -17,7 +17,7 @@ from ..artifact.check import ChunkCheck
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
-from ..sources.disk_cache import DiskTier, PieceKey
+from ..sources.disk_cache import CopyKey, DiskCache
 from ..sources.sources import Sources
 from . import codec, tiles
 from .layout import VIEWS, ChunkShape, heads_view
@@ -56,7 +56,7 @@ class ChunkLoader:
         shape: ChunkShape,
         heads: range,
         layout: str,
-        disk: DiskTier | None = None,
+        disk: DiskCache | None = None,
         *,
         keep_local: bool = False,
     ) -> None:
@@ -210,12 +210,12 @@ class ChunkLoader:
         if disk is None:
             return False
         check = self._check(cartridge.manifest, stored)
-        if not disk.read_into(self._piece(cartridge, stored), out, check.update):
+        if not disk.read_into(self._copy_key(cartridge, stored), out, check.update):
             return False
         try:
             self._finish(check, cartridge.manifest, stored, out, str(disk.root))
         except ArtifactError:
-            disk.discard(self._piece(cartridge, stored))
+            disk.discard(self._copy_key(cartridge, stored))
             return False
         return True
 
@@ -273,13 +273,13 @@ class ChunkLoader:
         manifest, _, location = cartridge
         self._finish(check, manifest, stored, data, f"{location}/{manifest.payload.file}")
         if disk := self._disk_for(cartridge):
-            disk.write(self._piece(cartridge, stored), data)
+            disk.write(self._copy_key(cartridge, stored), data)
 
-    def _disk_for(self, cartridge: Cartridge) -> DiskTier | None:
+    def _disk_for(self, cartridge: Cartridge) -> DiskCache | None:
         return self._disk if self._keep_local or is_remote(cartridge.location) else None
 
-    def _piece(self, cartridge: Cartridge, stored: int) -> PieceKey:
-        return PieceKey(cartridge.manifest.digest, stored, self._heads.start, self._heads.stop)
+    def _copy_key(self, cartridge: Cartridge, stored: int) -> CopyKey:
+        return CopyKey(cartridge.manifest.digest, stored, self._heads.start, self._heads.stop)
 
     def _check(self, manifest: Manifest, stored: int) -> ChunkCheck:
         known = self._finite.get(manifest.digest, 0) >> stored & 1

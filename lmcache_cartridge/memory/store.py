@@ -19,7 +19,7 @@ from ..library.index import ChunkKey, Hasher
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings
-from ..sources.disk_cache import DiskTier
+from ..sources.disk_cache import DiskCache
 from ..sources.manifest_cache import ManifestCache
 from ..sources.reads import Reads
 from ..sources.sources import Sources
@@ -86,7 +86,7 @@ class CartridgeStore:
             cache_dir=settings.cache_dir / "index",
             clock=clock,
         )
-        disk = DiskTier(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
+        disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
         self._tiers = Tiers(
             settings,
             self.shape,

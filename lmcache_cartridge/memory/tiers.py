@@ -12,7 +12,7 @@ from ..artifact.cartridge import Segment
 from ..errors import CartridgeError
 from ..library.index import ChunkKey
 from ..settings import Settings
-from ..sources.disk_cache import DiskTier
+from ..sources.disk_cache import DiskCache
 from .hold import Hold
 from .layout import ChunkShape
 from .loader import ChunkLoader
@@ -34,7 +34,7 @@ class Tiers:
         settings: Settings,
         shape: ChunkShape,
         loader: ChunkLoader,
-        disk: DiskTier | None,
+        disk: DiskCache | None,
         *,
         segments: Callable[[str], Sequence[Segment]],
         is_remote: Callable[[str], bool],
@@ -106,7 +106,7 @@ class Tiers:
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too; return how many the cpu tier had."""
         if self._disk is not None:
-            self._disk.discard_cartridge(digest)
+            self._disk.evict(digest)
         if self.device is not None:
             self.device.evict(digest)
         return self.cpu.evict(digest)

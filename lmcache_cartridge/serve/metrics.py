@@ -27,7 +27,7 @@ class Number(NamedTuple):
 
 
 TIER_NUMBERS = (
-    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk tier, one rank's pieces of chunks.", "hits"),
+    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk cache, one rank's part of them.", "hits"),
     Number("misses", "counter", "Chunks asked of a tier that it did not hold, or not yet. Hit rate: hits / (hits + misses).", "misses"),
     Number("promoted", "counter", "Chunks that came into a tier. promoted - evicted = resident in device and cpu.", "promoted"),
     Number("evicted", "counter", "Chunks dropped from a tier: to make room, or on request. Many a second: too small a budget.", "evicted"),

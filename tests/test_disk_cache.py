@@ -1,0 +1,917 @@
+"""The disk cache holds its budget and never raises: shared by processes, killed, out of disk, tampered with."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from waiting import Clock, run_threads
+
+from lmcache_cartridge.sources import disk_cache
+from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache, DiskStats
+
+SIZE = 4096
+MINUTE = 61.0
+"""A read notes that a copy was used when the last note is a minute old."""
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def _key(number: int) -> CopyKey:
+    return CopyKey(f"{number % 5:064x}", number, 0, 2)
+
+
+def _data(number: int, size: int = SIZE) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def _write(cache: DiskCache, number: int, size: int = SIZE) -> None:
+    cache.write(_key(number), memoryview(_data(number, size)))
+
+
+def _read(cache: DiskCache, number: int, size: int = SIZE) -> bool:
+    """Return whether it is a hit, having compared the bytes."""
+    out = bytearray(size)
+    if not cache.read_into(_key(number), memoryview(out)):
+        return False
+    assert out == _data(number, size), f"wrong bytes of copy {number}"
+    return True
+
+
+def _file(root: Path, number: int) -> Path:
+    return root / _key(number).digest / f"{number}-0-2.bin"
+
+
+def _held(root: Path) -> list[int]:
+    """Return which copies lie on disk, without touching their recency."""
+    return [number for number in range(100) if _file(root, number).exists()]
+
+
+def _bytes_on_disk(root: Path) -> int:
+    """Return the bytes of all copies, finished or not."""
+    total = 0
+    for path in root.glob("*/*"):
+        with suppress(FileNotFoundError):  # given up by its writer meanwhile
+            total += path.lstat().st_size
+    return total
+
+
+def _filled(root: Path, count: int, budget: int = 10 * SIZE, clock: Callable[[], float] = time.time) -> DiskCache:
+    cache = DiskCache(root, budget, clock=clock)
+    for number in range(count):
+        _write(cache, number)
+        if isinstance(clock, Clock):
+            clock.now += MINUTE
+    return cache
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold the directory as another process would."""
+    with (root / "lock").open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# One cache.
+
+
+def test_a_copy_is_read_back_exactly_and_counted(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 1)
+    assert _read(cache, 0)
+    assert not _read(cache, 1)
+    assert cache.stats() == DiskStats(1, 1, 1, 0, 0, SIZE, SIZE, 1, SIZE, 10 * SIZE)
+
+
+def test_copies_of_one_chunk_with_other_heads_are_kept_apart(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 10 * SIZE)
+    keys = [CopyKey("ab" * 32, 0, first, last) for first, last in ((0, 1), (1, 2), (0, 2))]
+    for number, key in enumerate(keys):
+        cache.write(key, memoryview(_data(number)))
+    for number, key in enumerate(keys):
+        out = bytearray(SIZE)
+        assert cache.read_into(key, memoryview(out))
+        assert out == _data(number)
+
+
+def test_the_bytes_are_shown_as_they_are_read(tmp_path: Path) -> None:
+    cache, shown = _filled(tmp_path / "cache", 1), bytearray()
+    assert cache.read_into(_key(0), memoryview(bytearray(SIZE)), shown.extend)
+    assert shown == _data(0)
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
+def test_a_copy_of_another_size_than_asked_for_is_a_miss(tmp_path: Path, size: int) -> None:
+    cache = _filled(tmp_path / "cache", 1)
+    assert not cache.read_into(_key(0), memoryview(bytearray(size)))
+    assert (cache.stats().hits, cache.stats().misses) == (0, 1)
+
+
+def test_the_least_recently_used_copy_goes_first(tmp_path: Path) -> None:
+    clock = Clock()
+    cache = _filled(tmp_path / "cache", 3, 3 * SIZE, clock)
+    assert _read(cache, 0)
+    assert not cache.read_into(_key(1), memoryview(bytearray(SIZE + 1))), "a miss is no use"
+    _write(cache, 3)
+    assert _held(cache.root) == [0, 2, 3]
+    _write(cache, 4)
+    assert _held(cache.root) == [0, 3, 4]
+    assert (cache.stats().evicted, cache.stats().resident_bytes) == (2, 3 * SIZE)
+
+
+def test_a_use_is_noted_once_a_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    cache = _filled(tmp_path / "cache", 1, clock=clock)
+    times = []
+    for _ in range(4):
+        assert _read(cache, 0)
+        times.append(_file(cache.root, 0).stat().st_mtime)
+        clock.now += 40
+    assert times == [1061, 1061, 1141, 1141]
+
+
+def test_copies_used_since_the_last_count_stay_when_the_oldest_known_go(tmp_path: Path) -> None:
+    clock = Clock()
+    root = _filled(tmp_path / "cache", 6, clock=clock).root
+    cache = DiskCache(root, 6 * SIZE, clock=clock)
+    assert _read(cache, 0)
+    assert _read(cache, 2)
+    for number in range(6, 10):
+        clock.now += MINUTE
+        _write(cache, number)
+    assert _held(root) == [0, 2, 6, 7, 8, 9]
+    cache.check()
+
+
+def test_a_full_cache_looks_at_all_files_once_for_many_evictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, looked, iterdir = _filled(tmp_path / "cache", 50, 50 * SIZE), [], Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: looked.append(path) or iterdir(path))
+    for number in range(50, 75):
+        _write(cache, number)
+    assert _held(cache.root) == list(range(25, 75))
+    assert looked == [cache.root]
+    cache.check()
+    assert len(looked) == 2, "the control"
+
+
+def test_a_big_copy_pushes_out_as_many_as_it_needs(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 4, 4 * SIZE)
+    _write(cache, 9, 3 * SIZE)
+    assert _held(cache.root) == [3, 9]
+
+
+def test_a_copy_bigger_than_the_budget_is_not_kept_and_pushes_out_nothing(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 1, 2 * SIZE)
+    _write(cache, 1, 2 * SIZE + 1)
+    assert _held(cache.root) == [0]
+
+
+def test_writing_a_copy_again_counts_it_once_and_pushes_out_no_other(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 3, 3 * SIZE)
+    _write(cache, 1)
+    assert _held(cache.root) == [0, 1, 2]
+    assert (cache.stats().evicted, cache.stats().discarded) == (0, 1)
+    assert cache.stats().resident_bytes == 3 * SIZE == _bytes_on_disk(cache.root)
+
+
+def test_a_discarded_copy_is_gone(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 2)
+    cache.discard(_key(1))
+    assert not _read(cache, 1)
+    cache.discard(_key(1))
+    assert (cache.stats().discarded, cache.stats().resident_bytes) == (1, SIZE)
+    assert _bytes_on_disk(cache.root) == SIZE
+    assert not _file(cache.root, 1).parent.exists()
+
+
+def test_copies_survive_a_restart_and_a_smaller_budget_keeps_the_newest(tmp_path: Path) -> None:
+    clock = Clock()
+    root = _filled(tmp_path / "cache", 5, clock=clock).root
+    again = DiskCache(root, 10 * SIZE, clock=clock)
+    assert again.stats().resident_bytes == 5 * SIZE
+    assert _held(root) == [0, 1, 2, 3, 4]
+    small = DiskCache(root, 2 * SIZE, clock=clock)
+    assert _held(root) == [3, 4]
+    assert again.stats()[-3:-1] == small.stats()[-3:-1] == (2, 2 * SIZE)
+
+
+def test_files_are_private_to_their_user(tmp_path: Path) -> None:
+    root = _filled(tmp_path / "cache", 1).root
+    modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
+    digest = f"cache/{_key(0).digest}"
+    assert modes == {
+        "cache": 0o700, "cache/lock": 0o600, "cache/partial": 0o700, digest: 0o700, f"{digest}/0-0-2.bin": 0o600,
+    }  # fmt: skip
+
+
+# Several threads and processes.
+
+
+@pytest.mark.parametrize("copies", [1, 5])
+def test_the_budget_holds_on_disk_under_eight_writers(tmp_path: Path, copies: int) -> None:
+    size, stop, seen, end = 200_000, threading.Event(), [0], time.monotonic() + 1
+    cache = DiskCache(tmp_path / "cache", copies * size)
+
+    def work(worker: int) -> None:
+        if worker == 8:  # the witness
+            while not stop.is_set():
+                with _locked(cache.root):  # nothing is renamed while the witness counts
+                    seen[0] = max(seen[0], _bytes_on_disk(cache.root))
+                assert cache.stats().resident_bytes <= copies * size
+            return
+        chance = random.Random(worker)
+        try:
+            while time.monotonic() < end:
+                _write(cache, chance.randrange(12), size)
+                _read(cache, chance.randrange(12), size)
+                if chance.random() < 0.1:
+                    cache.discard(_key(chance.randrange(12)))
+        finally:
+            stop.set()
+
+    run_threads(9, work)
+    assert 0 < seen[0] <= copies * size
+    assert cache.stats().resident_bytes == _bytes_on_disk(cache.root)
+    assert list((cache.root / "partial").iterdir()) == []
+    cache.check()
+
+
+def test_a_reader_never_sees_half_a_copy(tmp_path: Path) -> None:
+    size, end, hits = 500_000, time.monotonic() + 20, []
+    cache = DiskCache(tmp_path / "cache", size)
+
+    def work(worker: int) -> None:
+        while time.monotonic() < end and len(hits) < 200:
+            if worker < 2:
+                _write(cache, worker, size)
+            elif _read(cache, worker % 2, size):
+                hits.append(worker)
+
+    run_threads(6, work)
+    assert len(hits) >= 200
+
+
+def _hammer(root: Path, budget: int, seed: int, results: Connection) -> None:
+    """Write, read and discard copies of three sizes, as many steps as told; then send the counters."""
+    cache, chance = DiskCache(root, budget), random.Random(seed)
+    results.send("started")
+    steps = results.recv()
+    while steps != 0:
+        steps -= 1
+        number = chance.randrange(36)
+        size = SIZE * (1 + number % 3)
+        if not _read(cache, number, size):
+            _write(cache, number, size)
+        if chance.random() < 0.05:
+            cache.discard(_key(chance.randrange(36)))
+        if chance.random() < 0.01:
+            cache.evict(_key(chance.randrange(36)).digest)
+    results.send(cache.stats())
+
+
+@contextmanager
+def _hammering(root: Path, budget: int, processes: int, steps: int) -> Iterator[list[Connection]]:
+    """Let processes hammer, each for a number of steps, negative for ever; they are killed at the end."""
+    ends, running = [], []
+    try:
+        for seed in range(processes):
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=_hammer, args=(root, budget, seed, theirs))
+            process.start()
+            ends.append(ours)
+            running.append(process)
+        for end in ends:
+            assert end.poll(60)
+            assert end.recv() == "started"
+        for end in ends:
+            end.send(steps)
+        yield ends
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
+
+
+def test_several_processes_keep_one_budget_and_exact_counters(tmp_path: Path) -> None:
+    root, budget, most = tmp_path / "cache", 24 * SIZE, 0  # the 36 copies are 72
+    watching = DiskCache(root, budget)
+    with _hammering(root, budget, 3, 500) as ends:
+        while not all(end.poll() for end in ends):
+            with _locked(root):
+                most = max(most, _bytes_on_disk(root))
+            time.sleep(0.001)
+        stats = [end.recv() for end in ends]
+    assert 20 * SIZE < most <= budget
+    assert all(one.hits > 50 and one.promoted > 50 and one.evicted > 20 for one in stats), stats
+    assert sum(one.promoted - one.evicted - one.discarded for one in stats) == len(_held(root))
+    assert watching.stats().resident == len(_held(root))
+    assert list((root / "partial").iterdir()) == []
+
+
+def test_a_directory_deleted_while_processes_use_it_is_used_again(tmp_path: Path) -> None:
+    root, budget = tmp_path / "cache", 24 * SIZE
+    with _hammering(root, budget, 2, 500) as ends:
+        while not all(end.poll() for end in ends):
+            time.sleep(0.2)
+            shutil.rmtree(root, ignore_errors=True)
+        assert all(end.recv().hits > 10 for end in ends)
+    cache = _filled(root, 24, budget)
+    assert cache.stats().resident == 24
+    cache.check()
+
+
+def test_processes_killed_at_any_moment_leave_a_directory_that_holds_its_budget(tmp_path: Path) -> None:
+    root, budget, chance = tmp_path / "cache", 24 * SIZE, random.Random(0)
+    watching = DiskCache(root, budget)
+    for _ in range(6):
+        with _hammering(root, budget, 2, -1):
+            time.sleep(chance.random() / 3)
+        assert 0 < _bytes_on_disk(root) <= budget
+        watching.check()
+    for number in range(24):
+        _write(watching, number)
+    assert watching.stats().resident == 24, "nothing is counted for ever"
+    assert _bytes_on_disk(root) == watching.stats().resident_bytes == budget
+
+
+@pytest.mark.parametrize("moment", ["rename", "unlink", "pwrite"])
+def test_a_process_killed_between_a_change_and_its_count_counts_too_much_and_never_too_little(
+    tmp_path: Path, moment: str
+) -> None:
+    root = _filled(tmp_path / "cache", 3, 3 * SIZE).root
+    child = SPAWN.Process(target=_die_at, args=(root, moment))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    cache = DiskCache(tmp_path / "other", 3 * SIZE)
+    cache.root = root  # opened before, so that nothing is counted now
+    cache.check()
+    for number in range(10, 13):
+        _write(cache, number)
+        assert _bytes_on_disk(root) <= 3 * SIZE
+    assert cache.stats().resident_bytes == _bytes_on_disk(root) == 3 * SIZE
+    assert list((root / "partial").iterdir()) == []
+
+
+def _die_at(root: Path, moment: str) -> None:
+    def die(*arguments: Any) -> Any:
+        result = really(*arguments) if moment == "unlink" else None
+        os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    cache = DiskCache(root, 3 * SIZE)
+    place: Any = os if moment == "pwrite" else Path
+    really = getattr(place, moment)
+    setattr(place, moment, die)
+    _write(cache, 4)
+
+
+def _write_half(root: Path, started: Connection) -> None:
+    def half(file: int, data: Any, offset: int) -> int:
+        if len(data) < SIZE:
+            return pwrite(file, data, offset)
+        count = pwrite(file, data[: len(data) // 2], offset)
+        started.send("half")
+        time.sleep(600)
+        return count
+
+    cache, pwrite = DiskCache(root, 3 * SIZE), os.pwrite
+    os.pwrite = half
+    _write(cache, 50)
+
+
+def test_a_copy_that_another_process_writes_counts_while_it_lives_and_no_longer(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    ours, theirs = SPAWN.Pipe()
+    writer = SPAWN.Process(target=_write_half, args=(root, theirs))
+    writer.start()
+    try:
+        assert ours.poll(60)
+        (partial,) = (root / "partial").iterdir()
+        cache = _filled(root, 3, 3 * SIZE)
+        assert partial.exists()
+        assert _held(root) == [1, 2]
+        _write(cache, 3, 3 * SIZE)
+        assert _held(root) == [1, 2], "there is no room for it, so nothing is evicted"
+        cache.check()
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        assert partial.exists()
+        _write(cache, 4)
+    finally:
+        writer.kill()
+        writer.join()
+    assert not partial.exists()
+    assert _held(root) == [1, 2, 4]
+    cache.check()
+
+
+def test_opening_removes_what_a_dead_writer_left_and_nothing_else(tmp_path: Path) -> None:
+    partial = _filled(tmp_path / "cache", 3).root / "partial"
+    for name in ("ab" * 16, "notes"):
+        (partial / name).write_bytes(_data(7))
+    cache = DiskCache(partial.parent, 3 * SIZE)
+    assert [path.name for path in partial.iterdir()] == ["notes"]
+    assert cache.stats().resident == 3
+
+
+def test_caches_of_one_directory_share_recency_and_each_enforces_its_own_budget(tmp_path: Path) -> None:
+    clock = Clock()
+    one = _filled(tmp_path / "cache", 3, 3 * SIZE, clock)
+    two = DiskCache(one.root, 3 * SIZE, clock=clock)
+    assert _read(one, 0)
+    _write(two, 3)
+    assert _held(one.root) == [0, 2, 3]
+    assert not _read(one, 1)
+    assert (one.stats().evicted, two.stats().evicted) == (0, 1)
+    assert one.stats()[-3:] == two.stats()[-3:] == (3, 3 * SIZE, 3 * SIZE)
+    big = DiskCache(one.root, 5 * SIZE, clock=clock)
+    for number in (4, 5):
+        clock.now += MINUTE
+        _write(big, number)
+    assert one.stats().resident == 5
+    _write(one, 6)
+    assert _held(one.root) == [4, 5, 6]
+
+
+def test_two_that_write_a_copy_at_once_count_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, both = [DiskCache(tmp_path / "cache", 5 * SIZE) for _ in range(2)], threading.Barrier(2)
+
+    def pwrite(file: int, data: Any, offset: int) -> int:
+        if len(data) == SIZE:
+            both.wait(60)
+        return really(file, data, offset)
+
+    really = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    run_threads(2, lambda number: _write(caches[number], 1))
+    stats = [one.stats() for one in caches]
+    assert [one.promoted for one in stats] == [1, 1]
+    assert [one.resident for one in stats] == [1, 1]
+    assert sum(one.discarded for one in stats) == 1
+    assert _read(caches[0], 1)
+    caches[0].check()
+
+
+def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.05)
+    cache = _filled(tmp_path / "cache", 2)
+    with _locked(cache.root):
+        _write(cache, 3)
+        assert _read(cache, 0)
+        assert not _read(cache, 3)
+        cache.discard(_key(1))
+        assert not _read(cache, 1), "what may be corrupt is removed whoever holds the lock"
+        assert _read(DiskCache(cache.root, 10 * SIZE), 0)
+    assert "locked by another process" in caplog.text
+    _write(cache, 3)
+    assert _read(cache, 3)
+    cache.check()
+
+
+def test_a_lock_file_deleted_while_it_is_locked_is_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, removed, really = _filled(tmp_path / "cache", 1), [], fcntl.flock
+    path = cache.root / "lock"
+
+    def flock(file: int, operation: int) -> None:
+        really(file, operation)
+        if not removed:
+            removed.append(path.unlink())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    _write(cache, 1)
+    assert removed
+    assert path.exists()
+    assert cache.stats().resident == 2
+    cache.check()
+
+
+@pytest.mark.parametrize("damage", [lambda lock: lock.unlink(), lambda lock: os.truncate(lock, 3)], ids=["lost", "cut"])
+def test_a_sum_that_is_lost_is_taken_from_the_files(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    cache = _filled(tmp_path / "cache", 5, 5 * SIZE)
+    damage(cache.root / "lock")
+    assert cache.stats().resident == 5
+    _write(cache, 5)
+    assert _held(cache.root) == [1, 2, 3, 4, 5]
+    assert cache.stats().resident == 5
+    cache.check()
+
+
+# Files, directories and links that are not ours.
+
+
+def test_a_directory_of_the_form_with_an_index_is_taken_over(tmp_path: Path) -> None:
+    root = _filled(tmp_path / "cache", 3).root
+    os.truncate(root / "lock", 0)
+    (root / "index.sqlite").write_bytes(b"SQLite format 3\0")
+    (root / "index.sqlite-journal").write_bytes(b"")
+    cache = DiskCache(root, 3 * SIZE)
+    assert all(_read(cache, number) for number in range(3))
+    _write(cache, 3)
+    assert _held(root) == [1, 2, 3]
+    assert (root / "index.sqlite").exists()
+    cache.check()
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    strangers = [root / "notes" / name for name in ("x.bin", "1-2-3.bin")]
+    strangers += [root / "1-2-3.bin", *(root / _key(0).digest / n for n in ("1-2.bin", "1-2-3-4.bin", "a-b-c.bin"))]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_data(0))
+    cache = _filled(root, 3, SIZE)
+    cache.evict(_key(0).digest)
+    assert cache.stats().resident == 1
+    assert all(path.exists() for path in strangers)
+
+
+def test_a_deleted_directory_is_made_again_and_counted_exactly(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 5)
+    shutil.rmtree(cache.root)
+    assert not any(_read(cache, number) for number in range(5))
+    assert (cache.stats().resident, cache.stats().resident_bytes) == (0, 0)
+    cache.discard(_key(1))
+    _write(cache, 1)
+    assert _read(cache, 1)
+    assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
+    assert cache.stats().resident == 1
+    cache.check()
+
+
+def test_a_deleted_copy_is_a_miss_can_be_written_again_and_makes_room_without_an_eviction(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 3, 3 * SIZE)
+    _file(cache.root, 0).unlink()
+    assert not _read(cache, 0)
+    _write(cache, 3)
+    assert _held(cache.root) == [1, 2, 3]
+    assert cache.stats().evicted == 0
+    shutil.rmtree(_file(cache.root, 1).parent)
+    _write(cache, 1)
+    assert _read(cache, 1)
+    cache.check()
+
+
+def test_a_copy_that_was_put_there_by_hand_is_served_and_evicted(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 1)
+    for number in (5, 10):
+        _file(cache.root, number).write_bytes(_data(number))
+    assert _read(cache, 10)
+    assert cache.evict(_key(10).digest) == 3
+    assert _held(cache.root) == []
+    assert (cache.stats().resident, cache.stats().resident_bytes) == (0, 0), "counted anew, for it was below nothing"
+    _write(cache, 1)
+    cache.check()
+
+
+def test_a_copy_cut_short_is_a_miss(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 1)
+    os.truncate(_file(cache.root, 0), SIZE - 1)
+    assert not _read(cache, 0)
+
+
+def test_a_directory_replaced_by_a_file_is_only_a_miss(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 2)
+    shutil.rmtree(cache.root)
+    cache.root.write_text("not a directory")
+    assert not _read(cache, 0)
+    _write(cache, 1)
+    cache.discard(_key(1))
+    assert cache.evict(_key(1).digest) == 0
+    assert cache.stats().resident_bytes <= 2 * SIZE
+    assert cache.root.read_text() == "not a directory"
+
+
+def test_a_file_in_place_of_a_cartridge_is_left_alone_and_nothing_is_counted(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 1)
+    file = cache.root / _key(1).digest
+    file.write_text("mine")
+    _write(cache, 1)
+    assert not _read(cache, 1)
+    assert (cache.stats().promoted, cache.stats().resident) == (1, 1)
+    cache.discard(_key(1))
+    assert cache.evict(_key(1).digest) == 0
+    assert file.read_text() == "mine"
+    assert list((cache.root / "partial").iterdir()) == []
+    cache.check()
+
+
+def test_a_link_in_place_of_a_copy_is_not_followed(tmp_path: Path) -> None:
+    cache, outside = _filled(tmp_path / "cache", 2), tmp_path / "outside"
+    outside.write_bytes(_data(1))
+    _file(cache.root, 1).unlink()
+    _file(cache.root, 1).symlink_to(outside)
+    assert not _read(cache, 1)
+    _write(cache, 1)
+    assert _read(cache, 1)
+    assert not _file(cache.root, 1).is_symlink()
+    assert outside.read_bytes() == _data(1)
+
+
+@pytest.mark.parametrize("name", [_key(0).digest, "partial", "lock"])
+def test_nothing_is_read_written_or_removed_through_a_link(tmp_path: Path, name: str) -> None:
+    cache, outside = _filled(tmp_path / "cache", 2, 2 * SIZE), tmp_path / "outside"
+    (cache.root / name).rename(outside)
+    (cache.root / name).symlink_to(outside)
+    if name == "partial":
+        (outside / ("ab" * 16)).write_bytes(b"mine")
+    before = {path: path.read_bytes() for path in (outside, *outside.glob("*")) if path.is_file()}
+    assert _read(cache, 0) == (name != _key(0).digest)
+    for number in (5, 1, 2, 3):
+        _write(cache, number)
+    cache.discard(_key(0))
+    cache.evict(_key(0).digest)
+    DiskCache(cache.root, 1)
+    assert {path: path.read_bytes() for path in (outside, *outside.glob("*")) if path.is_file()} == before | (
+        {} if name == _key(0).digest else {}
+    )
+
+
+def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path: Path) -> None:
+    cache = _filled(tmp_path / "cache", 2)
+    _file(cache.root, 1).unlink()
+    os.mkfifo(_file(cache.root, 1))
+    assert not _read(cache, 1)
+
+
+@pytest.mark.parametrize("digest", ["../outside", "..", "", "partial", "AB" * 32, "ab" * 31, "ab" * 32 + "\n", "/tmp"])
+def test_a_digest_that_is_none_leads_nowhere(tmp_path: Path, digest: str) -> None:
+    cache, outside = _filled(tmp_path / "cache", 1), tmp_path / "outside"
+    places = [outside, tmp_path, cache.root, cache.root / "partial"]
+    outside.mkdir()
+    for place in places:
+        (place / "0-0-2.bin").write_bytes(_data(0))
+    before = sorted(cache.root.rglob("*"))
+    key = CopyKey(digest, 0, 0, 2)
+    assert not cache.read_into(key, memoryview(bytearray(SIZE)))
+    cache.write(key, memoryview(_data(1)))
+    cache.discard(key)
+    assert cache.evict(digest) == 0
+    assert sorted(cache.root.rglob("*")) == before
+    assert cache.stats().promoted == 1
+    assert all((place / "0-0-2.bin").read_bytes() == _data(0) for place in places)
+
+
+# Directories that cannot be written.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def _fill_up(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_full_disk_keeps_no_copy_and_counts_none_until_there_is_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = _filled(small_disk / "cache", 3, 1 << 30)
+    _fill_up(small_disk / "others")
+    for number in range(3, 6):
+        _write(cache, number, 100_000)
+    assert _held(cache.root) == [0, 1, 2]
+    assert list((cache.root / "partial").iterdir()) == []
+    assert [_read(cache, number) for number in range(4)] == [True, True, True, False]
+    assert caplog.text.count("No space left") == 1
+    (small_disk / "others").unlink()
+    assert cache.stats().resident_bytes == 3 * SIZE
+    _write(cache, 3)
+    assert _held(cache.root) == [0, 1, 2, 3]
+    cache.check()
+
+
+def test_a_cache_opened_on_a_full_disk_works_once_there_is_room(small_disk: Path) -> None:
+    root = _filled(small_disk / "cache", 3).root
+    shutil.rmtree(root / "partial")
+    (root / "lock").unlink()
+    _fill_up(small_disk / "others")
+    cache = DiskCache(root, 10 * SIZE)
+    assert cache.stats().resident == 3
+    _write(cache, 3)
+    assert _read(cache, 1)
+    (small_disk / "others").unlink()
+    _write(cache, 3)
+    assert _held(root) == [0, 1, 2, 3]
+    cache.check()
+
+
+def test_a_budget_above_the_disk_uses_what_the_disk_has(small_disk: Path) -> None:
+    cache = DiskCache(small_disk / "cache", 1 << 30)
+    for number in range(60):
+        _write(cache, number, 50_000)
+    assert 10 < cache.stats().resident < 21
+    assert list((cache.root / "partial").iterdir()) == []
+    cache.check()
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for a disk that cannot be filled where mounting is not allowed."""
+    cache = _filled(tmp_path / "cache", 1, 1 << 20)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        _write(cache, 1, 60_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert _held(cache.root) == [0]
+    assert _bytes_on_disk(cache.root) == SIZE == cache.stats().resident_bytes
+    _write(cache, 1, 60_000)
+    assert _read(cache, 1, 60_000)
+    cache.check()
+
+
+def _assert_read_only(root: Path, log: list[str]) -> None:
+    before = sorted(root.rglob("*"))
+    cache = DiskCache(root, 2 * SIZE)
+    assert [_read(cache, number) for number in range(4)] == [True, True, True, False]
+    for number in range(3, 6):
+        _write(cache, number)
+    cache.discard(_key(1))
+    assert cache.evict(_key(1).digest) == 0
+    assert _read(cache, 1)
+    assert cache.stats() == DiskStats(4, 1, 0, 0, 0, 4 * SIZE, 0, 3, 3 * SIZE, 2 * SIZE)
+    assert sorted(root.rglob("*")) == before
+    assert len(log) == 1, log
+    assert str(root) in log[0]
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Lend what the package logs from now on, in whatever process this is."""
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger("lmcache_cartridge").addHandler(handler)
+    try:
+        yield log
+    finally:
+        logging.getLogger("lmcache_cartridge").removeHandler(handler)
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_directory_on_a_read_only_disk_is_served(small_disk: Path, lock: bool) -> None:
+    root = _filled(small_disk / "cache", 3).root
+    if not lock:
+        (root / "lock").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with _logged() as log:
+        _assert_read_only(root, log)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_directory_that_belongs_to_somebody_else_is_served(lock: bool) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        root = _filled(Path(place) / "cache", 3).root
+        if not lock:
+            (root / "lock").unlink()
+        for path in (Path(place), root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        ours, theirs = SPAWN.Pipe()
+        child = SPAWN.Process(target=_read_as_nobody, args=(root, theirs))
+        child.start()
+        assert ours.poll(60)
+        assert ours.recv() == "served"
+        child.join()
+
+
+def _read_as_nobody(root: Path, result: Connection) -> None:
+    os.setuid(65534)
+    try:
+        with _logged() as log:
+            _assert_read_only(root, log)
+        result.send("served")
+    except BaseException as error:
+        result.send(repr(error))
+
+
+def test_a_directory_that_cannot_be_made_is_a_cache_without_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    cache = DiskCache(tmp_path / "file" / "cache", 10 * SIZE)
+    _write(cache, 1)
+    assert not _read(cache, 1)
+    cache.discard(_key(1))
+    assert cache.stats().resident == 0
+    assert len(caplog.records) == 1
+    assert os.strerror(errno.ENOTDIR) in caplog.text
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """One cache against a list of copies in order of use."""
+
+    NUMBERS = st.integers(0, 11)
+
+    @initialize(copies=st.integers(1, 8))
+    def open(self, copies: int) -> None:
+        self.place, self.clock, self.budget = Path(tempfile.mkdtemp()), Clock(), copies * SIZE
+        self.cache = DiskCache(self.place / "cache", self.budget, clock=self.clock)
+        self.held: dict[int, int] = {}
+        self.hits = self.misses = self.read_bytes = 0
+
+    def _size(self, number: int) -> int:
+        return SIZE * (1 + number % 2)
+
+    @rule(number=NUMBERS)
+    def write(self, number: int) -> None:
+        size = self._size(number)
+        _write(self.cache, number, size)
+        if size <= self.budget:
+            self.held.pop(number, None)
+            while sum(self.held.values()) + size > self.budget:
+                del self.held[next(iter(self.held))]
+            self.held[number] = size
+
+    @rule(number=NUMBERS)
+    def read(self, number: int) -> None:
+        hit = _read(self.cache, number, self._size(number))
+        assert hit == (number in self.held)
+        if hit:
+            self.held[number] = self.held.pop(number)
+            self.read_bytes += self.held[number]
+        self.hits += hit
+        self.misses += not hit
+
+    @rule(number=NUMBERS)
+    def discard(self, number: int) -> None:
+        self.cache.discard(_key(number))
+        self.held.pop(number, None)
+
+    @rule(number=NUMBERS)
+    def evict(self, number: int) -> None:
+        mine = {n for n in self.held if _key(n).digest == _key(number).digest}
+        assert self.cache.evict(_key(number).digest) == len(mine)
+        self.held = {n: size for n, size in self.held.items() if n not in mine}
+
+    @rule()
+    def delete_all(self) -> None:
+        shutil.rmtree(self.cache.root, ignore_errors=True)
+        self.held.clear()
+
+    @rule()
+    def lose_the_sum(self) -> None:
+        (self.cache.root / "lock").unlink(missing_ok=True)
+
+    @rule(copies=st.integers(1, 8))
+    def reopen(self, copies: int) -> None:
+        self.budget = copies * SIZE
+        self.cache = DiskCache(self.cache.root, self.budget, clock=self.clock)
+        while sum(self.held.values()) > self.budget:
+            del self.held[next(iter(self.held))]
+        self.hits = self.misses = self.read_bytes = 0
+
+    @invariant()
+    def holds(self) -> None:
+        self.clock.now += MINUTE
+        assert _held(self.cache.root) == sorted(self.held)
+        stats = self.cache.stats()
+        assert (stats.hits, stats.misses, stats.read_bytes) == (self.hits, self.misses, self.read_bytes)
+        assert _bytes_on_disk(self.cache.root) == sum(self.held.values()) <= self.budget == stats.budget_bytes
+        if (self.cache.root / "lock").exists() or not self.cache.root.exists():
+            assert (stats.resident, stats.resident_bytes) == (len(self.held), sum(self.held.values()))
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.place)
+
+
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
