@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
+from waiting import until
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
@@ -23,16 +24,6 @@ CHUNK = 16
 CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK
 STILL = {"reload_s": 0}
 """Settings of a store that looks for changes only when it is told to."""
-
-
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Prompt(NamedTuple):
@@ -137,11 +128,3 @@ def read(claim: Claim) -> Claim:
 def catalog_of(store: CartridgeStore) -> Catalog:
     """Return the catalog that a store serves from."""
     return store._catalog
-
-
-def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
-    """Wait until something is so; fail if it never is."""
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.002)

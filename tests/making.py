@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -163,25 +162,3 @@ def kept_files(root: Path) -> dict[str, tuple[bytes, int]]:
         content, _ = found.pop(name)
         assert not (name.endswith("-wal") and content), f"{name} has entries"
     return found
-
-
-def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 30) -> None:
-    """Run `work(0)` to `work(count - 1)` at once, started together; raise the first error, or that one hangs."""
-    start = threading.Barrier(count)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            start.wait(timeout_s)
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), f"a thread still runs after {timeout_s} s"

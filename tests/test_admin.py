@@ -11,8 +11,9 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from homes import read, until
+from homes import read
 from rich.console import Console
+from waiting import until
 from watching import CHUNK, Watched, serving
 
 from lmcache_cartridge.cli import top

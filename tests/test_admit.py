@@ -15,9 +15,10 @@ import pytest
 from blocks import quietly
 from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, sound
-from homes import CHUNK, STILL, Home, read, until
+from homes import CHUNK, STILL, Home, read
 from making import make_artifact, make_fingerprint
 from s3 import S3Server
+from waiting import until
 
 with quietly():
     from lmcache_cartridge.serve.api import CartridgePlugin

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
-from homes import until
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from recall.ward import Fact, ask, encode
 from serving import SERVER_ARGS
+from waiting import until
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, save, sure, write_ward
 
 from lmcache_cartridge.artifact import reading

@@ -30,8 +30,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.token_database import ChunkedTokenDatabase
-from making import Made, flip_bit, heads_bytes, make_artifact, run_threads
+from making import Made, flip_bit, heads_bytes, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
+from waiting import run_threads
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from homes import Home, until
+from homes import Home
 from making import Made, make_artifact, make_fingerprint, sha256_hasher
 from s3 import S3Server
 from safetensors import safe_open
+from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read, until
-from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope, run_threads
+from homes import Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
+from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope
+from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.fingerprint import Fingerprint

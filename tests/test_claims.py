@@ -8,8 +8,9 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from homes import STILL, Clock, Home, assert_served, prompt_for, read, until
-from making import Made, flip_bit, make_fingerprint, make_rope, run_threads, sha256_hasher
+from homes import STILL, Home, assert_served, prompt_for, read
+from making import Made, flip_bit, make_fingerprint, make_rope, sha256_hasher
+from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from homes import STILL, Home, assert_served, prompt_for, until
-from making import Made, make_artifact, run_threads
+from homes import STILL, Home, assert_served, prompt_for
+from making import Made, make_artifact
+from waiting import run_threads, until
 
 from lmcache_cartridge.engine import client, control, frames
 from lmcache_cartridge.engine.client import ControlClient

@@ -6,7 +6,7 @@ import random
 import threading
 
 import pytest
-from homes import CHUNK_BYTES, STILL, Clock, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for, until
+from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from making import Made, make_fingerprint, run_threads
+from making import Made, make_fingerprint
+from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.memory.claim import Claim

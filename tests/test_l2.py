@@ -22,8 +22,8 @@ import torch
 import uvicorn
 from blocks import quietly
 from fastapi import FastAPI
-from homes import until
-from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads
+from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope
+from waiting import run_threads, until
 
 with quietly():
     from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec

@@ -7,7 +7,7 @@ import re
 import pytest
 import test_api
 from again import cases_of
-from homes import until
+from waiting import until
 
 
 @pytest.fixture(scope="module")

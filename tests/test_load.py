@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from homes import STILL, Clock, Home, chunk_bytes, lent, prompt_for, until
+from homes import STILL, Home, chunk_bytes, lent, prompt_for
 from making import Made, make_fingerprint
+from waiting import Clock, until
 
 from lmcache_cartridge.memory.store import CartridgeStore
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from making import run_threads
+from waiting import run_threads
 
 from lmcache_cartridge.artifact.lru import Lru
 

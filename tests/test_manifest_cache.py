@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faulty_proxy import FaultyProxy, reset, silence, status
-from making import Made, files_under, make_artifact, run_threads
+from making import Made, files_under, make_artifact
 from s3 import S3Server, both
+from waiting import run_threads
 
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, load_manifest, load_token_ids
 from lmcache_cartridge.errors import (

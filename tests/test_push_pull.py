@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from faulty_proxy import FaultyProxy, flipped, reset, status, trickle
-from homes import until
-from making import files_under, flip_bit, make_artifact, make_fingerprint, run_threads
+from making import files_under, flip_bit, make_artifact, make_fingerprint
 from s3 import S3Server, both
+from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from faulty_proxy import FaultyProxy
-from homes import Home, Prompt, assert_served, prompt_for, until
-from making import Made, flip_bit, run_threads
+from homes import Home, Prompt, assert_served, prompt_for
+from making import Made, flip_bit
 from s3 import S3Server, both
+from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import flip_bit, kept_files, make_artifact, run_threads
+from making import flip_bit, kept_files, make_artifact
+from waiting import run_threads
 
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_manifest
 from lmcache_cartridge.errors import (  # fmt: skip

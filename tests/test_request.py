@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from homes import Clock
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint, make_rope
 from s3 import S3Server
+from waiting import Clock
 
 from lmcache_cartridge.artifact.fingerprint import Rope
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance

@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from homes import until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from making import run_threads
+from waiting import run_threads, until
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.library.index import ChunkKey

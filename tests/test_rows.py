@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Clock, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read, until
-from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, run_threads, sha256_hasher
+from homes import Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
+from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, sha256_hasher
+from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place

@@ -25,9 +25,9 @@ from faulty_proxy import (
     trickle_headers,
     truncated,
 )
-from homes import until
-from making import make_artifact, run_threads
+from making import make_artifact
 from s3 import S3Server, both
+from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify_chunk

@@ -16,9 +16,9 @@ import openai
 import pytest
 from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, flipped, reset, sound, status
-from homes import until
 from recall.ward import ask, write_document
 from s3 import S3Server
+from waiting import until
 from wards import MODEL, Answer, Asker, Ward, patients, prefill, save, sure
 
 from lmcache_cartridge.cli.main import main

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from making import run_threads
 from s3 import S3Server
+from waiting import run_threads
 
 from lmcache_cartridge.artifact import local
 from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, Small

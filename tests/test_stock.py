@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from homes import until
 from serving import SERVER_ARGS, Client, difference, question_ids
+from waiting import until
 
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedEngine

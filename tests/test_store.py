@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, prompt_for, until
+from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, prompt_for
 from making import (
     VOCABULARY,
     Made,
@@ -26,9 +26,9 @@ from making import (
     make_ids,
     make_kv,
     make_rope,
-    run_threads,
     sha256_hasher,
 )  # fmt: skip
+from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids

@@ -1,0 +1,48 @@
+"""Time and threads for tests: a clock to move, a wait with an end, and threads that start together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
+    """Wait until something is so; fail if it never is."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.002)
+
+
+def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 30) -> None:
+    """Run `work(0)` to `work(count - 1)` at once, started together; raise the first error, or that one hangs."""
+    start = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            start.wait(timeout_s)
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"a thread still runs after {timeout_s} s"
