@@ -27,8 +27,8 @@ from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.show import table
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve import request
-from lmcache_cartridge.serve.router import Router
+from lmcache_cartridge.serve.request import Router
+from lmcache_cartridge.serve.resolve import Resolver
 from lmcache_cartridge.settings import from_mapping
 
 SHAPE = Fingerprint("Llama", 1, 1, 8, "bfloat16", 128_000, None, "00" * 32)
@@ -67,15 +67,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         make(Path(scratch), options.positions)
         settings = from_mapping({"home": scratch})
-        router, resolver = Router(settings), request.Resolver(settings)
+        router, resolver = Router(settings), Resolver(settings)
         body = {"cartridges": ["doc"]}
         references = router.choose(body, None, "model", None)
         selection = resolver.resolve(references)
         own = list(range(40))
 
         def first() -> None:
-            request._load.cache_clear()
-            resolver.resolve(references)
+            Resolver(settings).resolve(references)
 
         encoder = msgspec.msgpack.Encoder()
         steps = {

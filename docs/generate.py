@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry
-
 from lmcache_cartridge.cli.main import make_parser
-from lmcache_cartridge.serve.metrics import RANK_NUMBERS, TIER_NUMBERS, RequestMetrics, StatusCollector
+from lmcache_cartridge.serve.metrics import PREFIX, metrics_table
 from lmcache_cartridge.settings import Settings
 
 HERE = Path(__file__).parent
@@ -118,20 +116,11 @@ def _options(actions: Iterable[argparse.Action]) -> str:
 
 
 def metrics() -> str:
-    """Return the table of all metrics, from what exports them."""
-    registry = CollectorRegistry()
-    RequestMetrics(registry)
-    collector = StatusCollector((), registry=registry)
-    registry.register(collector)
-    collector.update([])
-    labels = {n.name: "tier, rank" for n in TIER_NUMBERS} | {n.name: "rank" for n in RANK_NUMBERS}
-    labels["load_seconds"] = "tier, rank"
-    rows = []
-    for family in registry.collect():
-        name = family.name.removeprefix("lmcache_cartridge_")
-        suffix = "_total" if family.type == "counter" else ""
-        outcome = "outcome" if any("outcome" in sample.labels for sample in family.samples) else ""
-        rows.append((f"`{name}{suffix}`", family.type, labels.get(name, outcome), family.documentation))
+    """Return the table of all metrics."""
+    rows = [
+        (f"`{name.removeprefix(PREFIX)}`", kind, ", ".join(labels), text)
+        for name, kind, labels, text in metrics_table()
+    ]
     return _table(("metric", "type", "labels", ""), sorted(rows, key=lambda row: (row[2], row[0])))
 
 

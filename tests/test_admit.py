@@ -6,8 +6,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,17 @@ from s3 import S3Server
 from waiting import until
 
 with quietly():
-    from lmcache_cartridge.serve.api import CartridgePlugin
-    from lmcache_cartridge.serve.canary import Canaries
+    from lmcache_cartridge.serve.admission import Admission
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.engine.client import ControlClient
 from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.serve.request import MAX_READS, Reference, Refusal, Resolver
+from lmcache_cartridge.serve.request import Reference, Refusal
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.sources.reads import Reads
 
 
 @pytest.fixture
@@ -44,42 +42,49 @@ def store(home: Home) -> CartridgeStore:
 
 
 @pytest.fixture
-def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., CartridgePlugin]]:
-    """Return a function that makes the plugin of an API server over the store, as `init_state` does but for vLLM."""
+def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission]]:
+    """Return a function that starts the admission of an API server over the store."""
     server, opened = ControlServer(lambda: store), []
 
-    def make(**settings: Any) -> CartridgePlugin:
-        plugin = object.__new__(CartridgePlugin)
+    def make(*, engine: Any = None, max_reads: int = 64, **settings: Any) -> Admission:
         roots = [str(home.path / "roots")]
-        plugin.settings = from_mapping({"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings)
-        plugin.resolver, plugin._workers = Resolver(plugin.settings), ControlClient([server.path])
-        plugin._pool, plugin._reads = ThreadPoolExecutor(8), Reads(MAX_READS)
-        plugin.canaries = Canaries(plugin, CHUNK)
-        opened.append(plugin)
-        return plugin
+        given = {"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings
+        admission = Admission(from_mapping(given), max_reads=max_reads)
+        engine = engine or SimpleNamespace()
+        engine.collective_rpc = partial(_answer, [server.path])
+        asyncio.run(admission.start(engine))
+        opened.append(admission)
+        return admission
 
     yield make
-    for plugin in opened:
-        plugin._workers.close()
-        plugin._pool.shutdown()
+    for admission in opened:
+        admission.close()
     until(lambda: store.status()["claims"] == 0)
     threading.Thread(target=server.close).start()
+
+
+async def _answer(answer: Any, method: str) -> Any:
+    return answer
 
 
 def _run(coroutine: Coroutine) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
-async def _admit(plugin: CartridgePlugin, *ids: str, **options: Any) -> None:
+async def _admit(admission: Admission, *ids: str, **options: Any) -> None:
     """Let a request in and out again."""
-    claim = await plugin.admit(await plugin.resolve([Reference(id=i, **options) for i in ids]))
-    assert claim is not None
-    claim.release()
+    async with admission.admit(await admission.resolve([Reference(id=i, **options) for i in ids])) as claim:
+        assert not claim.is_text
 
 
-async def _status(plugin: CartridgePlugin, *ids: str, **options: Any) -> int:
+async def _admitted(admission: Admission, selection: Any) -> None:
+    async with admission.admit(selection):
+        pass
+
+
+async def _status(admission: Admission, *ids: str, **options: Any) -> int:
     try:
-        await _admit(plugin, *ids, **options)
+        await _admit(admission, *ids, **options)
     except Refusal as refusal:
         return refusal.status
     return 200
@@ -92,7 +97,7 @@ async def _status(plugin: CartridgePlugin, *ids: str, **options: Any) -> int:
 def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
     serve: Callable, store: CartridgeStore, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    plugin, asked, go_on = serve(), threading.Event(), threading.Event()
+    admission, asked, go_on = serve(), threading.Event(), threading.Event()
     claim = store.claim
 
     def slow(*args: Any) -> Any:
@@ -104,8 +109,8 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
     monkeypatch.setattr(store, "claim", slow)
 
     async def leave() -> None:
-        selection = await plugin.resolve([Reference(id="hot")])
-        request = asyncio.create_task(plugin.admit(selection))
+        selection = await admission.resolve([Reference(id="hot")])
+        request = asyncio.create_task(_admitted(admission, selection))
         assert await asyncio.to_thread(asked.wait, 60)
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -114,23 +119,23 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
     _run(leave())
     go_on.set()
     monkeypatch.undo()
-    _run(_admit(plugin, "hot"))  # so that everything before it was answered
+    _run(_admit(admission, "hot"))  # so that everything before it was answered
     until(lambda: store.status()["claims"] == 0)
     assert store.stats().held == 0
 
 
 def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Callable, store: CartridgeStore) -> None:
-    plugin = serve()
+    admission = serve()
 
     async def leave() -> None:
-        selection = await plugin.resolve([Reference(id="hot")])
-        with plugin._workers._lock:  # nothing is sent meanwhile
-            request = asyncio.create_task(plugin.admit(selection))
+        selection = await admission.resolve([Reference(id="hot")])
+        with admission.client._lock:  # nothing is sent meanwhile
+            request = asyncio.create_task(_admitted(admission, selection))
             await asyncio.sleep(0.05)
             request.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await request
-        await _admit(plugin, "hot")
+        await _admit(admission, "hot")
 
     _run(leave())
     until(lambda: store.status()["claims"] == 0)
@@ -138,12 +143,12 @@ def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Cal
 
 
 def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store: CartridgeStore, home: Home) -> None:
-    plugin = serve()
+    admission = serve()
     home.make("large", kind="trained", positions=16 * CHUNK, seed=4)  # with all of the memory held by nobody it fits
     store.refresh()
 
     async def leave(number: int) -> None:
-        request = asyncio.create_task(_admit(plugin, ("hot", "large")[number % 2]))
+        request = asyncio.create_task(_admit(admission, ("hot", "large")[number % 2]))
         await asyncio.sleep(number % 17 / 1000)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
@@ -155,7 +160,7 @@ def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store:
     _run(all_leave())
     until(lambda: store.status()["claims"] == 0)
     assert (store.stats().held, store.stats().leased, store.stats().lent) == (0, 0, 0)
-    _run(_admit(plugin, "large"))
+    _run(_admit(admission, "large"))
 
 
 # Files and sources that hang.
@@ -166,16 +171,16 @@ def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store:
 def test_a_fifo_in_the_place_of_a_file_is_refused_at_once_and_keeps_nobody_waiting(
     serve: Callable, store: CartridgeStore, home: Home, file: str, registered: bool
 ) -> None:
-    plugin = serve(ready_timeout_s=5)
+    admission = serve(ready_timeout_s=5)
     root = home.path / "roots" / "doc"
     make_artifact(root, cartridge_id="doc", positions=5 * CHUNK)  # whose ids have a file of their own
     if registered:
         home.registry.register(root)
     (root / file).unlink()
     os.mkfifo(root / file)
-    statuses = [_run(_status(plugin, "doc" if registered else str(root))) for _ in range(2)]
+    statuses = [_run(_status(admission, "doc" if registered else str(root))) for _ in range(2)]
     assert statuses == [422, 422]
-    assert _run(_status(plugin, "hot")) == 200
+    assert _run(_status(admission, "hot")) == 200
     if registered:
         store.refresh()
         assert "doc@1" in store.refused()
@@ -214,20 +219,19 @@ def hanging(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hanging]:
 def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_requests_time(
     serve: Callable, hanging: _Hanging
 ) -> None:
-    plugin = serve()
-    plugin._reads = Reads(3)
+    admission = serve(max_reads=3)
 
     async def live() -> None:
-        await _admit(plugin, "hot")
+        await _admit(admission, "hot")
         ways = {}, {"source": "local"}  # two requests, of one location
-        stuck = [asyncio.create_task(_status(plugin, hanging.root(n % 2), **ways[n // 2 % 2])) for n in range(24)]
+        stuck = [asyncio.create_task(_status(admission, hanging.root(n % 2), **ways[n // 2 % 2])) for n in range(24)]
         await asyncio.to_thread(until, lambda: len(hanging.waiting) == 2)
         for _ in range(20):
-            await _admit(plugin, "hot")
-        stuck += [asyncio.create_task(_status(plugin, hanging.root(n))) for n in (2, 3)]
+            await _admit(admission, "hot")
+        stuck += [asyncio.create_task(_status(admission, hanging.root(n))) for n in (2, 3)]
         await asyncio.to_thread(until, lambda: len(hanging.waiting) == 3)
         for _ in range(20):
-            await _admit(plugin, "hot")
+            await _admit(admission, "hot")
         assert len(hanging.waiting) == 3, "each takes one thread, and all together as many as they may"
         assert not any(task.done() for task in stuck)
         hanging.go_on.set()
@@ -237,9 +241,8 @@ def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_reques
 
 
 def test_a_manifest_that_is_not_read_in_time_is_a_503(serve: Callable, hanging: _Hanging) -> None:
-    plugin = serve(ready_timeout_s=0.5)
-    plugin._reads = Reads(1)
-    assert [_run(_status(plugin, hanging.root(n))) for n in (0, 0, 1)] == [503] * 3
+    admission = serve(ready_timeout_s=0.5, max_reads=1)
+    assert [_run(_status(admission, hanging.root(n))) for n in (0, 0, 1)] == [503] * 3
     assert len(hanging.waiting) == 1
     assert _run(_status(serve(), "hot")) == 200
 
@@ -259,12 +262,12 @@ def test_two_dozen_slow_manifests_on_s3_hold_up_no_other(
             go_on.wait(60)
         sound(handler, answer)
 
-    async def live(plugin: CartridgePlugin) -> None:
+    async def live(admission: Admission) -> None:
         named = [Reference(id=f"s3://{bucket}/slow{n % 24}") for n in range(48)]
-        slow = [asyncio.create_task(plugin.resolve([one])) for one in named]
+        slow = [asyncio.create_task(admission.resolve([one])) for one in named]
         await asyncio.to_thread(until, lambda: len(waiting) == 24)
         assert len(asked) == 24, "those who want one manifest wait for one answer"
-        await plugin.resolve([Reference(id=f"s3://{bucket}/fast")])
+        await admission.resolve([Reference(id=f"s3://{bucket}/fast")])
         assert not any(task.done() for task in slow)
         go_on.set()
         refused = await asyncio.gather(*slow, return_exceptions=True)

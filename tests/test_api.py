@@ -31,7 +31,8 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
-from lmcache_cartridge.serve.request import Reference, Resolver
+from lmcache_cartridge.serve.request import Reference
+from lmcache_cartridge.serve.resolve import Resolver
 from lmcache_cartridge.settings import Settings, from_mapping
 
 KEY = "sk-test"

@@ -15,8 +15,7 @@ from making import make_fingerprint, make_rope, sha256_hasher
 from test_admit import serve  # noqa: F401
 
 with quietly():
-    from lmcache_cartridge.serve.api import CartridgePlugin
-    from lmcache_cartridge.serve.canary import Canaries
+    from lmcache_cartridge.serve.admission import Admission
 
 from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
 from lmcache_cartridge.artifact.reading import MANIFEST, load_manifest, load_token_ids
@@ -78,55 +77,48 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(serve: Callable[..., CartridgePlugin]) -> Run:  # noqa: F811
-    """Return a function that runs a coroutine of a plugin and its engine."""
+def run(serve: Callable[..., Admission]) -> Run:  # noqa: F811
+    """Return a function that runs a coroutine of a admission and its engine."""
 
-    def run(work: Callable[[CartridgePlugin, Engine], Any], **settings: Any) -> Any:
-        async def all_of_it() -> Any:
-            plugin = serve(**settings)
-            plugin.engine = Engine()
-            plugin.canaries = Canaries(plugin, CHUNK)
-            return await work(plugin, plugin.engine)
-
-        return asyncio.run(asyncio.wait_for(all_of_it(), 120))
+    def run(work: Callable[[Admission, Engine], Any], **settings: Any) -> Any:
+        engine = Engine()
+        admission = serve(engine=engine, **settings)
+        return asyncio.run(asyncio.wait_for(work(admission, engine), 120))
 
     return run
 
 
-async def _ask(plugin: CartridgePlugin, *names: str) -> str | int:
+async def _ask(admission: Admission, *names: str) -> str | int:
     """Return `kv` or `document` for a request that is let in, else the status."""
     try:
-        claim = await plugin.admit(await plugin.resolve([Reference(id=name) for name in names]))
+        async with admission.admit(await admission.resolve([Reference(id=name) for name in names])) as claim:
+            return "document" if claim.is_text else "kv"
     except Refusal as refusal:
         return refusal.status
-    if claim is None:
-        return "document"
-    claim.release()
-    return "kv"
 
 
 def test_the_engine_is_asked_once_as_requests_ask_it(run: Run, home: Home) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        assert [await _ask(plugin, "a") for _ in range(3)] == ["kv"] * 3
+    async def work(admission: Admission, engine: Engine) -> None:
+        assert [await _ask(admission, "a") for _ in range(3)] == ["kv"] * 3
         [(prompt, params)] = engine.asked
-        selection = await plugin.resolve([Reference(id="a")])
+        selection = await admission.resolve([Reference(id="a")])
         assert prompt["prompt_token_ids"] == [*selection.token_ids, 3, 4]
         assert prompt["cache_salt"] not in (None, selection.salt(None, b""))
         granted = params.extra_args["kv_transfer_params"]
         assert granted == {TAG: selection.tag, GRANT: {"must_inject": 4 * CHUNK}}
         assert (params.temperature, params.max_tokens, params.logprobs, params.ignore_eos) == (0, 2, 20, True)
-        assert plugin.canaries.outcome(selection.tag) == "passed"
+        assert admission.canaries.outcome(selection.tag) == "passed"
 
     run(work)
 
 
 def test_requests_that_come_together_share_one_canary(run: Run) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+    async def work(admission: Admission, engine: Engine) -> None:
         engine.may_answer.clear()
-        asking = [asyncio.create_task(_ask(plugin, "a")) for _ in range(20)]
+        asking = [asyncio.create_task(_ask(admission, "a")) for _ in range(20)]
         while not engine.asked:
             await asyncio.sleep(0.001)
-        assert await _ask(plugin, "plain") == "kv", "others do not wait"
+        assert await _ask(admission, "plain") == "kv", "others do not wait"
         assert not any(task.done() for task in asking), "nobody is answered before"
         engine.may_answer.set()
         assert await asyncio.gather(*asking) == ["kv"] * 20
@@ -136,12 +128,12 @@ def test_requests_that_come_together_share_one_canary(run: Run) -> None:
 
 
 def test_a_client_that_leaves_does_not_take_the_canary_with_it(run: Run) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+    async def work(admission: Admission, engine: Engine) -> None:
         engine.may_answer.clear()
-        first = asyncio.create_task(_ask(plugin, "a"))
+        first = asyncio.create_task(_ask(admission, "a"))
         while not engine.asked:
             await asyncio.sleep(0.001)
-        second = asyncio.create_task(_ask(plugin, "a"))
+        second = asyncio.create_task(_ask(admission, "a"))
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         engine.may_answer.set()
@@ -152,16 +144,16 @@ def test_a_client_that_leaves_does_not_take_the_canary_with_it(run: Run) -> None
 
 
 def test_one_that_fails_is_set_aside_on_this_engine_alone(run: Run, store: CartridgeStore, home: Home) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        a, doc = [(await plugin.resolve([Reference(id=name)])).tag for name in ("a", "doc")]
+    async def work(admission: Admission, engine: Engine) -> None:
+        a, doc = [(await admission.resolve([Reference(id=name)])).tag for name in ("a", "doc")]
         engine.wrong = {a, doc}
-        assert [await _ask(plugin, "a"), await _ask(plugin, "a")] == [422, 422]
-        assert [await _ask(plugin, "doc"), await _ask(plugin, "doc")] == ["document", "document"]
-        assert await _ask(plugin, "b") == "kv"
+        assert [await _ask(admission, "a"), await _ask(admission, "a")] == [422, 422]
+        assert [await _ask(admission, "doc"), await _ask(admission, "doc")] == ["document", "document"]
+        assert await _ask(admission, "b") == "kv"
         assert len(engine.asked) == 3
-        assert plugin.canaries.outcome(a) == "failed"
+        assert admission.canaries.outcome(a) == "failed"
         with pytest.raises(Unservable, match="a@1 is set aside on this engine: .*logprobs differ"):
-            await plugin.admit(await plugin.resolve([Reference(id="a")]))
+            await admission.admit(await admission.resolve([Reference(id="a")])).__aenter__()
 
     run(work)
     assert {"a@1", "doc@1"} == store.refused().keys()
@@ -170,63 +162,63 @@ def test_one_that_fails_is_set_aside_on_this_engine_alone(run: Run, store: Cartr
 
 
 def test_a_document_of_its_own_is_answered_from_where_the_settings_say_so(run: Run, home: Home) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        engine.wrong = {(await plugin.resolve([Reference(id="doc")])).tag}
-        assert await _ask(plugin, "doc", "a") == 422, "a carries no text"
+    async def work(admission: Admission, engine: Engine) -> None:
+        engine.wrong = {(await admission.resolve([Reference(id="doc")])).tag}
+        assert await _ask(admission, "doc", "a") == 422, "a carries no text"
 
     run(work, on_miss="document")
 
 
 @pytest.mark.parametrize("why", ["error", "computed", "late"])
 def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run: Run, why: str) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        assert await _ask(plugin, "plain") == "kv"
+    async def work(admission: Admission, engine: Engine) -> None:
+        assert await _ask(admission, "plain") == "kv"
         if why == "error":
             engine.finish = "error"
         elif why == "computed":
             engine.cached = CHUNK
         else:
             engine.may_answer.clear()
-        assert await _ask(plugin, "a") == 503
-        assert await _ask(plugin, "doc") == "document"
+        assert await _ask(admission, "a") == 503
+        assert await _ask(admission, "doc") == "document"
         engine.finish, engine.cached = "length", None
         engine.may_answer.set()
-        assert [await _ask(plugin, "a"), await _ask(plugin, "doc")] == ["kv", "kv"]
+        assert [await _ask(admission, "a"), await _ask(admission, "doc")] == ["kv", "kv"]
 
     run(work, ready_timeout_s=1.0 if why == "late" else 60.0)
 
 
 def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        a, b = [await plugin.resolve([Reference(id=name)]) for name in ("a", "b")]
-        assert await _ask(plugin, "a", "b") == "kv"
+    async def work(admission: Admission, engine: Engine) -> None:
+        a, b = [await admission.resolve([Reference(id=name)]) for name in ("a", "b")]
+        assert await _ask(admission, "a", "b") == "kv"
         prompts = [prompt["prompt_token_ids"] for prompt, _ in engine.asked]
         assert prompts == [[*a.token_ids, 3, 4], [*b.token_ids, *b.token_ids, 4, 3]]
-        assert await _ask(plugin, "a", "b", "b") == "kv"
+        assert await _ask(admission, "a", "b", "b") == "kv"
         assert len(engine.asked) == 2
         engine.wrong = {f"{a.tag}.{a.tag}"}
-        assert await _ask(plugin, "b", "a") == 422
-        assert await _ask(plugin, "a") == "kv", "alone it is sound"
+        assert await _ask(admission, "b", "a") == 422
+        assert await _ask(admission, "a") == "kv", "alone it is sound"
 
     run(work)
 
 
 def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
-    async def off(plugin: CartridgePlugin, engine: Engine) -> None:
-        assert [await _ask(plugin, name) for name in ("a", "plain")] == ["kv", "kv"]
+    async def off(admission: Admission, engine: Engine) -> None:
+        assert [await _ask(admission, name) for name in ("a", "plain")] == ["kv", "kv"]
         assert engine.asked == []
 
-    async def required(plugin: CartridgePlugin, engine: Engine) -> None:
-        assert [await _ask(plugin, name) for name in ("a", "plain")] == ["kv", 422]
+    async def required(admission: Admission, engine: Engine) -> None:
+        assert [await _ask(admission, name) for name in ("a", "plain")] == ["kv", 422]
 
     run(off, canary=False)
     run(required, canary="required")
 
 
 def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run: Run) -> None:
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+    async def work(admission: Admission, engine: Engine) -> None:
         engine.model_config = SimpleNamespace(**vars(Engine.model_config) | {"max_model_len": 4 * CHUNK + 8})
-        assert await _ask(plugin, "a", "b") == "kv"
+        assert await _ask(admission, "a", "b") == "kv"
         assert len(engine.asked) == 1
 
     run(work)
@@ -239,26 +231,24 @@ def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_trie
     manifest = load_manifest(home.root("doc"))
     hashes = list(sha256_hasher(CHUNK)([*load_token_ids(manifest, home.root("doc")).tolist(), *range(CHUNK)]))
 
-    async def look(plugin: CartridgePlugin) -> None:
-        plugin.canaries.follow(await plugin.call("numbers"))
-        if plugin.canaries._trying is not None:
-            await plugin.canaries._trying
+    async def look(admission: Admission) -> None:
+        if trying := admission.canaries.follow(await admission.call("numbers")):
+            await trying
 
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
+    async def work(admission: Admission, engine: Engine) -> None:
         engine.wrong = {manifest.digest} if fate == "failed" else set()
         engine.finish = "error" if fate == "late" else "length"
-        await plugin.canaries.begin()
-        await look(plugin)
+        await look(admission)
         assert not engine.asked, "nothing to try"
         found = await asyncio.to_thread(store.lookup, hashes)
         assert found == (4 if fate == "off" else 0)
         assert store.check() is None and store.stats().leased == found, "what is refused is not promised"
-        await look(plugin)
-        await look(plugin)
+        await look(admission)
+        await look(admission)
         assert len(engine.asked) == (fate != "off")
         engine.finish = "length"
         assert await asyncio.to_thread(store.lookup, hashes) == (4 if fate in ("passed", "off") else 0)
-        await look(plugin)
+        await look(admission)
         assert await asyncio.to_thread(store.lookup, hashes) == (0 if fate == "failed" else 4)
         assert len(engine.asked) == {"off": 0, "late": 2}.get(fate, 1)
 
@@ -270,9 +260,8 @@ def test_one_that_was_named_and_passed_answers_prompts_with_its_text_too(
 ) -> None:
     hashes = sha256_hasher(CHUNK)(load_token_ids(load_manifest(home.root("doc")), home.root("doc")).tolist())
 
-    async def work(plugin: CartridgePlugin, engine: Engine) -> None:
-        await plugin.canaries.begin()
-        assert await _ask(plugin, "doc") == "kv"
+    async def work(admission: Admission, engine: Engine) -> None:
+        assert await _ask(admission, "doc") == "kv"
         assert await asyncio.to_thread(store.lookup, hashes) == 4
 
     run(work)

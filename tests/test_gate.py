@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from blocks import quietly
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from making import make_artifact
@@ -20,25 +20,27 @@ from making import make_artifact
 from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve import gate, headers
-from lmcache_cartridge.serve.admin import add_routes
-from lmcache_cartridge.serve.request import Reference, Resolver, Selection
-from lmcache_cartridge.serve.router import Router
+from lmcache_cartridge.serve import http, misnamed
+from lmcache_cartridge.serve.request import Reference
+from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
 
-with warnings.catch_warnings():  # torch's, while vLLM is imported
-    warnings.simplefilter("ignore")
+with quietly():
     from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 
-    from lmcache_cartridge.serve.api import CartridgePlugin, Granted, GuardedEngine, probe
+    from lmcache_cartridge.engine.client import ControlClient
+    from lmcache_cartridge.engine.host import check_handlers
+    from lmcache_cartridge.serve.admin import add_routes
+    from lmcache_cartridge.serve.claim import Claim
+    from lmcache_cartridge.serve.plugin import CartridgePlugin
+    from lmcache_cartridge.serve.wrap import GuardedEngine
 
 
 def _app(**values: Any) -> FastAPI:
     """Return an app whose every route echoes the body it got, behind gate and headers."""
     app = FastAPI()
-    plugin = SimpleNamespace(router=Router(from_mapping(values)), settings=from_mapping(values))
-    app.add_middleware(gate.Gate, plugin=plugin)
-    headers.attach(app)
+    app.add_middleware(http.Gate, settings=from_mapping(values))
+    app.add_middleware(http.ResponseHeaders)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT"])
     async def echo(request: Request) -> dict[str, str]:
@@ -62,14 +64,14 @@ def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body: bytes) 
     assert (reply.status_code, reply.json()["body"].encode("latin-1")) == (200, body)
 
 
-@pytest.mark.parametrize("path", gate.TAKES)
+@pytest.mark.parametrize("path", http.TAKES)
 def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
     reply = _post(_app(), path, json={"cartridges": ["a"]})
     assert (reply.status_code, reply.json()["body"]) == (200, '{"cartridges":["a"]}')
     assert _post(_app(), path + "/", json={"cartridges": ["a"]}).status_code == 400, "another path is another route"
 
 
-ROUTES = (*gate.TAKES, gate.MESSAGES, "/v1/chat/completions/batch", "/tokenize", "/anything")
+ROUTES = (*http.TAKES, http.MESSAGES, "/v1/chat/completions/batch", "/tokenize", "/anything")
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -80,7 +82,7 @@ def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path: str
     reply = _post(_app(), path, json={"model": "m", field: ["a"]})
     message = reply.json()["error"]["message"]
     assert (reply.status_code, repr(field) in message) == (400, True)
-    assert ("kv_transfer_params.cartridge_id" if path == gate.MESSAGES else "`cartridges`") in message
+    assert ("kv_transfer_params.cartridge_id" if path == http.MESSAGES else "`cartridges`") in message
     assert _post(_app(), path, json={"model": "m"}).status_code == 200, "the control: without it the route answers"
 
 
@@ -110,8 +112,8 @@ def test_a_large_body_that_has_nothing_to_do_with_cartridges_passes_unparsed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[int] = []
-    parse = gate.misnamed.parse
-    monkeypatch.setattr(gate.misnamed, "parse", lambda body, names: (parsed.append(len(body)), parse(body, names))[1])
+    parse = misnamed.parse
+    monkeypatch.setattr(misnamed, "parse", lambda body, names: (parsed.append(len(body)), parse(body, names))[1])
     body = b'{"model": "m", "messages": [], "x": "' + b"x" * (65 << 20) + b'"}'
     assert _post(_app(), path, content=body).status_code == 200
     assert parsed == []
@@ -122,9 +124,9 @@ def test_a_large_body_that_has_nothing_to_do_with_cartridges_passes_unparsed(
 
 def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
-    may_name = gate.misnamed.may_name
+    may_name = misnamed.may_name
     monkeypatch.setattr(
-        gate.misnamed, "may_name",
+        misnamed, "may_name",
         lambda *a: (threads.append(threading.current_thread() is threading.main_thread()), may_name(*a))[1],
     )  # fmt: skip
     for size in (10, 1 << 20):
@@ -134,13 +136,13 @@ def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.Monke
 
 def test_a_label_is_refused_where_it_would_be_dropped() -> None:
     labelled, app = {"cartridge_label": "x"}, _app(router="label")
-    assert _post(app, gate.MESSAGES, json=labelled).status_code == 400
+    assert _post(app, http.MESSAGES, json=labelled).status_code == 400
     assert _post(app, "/generative_scoring", json=labelled).status_code == 400
     assert _post(app, "/v1/completions", json=labelled).status_code == 200
     assert _post(_app(), "/v1/completions", json=labelled).status_code == 400, "without that router nothing reads it"
     other = {"ward": "x"}
-    assert _post(_app(router="label", label_field="ward"), gate.MESSAGES, json=other).status_code == 400
-    assert _post(_app(), gate.MESSAGES, json=other).status_code == 200, "without that router it is no label"
+    assert _post(_app(router="label", label_field="ward"), http.MESSAGES, json=other).status_code == 400
+    assert _post(_app(), http.MESSAGES, json=other).status_code == 200, "without that router it is no label"
     twice = b'{"ward": "x", "ward": "y"}'
     assert _post(_app(router="label", label_field="ward"), "/v1/completions", content=twice).status_code == 400
 
@@ -148,7 +150,7 @@ def test_a_label_is_refused_where_it_would_be_dropped() -> None:
 def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> None:
     app = _app(router="static", static={"*": "a"})
     assert _post(app, "/generative_scoring", json={}).status_code == 400
-    assert _post(app, gate.MESSAGES, json={}).status_code == 200, "messages get it"
+    assert _post(app, http.MESSAGES, json={}).status_code == 200, "messages get it"
     assert _post(app, "/tokenize", json={}).status_code == 200, "nothing is generated"
     assert _post(app, "/tokenize", json={"cartridges": ["b"]}).status_code == 400
 
@@ -164,11 +166,11 @@ def test_a_route_that_takes_no_cartridges_does_not_answer_where_one_is_required(
 @pytest.mark.parametrize(("sent", "key"), [("Bearer k", "k"), ("bearer k", "k"), ("Basic k", None), (None, None)])
 def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None) -> None:
     app, seen = FastAPI(), []
-    headers.attach(app)
+    app.add_middleware(http.ResponseHeaders)
 
     @app.post("/")
     async def look() -> None:
-        seen.append(headers.api_key())
+        seen.append(http.api_key())
 
     _post(app, "/", headers={} if sent is None else {"Authorization": sent})
     assert seen == [key]
@@ -176,23 +178,23 @@ def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None)
 
 def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
     app = FastAPI()
-    headers.attach(app)
+    app.add_middleware(http.ResponseHeaders)
 
     @app.post("/")
     async def stream() -> StreamingResponse:
-        headers.note("first", is_pending=True)
+        http.note("first", is_pending=True)
 
         async def pieces() -> AsyncIterator[str]:
-            headers.note("a@1;served=document")
-            headers.retry_after(0.2)
+            http.note("a@1;served=document")
+            http.retry_after(0.2)
             yield "x"
-            headers.note("too late")
+            http.note("too late")
 
         return StreamingResponse(pieces())
 
     reply = _post(app, "/")
     assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
-    assert headers.api_key() is None, "outside a request there is none"
+    assert http.api_key() is None, "outside a request there is none"
 
 
 def _sent(*steps: Any) -> list[Any]:
@@ -210,7 +212,7 @@ def _sent(*steps: Any) -> list[Any]:
     async def send(message: Any) -> None:
         sent.append(dict(message["headers"]).get(b"x-cartridges") if "headers" in message else message["body"])
 
-    asyncio.run(headers._Middleware(app)({"type": "http", "headers": []}, None, send))
+    asyncio.run(http.ResponseHeaders(app)({"type": "http", "headers": []}, None, send))
     return sent
 
 
@@ -227,7 +229,7 @@ def test_a_response_without_cartridges_starts_at_once() -> None:
 
 def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected() -> None:
     """Whatever comes before that: /v1/responses and /v1/messages send events before the first token."""
-    pending, known = (lambda: headers.note("a", is_pending=True)), (lambda: headers.note("b"))
+    pending, known = (lambda: http.note("a", is_pending=True)), (lambda: http.note("b"))
     assert _sent(pending, _START, _body(b"x"), known, _body(b"y"), _body(b"z", False)) == [
         0, 1, 2, 3, b"b", b"x", b"y", 4, b"z", 5,
     ]  # fmt: skip
@@ -267,7 +269,7 @@ _SEEN = GracefulHTTPError("cartridges.0.id: too short", HTTPStatus.BAD_REQUEST)
 
 
 def test_a_server_whose_handlers_all_show_us_the_field_starts() -> None:
-    asyncio.run(probe(_state(**{name: _handler(_SEEN) for name in _NAMES})))
+    asyncio.run(check_handlers(_state(**{name: _handler(_SEEN) for name in _NAMES})))
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -275,7 +277,7 @@ def test_a_server_whose_handlers_all_show_us_the_field_starts() -> None:
 def test_a_server_with_a_handler_that_does_not_show_us_the_field_does_not_start(name: str, reply: Any) -> None:
     handlers = {other: _handler(_SEEN) for other in _NAMES} | {name: _handler(reply)}
     with pytest.raises(UnsupportedEngine, match=name):
-        asyncio.run(probe(_state(**handlers)))
+        asyncio.run(check_handlers(_state(**handlers)))
 
 
 def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +319,19 @@ class _Params(SimpleNamespace):
         return _Params(**vars(self))
 
 
+class _Noted(Claim):
+    """A claim of no worker, which tells whether it was released."""
+
+    was_released = False
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__(ControlClient([]), selection)
+
+    def release(self) -> None:
+        super().release()
+        self.was_released = True
+
+
 def _guarded(tmp_path: Path, kind: str, on_miss: str, engine: _Engine, *, document: bool = False) -> list[str]:
     settings = from_mapping({"home": tmp_path, "on_miss": on_miss})
     made = make_artifact(tmp_path / "c", positions=16, kind=kind).manifest
@@ -324,16 +339,14 @@ def _guarded(tmp_path: Path, kind: str, on_miss: str, engine: _Engine, *, docume
     selection: Selection = Resolver(settings).resolve([Reference(id=made.id)])
     if document:
         selection = selection._replace(document_ids=(1, 2, 3))
-    claim = SimpleNamespace(release=lambda: released.append(True))
-    granted, released = Granted({}, selection, claim, 1), []
-    plugin = SimpleNamespace(settings=settings)
+    claim = _Noted(selection)
     prompt = {"prompt_token_ids": [*selection.token_ids, 7, 8]}
 
     async def collect() -> list[str]:
-        guard = GuardedEngine(engine, plugin)
-        params = _Params(extra_args={"kv_transfer_params": granted})
+        guard = GuardedEngine(engine, settings)
+        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
         texts = [o.outputs[0].text async for o in guard.generate(prompt, params, request_id="r")]
-        assert released, "the memory is held for a request that has ended"
+        assert claim.was_released, "the memory is held for a request that has ended"
         return texts
 
     return asyncio.run(collect())
@@ -369,20 +382,19 @@ def _streamed(tmp_path: Path, kind: str, engine: _Engine3) -> list[tuple[int, st
     make_artifact(tmp_path / "c", positions=16, kind=kind, cartridge_id="c")
     Registry(settings.registry_path).register(tmp_path / "c")
     selection = Resolver(settings).resolve([Reference(id="c")])
-    released: list[bool] = []
-    granted = Granted({}, selection, SimpleNamespace(release=lambda: released.append(True)), 1)
-    params = _Params(extra_args={"kv_transfer_params": granted}, n=3, seed=40)
+    claim = _Noted(selection)
+    params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, n=3, seed=40)
     prompt = {"prompt_token_ids": [*selection.token_ids, 7]}
     seen: list[tuple[int, str]] = []
 
     async def collect() -> None:
-        async for output in GuardedEngine(engine, SimpleNamespace(settings=settings)).generate(prompt, params, "r"):
+        async for output in GuardedEngine(engine, settings).generate(prompt, params, "r"):
             seen.extend((o.index, o.text) for o in output.outputs)
 
     try:
         asyncio.run(collect())
     finally:
-        assert released
+        assert claim.was_released
     return seen
 
 
@@ -414,7 +426,7 @@ def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_
     engine, own, seen = _Engine(tokens), {"lmcache.tag.mine": "x"}, []
 
     async def ask() -> None:
-        guard = GuardedEngine(engine, SimpleNamespace(settings=from_mapping({})))
+        guard = GuardedEngine(engine, from_mapping({}))
         params = _Params(extra_args={"kv_transfer_params": own})
         async for output in guard.generate({"prompt_token_ids": [1, 2]}, params, request_id="r"):
             seen.append(output.outputs[0].finish_reason)
@@ -455,7 +467,7 @@ def test_parameters_that_come_past_the_router_are_refused_before_the_engine(para
     engine = _Engine()
 
     async def ask() -> None:
-        async for _ in GuardedEngine(engine, SimpleNamespace(settings=from_mapping({}))).generate(
+        async for _ in GuardedEngine(engine, from_mapping({})).generate(
             {"prompt_token_ids": [1]}, _Params(extra_args={"kv_transfer_params": params}), request_id="r"
         ):
             pass
@@ -468,10 +480,10 @@ def test_parameters_that_come_past_the_router_are_refused_before_the_engine(para
 
 def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartridge() -> None:
     """Whatever route it came by: a request that was given its document's text instead has noted that."""
-    engine, plugin = _Engine(), SimpleNamespace(settings=from_mapping({"required": True}))
+    engine, settings = _Engine(), from_mapping({"required": True})
 
     async def ask() -> None:
-        async for _ in GuardedEngine(engine, plugin).generate(
+        async for _ in GuardedEngine(engine, settings).generate(
             {"prompt_token_ids": [1]}, _Params(extra_args=None), request_id="r"
         ):
             pass
@@ -480,11 +492,11 @@ def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartri
         asyncio.run(ask())
     assert (caught.value.http_status, engine.prompts) == (400, [])
     app = FastAPI()
-    headers.attach(app)
+    app.add_middleware(http.ResponseHeaders)
 
     @app.post("/")
     async def answer() -> None:
-        headers.note("a@1;served=document")
+        http.note("a@1;served=document")
         await ask()
 
     assert _post(app, "/").status_code == 200
@@ -500,19 +512,20 @@ def test_the_header_says_of_each_cartridge_what_was_injected(
         make_artifact(tmp_path / name, positions=positions, cartridge_id=name, seed=positions)
         Registry(settings.registry_path).register(tmp_path / name)
     first_one, second_one = (Resolver(settings).resolve([Reference(id=name)]) for name in "ab")
-    selection = first_one._replace(manifests=first_one.manifests + second_one.manifests)
+    selection = first_one._replace(
+        manifests=first_one.manifests + second_one.manifests, places=first_one.places + second_one.places
+    )
     both = f"a@1;positions=16;injected={first}, b@1;positions=24;injected={second}"
     assert selection.used(cached) == both
     assert selection.replaced == "a@1;positions=16;injected=0, b@1;positions=24;injected=0;served=document"
     app = FastAPI()
-    headers.attach(app)
+    app.add_middleware(http.ResponseHeaders)
 
     @app.post("/")
     async def answer() -> None:
-        granted = Granted({}, selection, SimpleNamespace(release=lambda: None), 2)
-        granted.note(40)
-        granted.note(cached)
-        granted.note(40)
+        claim = _Noted(selection)
+        for of_a_prompt in (40, cached, 40):
+            claim.note(of_a_prompt)
 
     least = selection.used(min(cached, 40))
     assert _post(app, "/").headers["x-cartridges"] == least, "of several prompts that with the least"

@@ -31,7 +31,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape
 from lmcache_cartridge.memory.tier import LOAD_SECONDS
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
+from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector, follow, metrics_table
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
@@ -41,7 +41,6 @@ with warnings.catch_warnings():  # torch's, while vLLM is imported
 
     from lmcache_cartridge.engine.client import ControlClient
     from lmcache_cartridge.engine.control import ControlServer
-    from lmcache_cartridge.serve import scrape
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "configs" / "grafana.json"
@@ -239,7 +238,6 @@ def test_the_age_of_the_numbers_grows_until_the_next_update() -> None:
 def test_workers_that_die_cost_their_numbers_only_and_are_counted(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(scrape, "_EVERY_S", 0.01)
     watched.make("a")
     control = ControlServer(lambda: watched.stores[0])
     alive, dead = ControlClient([control.path]), ControlClient([str(tmp_path / "nobody")])
@@ -252,7 +250,7 @@ def test_workers_that_die_cost_their_numbers_only_and_are_counted(
         return value(generate_latest(watched.registry).decode(), name, **labels)
 
     async def live() -> None:
-        following = asyncio.create_task(scrape.follow(watched.collector, status))
+        following = asyncio.create_task(follow(watched.collector, status, every_s=0.01))
         while scraped("served_cartridges", rank="0") != 1:
             await asyncio.sleep(0.01)
         assert scraped("status_failures_total") == 0
@@ -346,14 +344,14 @@ from fastapi import FastAPI
 from prometheus_client import Counter
 from vllm.entrypoints.launchers.app import attach_endpoint_plugins
 from vllm.entrypoints.serve.instrumentator.metrics import attach_router
-from lmcache_cartridge.metrics import requests
+from lmcache_cartridge.serve.metrics import requests
 app = FastAPI()
 attach_router(app)
 attach_endpoint_plugins(app, ("generate",))
 plugin, = app.state.endpoint_plugins
 Counter("vllm:something", "Something of vLLM's.").inc()
 requests().injected(7)
-plugin._numbers.update([{"rank": 0, "tiers": {"cpu": {"hits": 5}}}])
+plugin.collector.update([{"rank": 0, "tiers": {"cpu": {"hits": 5}}}])
 async def get():
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         reply = await client.get("/metrics")
@@ -365,9 +363,12 @@ asyncio.run(get())
 
 @pytest.mark.parametrize("several", [True, False])
 def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_path: Path, several: bool) -> None:
-    environment = os.environ | {"VLLM_PLUGINS": "cartridges", "PYTHONPATH": str(ROOT)}
+    launch = plan("model", from_mapping({"home": tmp_path / "home"}))
+    launch.write()
+    environment = os.environ | launch.environment | {"PYTHONPATH": str(ROOT)}
     if several:
-        environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
+        (tmp_path / "prometheus").mkdir()
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "prometheus")
     first = "from lmcache_cartridge.serve.metrics import requests; requests().injected(5)"
     outputs = [
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
@@ -470,6 +471,17 @@ def _exported(watched: Watched) -> dict[str, set[str]]:
         if not family.name.endswith("_created"):
             names |= {family.name + suffix: own for suffix in suffixes}
     return names
+
+
+def test_the_table_of_metrics_is_what_is_exported(watched: Watched) -> None:
+    exported = {
+        (family.name + "_total" * (family.type == "counter"), family.type, family.documentation)
+        for family in text_string_to_metric_families(watched.exposition())
+        if not family.name.endswith("_created")
+    }
+    assert {(name, kind, text) for name, kind, _, text in metrics_table()} == exported
+    labels = {name.removesuffix("_bucket"): of - {"le"} for name, of in _exported(watched).items()}
+    assert {name: set(of) for name, _, of, _ in metrics_table()}.items() <= labels.items()
 
 
 def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched: Watched) -> None:

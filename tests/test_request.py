@@ -25,17 +25,8 @@ from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve.request import (
-    MAX_CHAIN,
-    NeedsReading,
-    Reference,
-    Refusal,
-    Resolver,
-    Selection,
-    read,
-    without_paths,
-)
-from lmcache_cartridge.serve.router import Router
+from lmcache_cartridge.serve.request import MAX_CHAIN, Reference, Refusal, Router, read_references, without_paths
+from lmcache_cartridge.serve.resolve import NeedsReading, Resolver, Selection
 from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.sources.manifest_cache import ManifestCache
 from lmcache_cartridge.sources.sources import Sources
@@ -111,7 +102,7 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> Refusal:
 def test_cartridges_are_named_by_the_field_or_by_the_parameter(
     fields: dict[str, Any], params: dict[str, Any] | None, expected: list[str]
 ) -> None:
-    assert [reference.id for reference in read(fields, params)] == expected
+    assert [reference.id for reference in read_references(fields, params)] == expected
 
 
 @pytest.mark.parametrize(
@@ -149,14 +140,14 @@ def test_the_source_follows_from_the_form_of_the_id_unless_it_is_given(name: str
     ],
 )
 def test_a_malformed_field_is_refused_and_its_place_named(cartridges: Any, place: str) -> None:
-    refusal = _refusal(read, {"cartridges": cartridges}, None)
+    refusal = _refusal(read_references, {"cartridges": cartridges}, None)
     assert refusal.status == 400
     assert str(refusal).startswith(place)
     assert len(str(refusal)) < 300
 
 
 def test_naming_cartridges_in_both_places_is_refused() -> None:
-    assert "not in both" in str(_refusal(read, {"cartridges": ["a"]}, {"cartridge_id": "a"}))
+    assert "not in both" in str(_refusal(read_references, {"cartridges": ["a"]}, {"cartridge_id": "a"}))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +172,7 @@ def test_naming_cartridges_in_both_places_is_refused() -> None:
     ],
 )
 def test_a_parameter_that_could_stall_the_engine_or_name_anothers_kv_is_refused(key: str, value: Any) -> None:
-    refusal = _refusal(read, {}, {key: value})
+    refusal = _refusal(read_references, {}, {key: value})
     assert refusal.status == 400
     assert str(refusal).startswith("kv_transfer_params.")
     assert len(str(refusal)) < 300
@@ -189,7 +180,7 @@ def test_a_parameter_that_could_stall_the_engine_or_name_anothers_kv_is_refused(
 
 @pytest.mark.parametrize("params", [[], "a", 5, True])
 def test_parameters_that_are_no_object_are_refused(params: Any) -> None:
-    assert "must be an object" in str(_refusal(read, {}, params))
+    assert "must be an object" in str(_refusal(read_references, {}, params))
 
 
 _json = st.recursive(
@@ -203,7 +194,9 @@ _json = st.recursive(
 @given(cartridges=_json, params=st.none() | st.dictionaries(st.sampled_from(["cartridge_id", TAG]) | st.text(), _json))
 def test_any_json_at_all_is_read_or_refused(cartridges: Any, params: Any) -> None:
     try:
-        assert all(isinstance(reference, Reference) for reference in read({"cartridges": cartridges}, params))
+        assert all(
+            isinstance(reference, Reference) for reference in read_references({"cartridges": cartridges}, params)
+        )
     except Refusal as refusal:
         assert refusal.status == 400
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,3 +179,75 @@ def _rope_frequencies(config: Any) -> tuple[Sequence[float] | None, float]:
 
     inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     return inv_freq.tolist(), attention_factor
+
+
+_HANDLERS = (
+    "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
+    "anthropic_serving_messages", "cohere_serving_chat_v2", "serving_tokens",
+)  # fmt: skip
+"""vLLM's request handlers that take what a client says of KV transfer to the engine."""
+
+
+def wrap_handlers(state: Any, engine_client: Any, renderer: Callable[[Any], Any], engine: Callable[[Any], Any]) -> None:
+    """Put `renderer` and `engine` around what vLLM's request handlers, in the app's `state`, render and generate with.
+
+    Raises `UnsupportedEngine` where a handler has no such thing.
+    """
+    for name in _HANDLERS:
+        if (serving := getattr(state, name, None)) is None:
+            continue
+        if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
+            raise UnsupportedEngine(f"vLLM's {name} has no online_renderer or engine_client to wrap; use vLLM 0.32")
+        serving.online_renderer = renderer(serving.online_renderer)
+    for serving in state._state.values():
+        if getattr(serving, "engine_client", None) is engine_client:
+            serving.engine_client = engine(engine_client)
+
+
+async def check_handlers(state: Any) -> None:
+    """Ask every handler that takes cartridges for one that cannot be, and see that it is refused.
+
+    Raises `UnsupportedEngine` where the request's field did not reach us: it would be ignored, and answered.
+    """
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.exceptions import GracefulHTTPError
+
+    model = state.openai_serving_models.base_model_paths[0].name
+    chat: Any = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    nothing: Any = {"cartridges": [""]}
+    asked: dict[str, Callable[[Any], Any]] = {
+        "openai_serving_completion": lambda s: s.create_completion(
+            CompletionRequest(model=model, prompt="x", max_tokens=1, **nothing)
+        ),
+        "openai_serving_chat": lambda s: s.create_chat_completion(ChatCompletionRequest(**chat, **nothing)),
+        "openai_serving_responses": lambda s: s.create_responses(
+            ResponsesRequest(model=model, input="x", max_output_tokens=1, store=False, **nothing)
+        ),
+        "anthropic_serving_messages": lambda s: s.create_messages(
+            AnthropicMessagesRequest(**chat, kv_transfer_params={"cartridge_id": ""})
+        ),
+    }
+    for name, ask in asked.items():
+        if (serving := getattr(state, name, None)) is None:
+            continue
+        try:
+            reply = await ask(serving)
+        except GracefulHTTPError as refusal:
+            if str(refusal).startswith("cartridges.0"):
+                continue
+            reply = refusal
+        raise UnsupportedEngine(
+            f"vLLM's {name} does not show us the field `cartridges` ({reply!r:.200}); use vLLM 0.32"
+        )
+
+
+def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
+    """Have vLLM load our connectors, by module and class, under names of its own. Doing so again is no change."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name, (module, class_name) in ours.items():
+        del KVConnectorFactory._registry[name]  # a name that vLLM does not know any more must end the start
+        KVConnectorFactory.register_connector(name, module, class_name)

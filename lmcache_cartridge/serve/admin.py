@@ -12,11 +12,11 @@ from fastapi.responses import JSONResponse
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
-from .gate import error
+from .http import error
 from .request import Reference, Refusal, without_paths
 
 if TYPE_CHECKING:
-    from .api import CartridgePlugin
+    from .admission import Admission  # which loads vLLM
 
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _UNREADABLE = Refusal(503, "the registry cannot be read now", retry_after_s=5)
@@ -24,7 +24,7 @@ _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
 
 
-def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
+def add_routes(app: FastAPI, admission: Admission) -> None:
     """Add the routes. Those that change anything answer 403 unless the setting `admin` is on."""
     router = APIRouter(prefix="/v1/cartridges")
 
@@ -34,38 +34,38 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
         after: str = Query("", max_length=1024),
         active: bool = False,
     ) -> Any:
-        ranks = await plugin.call("status")
+        ranks = await admission.call("status")
         try:
-            return await asyncio.to_thread(_page, plugin, ranks, limit, after, active)
+            return await asyncio.to_thread(_page, admission, ranks, limit, after, active)
         except RegistryError:
             return error(_UNREADABLE)
 
     @router.get("/{name}")
     async def one(name: str) -> Any:
         try:
-            row = await asyncio.to_thread(_registry(plugin).find, name)
+            row = await asyncio.to_thread(_registry(admission).find, name)
         except CartridgeNotFound:
             return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
         except RegistryError:
             return error(_UNREADABLE)
-        ranks = await plugin.call("status")
-        return (await asyncio.to_thread(_states, plugin, ranks, [row]))[0]
+        ranks = await admission.call("status")
+        return (await asyncio.to_thread(_states, admission, ranks, [row]))[0]
 
     @router.post("/{name}/{action}")
     async def act(name: str, action: str) -> Any:
-        if not plugin.settings.admin:
+        if not admission.settings.admin:
             return error(Refusal(403, "changing cartridges over HTTP is off; the setting `admin` switches it on"))
         if action not in _ACTIONS:
             return error(Refusal(404, f"no such action: {action[:80]!r}"))
         try:
-            selection = await plugin.resolve([Reference(id=name[:1024], source="registry")])
+            selection = await admission.resolve([Reference(id=name[:1024], source="registry")])
         except Refusal as refusal:
             return error(refusal)
         if selection.tag is None:
             return error(Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}"))
         result = {"id": selection.manifests[0].name, "action": action}
         if action == "preload":
-            ranks = await plugin.call("preload", selection.tag, selection.located)
+            ranks = await admission.call("preload", selection.tag, selection.located)
             if refused := next((rank for rank in ranks if rank["refused"]), None):
                 return error(Refusal(409, str(selection.refused(refused))))
             slowest = min(ranks, key=lambda rank: (not rank["opening"], rank["resident"]))
@@ -74,31 +74,31 @@ def add_routes(app: FastAPI, plugin: CartridgePlugin) -> None:
             done = slowest["resident"] == slowest["chunks"] and not slowest["opening"]
             return JSONResponse(body, 200 if done else 202)
         try:
-            counts = await plugin.call(action, selection.tag)
+            counts = await admission.call(action, selection.tag)
         except CartridgeError as problem:
             if action == "pin":
-                await plugin.call("unpin", selection.tag)
+                await admission.call("unpin", selection.tag)
             return error(Refusal(409, str(problem)))
         return result | {"chunks": min(counts)}
 
     app.include_router(router)
 
 
-def _registry(plugin: CartridgePlugin) -> Registry:
-    return Registry(plugin.settings.registry_path, read_only=True)
+def _registry(admission: Admission) -> Registry:
+    return Registry(admission.settings.registry_path, read_only=True)
 
 
-def _page(plugin: CartridgePlugin, ranks: list[dict[str, Any]], limit: int, after: str, active: bool) -> dict[str, Any]:
+def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: str, active: bool) -> dict[str, Any]:
     """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
     if active:
         tags = {
             tag for rank in ranks for tag in (*rank["pinned"], *rank["loading"], *chain(*rank["resident"].values()))
         }
-        rows, more = _registry(plugin).having({digest for tag in tags for digest in tag.split(".")}), False
+        rows, more = _registry(admission).having({digest for tag in tags for digest in tag.split(".")}), False
     else:
-        rows = _registry(plugin).page(limit + 1, after)
+        rows = _registry(admission).page(limit + 1, after)
         rows, more = rows[:limit], len(rows) > limit
-    data = _states(plugin, ranks, rows)
+    data = _states(admission, ranks, rows)
     claims = {
         name: max(rank[key] for rank in ranks) for name, key in (("open", "claims"), ("oldest_s", "oldest_claim_s"))
     }
@@ -106,14 +106,14 @@ def _page(plugin: CartridgePlugin, ranks: list[dict[str, Any]], limit: int, afte
     return {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
 
 
-def _states(plugin: CartridgePlugin, ranks: list[dict[str, Any]], rows: list[RegistryEntry]) -> list[dict[str, Any]]:
+def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[RegistryEntry]) -> list[dict[str, Any]]:
     """Describe cartridges for a client, without a path. Blocks."""
-    quarantine = Quarantine(plugin.settings.quarantine_dir)
+    quarantine = Quarantine(admission.settings.quarantine_dir)
     reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
-    current = _registry(plugin).current(row.id for row in rows)
+    current = _registry(admission).current(row.id for row in rows)
     return [
         _state(row, ranks, reasons.get(row.digest), row.name in current)
-        | {"canary": plugin.canaries.outcome(row.digest)}
+        | {"canary": admission.canaries.outcome(row.digest)}
         for row in rows
     ]
 

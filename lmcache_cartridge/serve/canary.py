@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
+from vllm.config import ModelConfig
+from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 
 from ..artifact.canary import Asked, Comparison, ServedCanary, compare
 from ..artifact.manifest import Manifest
+from ..engine.client import ControlClient
 from ..engine.contract import GRANT, TAG
 from ..errors import CartridgeError
 from ..library.registry import Registry
+from ..settings import Settings
+from .claim import Claim
 from .metrics import requests
-from .request import Reference, Refusal, Selection, Unservable
+from .request import Reference, Refusal, Unservable
+from .resolve import Selection
 
-if TYPE_CHECKING:
-    from .api import CartridgePlugin
-
-logger = init_logger("vllm.lmcache_cartridge.artifact.canary")
+logger = init_logger("vllm.lmcache_cartridge.serve.canary")
 
 _TOP = 20
 """Likeliest tokens to ask for: more than are expected, as two of them may change places."""
@@ -84,9 +87,17 @@ class Due(NamedTuple):
 class Canaries:
     """What is known of the cartridges of one engine. One check at a time of each, whatever number of requests wait."""
 
-    def __init__(self, plugin: CartridgePlugin, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineClient,
+        client: ControlClient,
+        resolve: Callable[[Sequence[Reference]], Awaitable[Selection]],
+        chunk_tokens: int,
+    ) -> None:
         """`chunk_tokens` is LMCache's chunk size."""
-        self._plugin, self._chunk_tokens = plugin, chunk_tokens
+        self._settings, self._engine, self._client = settings, engine, client
+        self._resolve, self._chunk_tokens = resolve, chunk_tokens
         self._results: dict[tuple[str, ServedCanary], str | None] = {}
         """By tag: None for those that the engine answers from as it should, else how it does not."""
         self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
@@ -100,34 +111,35 @@ class Canaries:
 
     async def begin(self) -> None:
         """Let no cartridge answer prompts that do not name it before the engine was tried with it."""
-        if self._plugin.settings.canary:
-            await self._plugin.call("trust", [])
+        if self._settings.canary:
+            await self._client.ask("trust", [])
 
-    def follow(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Have those tried, in the background, whose document's text came in prompts that do not name them.
+    def follow(self, ranks: Sequence[Mapping[str, Any]]) -> asyncio.Task[None] | None:
+        """Have those tried whose document's text came in prompts that do not name them; return the task under way.
 
-        `ranks` are the workers' numbers. No request waits for it: until then such prompts are computed.
+        `ranks` are the workers' numbers. No request waits for the task: until it ends such prompts are computed.
         """
         if any(rank["untried"] for rank in ranks) and (self._trying is None or self._trying.done()):
             self._trying = asyncio.create_task(self._try_unnamed())
+        return self._trying
 
     async def _try_unnamed(self) -> None:
-        untried = set(chain.from_iterable(await self._plugin.call("untried")))
-        registry = Registry(self._plugin.settings.registry_path, read_only=True)
+        untried = set(chain.from_iterable(await self._client.ask("untried")))
+        registry = Registry(self._settings.registry_path, read_only=True)
         for row in await asyncio.to_thread(registry.having, untried):
             try:
-                selection = await self._plugin.resolve([Reference(id=row.name, source="registry")])
+                selection = await self._resolve([Reference(id=row.name, source="registry")])
                 refusal = await self.check(selection)
             except (Refusal, CartridgeError) as error:
                 refusal = error
             if refusal is None:
-                await self._plugin.call("trust", [row.digest])
+                await self._client.ask("trust", [row.digest])
             else:  # the next prompt with its text has it tried again, unless it failed
                 logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return what to say of a cartridge that the engine was seen not to answer right from; None if there is none."""
-        for due in due_of(selection) if self._plugin.settings.canary else ():
+        for due in due_of(selection) if self._settings.canary else ():
             if problem := self._results.get(self._key(due)):
                 return _failed(due.manifest, problem)
         return None
@@ -139,9 +151,9 @@ class Canaries:
         at most. Its claim on the memory must be held meanwhile. A cartridge without a canary passes unless the
         settings require one.
         """
-        if not self._plugin.settings.canary:
+        if not self._settings.canary:
             return None
-        required = self._plugin.settings.canary == "required"
+        required = self._settings.canary == "required"
         for due in due_of(selection):
             name = due.manifest.name
             if (key := self._key(due)) is None:
@@ -163,9 +175,7 @@ class Canaries:
         if not due.questions:
             return None
         size = due.positions * manifest.fingerprint.token_bytes
-        if due.longest > self._plugin.engine.model_config.max_model_len or (
-            due.twice and size > self._plugin.settings.cpu_bytes
-        ):
+        if due.longest > self._engine.model_config.max_model_len or (due.twice and size > self._settings.cpu_bytes):
             if manifest.digest not in self._unasked:
                 self._unasked.add(manifest.digest)
                 logger.warning(
@@ -181,19 +191,19 @@ class Canaries:
             self._asking[key] = asyncio.create_task(self._settle(key, due))
             self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
         try:
-            async with asyncio.timeout(self._plugin.settings.ready_timeout_s):
+            async with asyncio.timeout(self._settings.ready_timeout_s):
                 return await asyncio.shield(self._asking[key])
         except TimeoutError:
             raise Unfinished("it took too long") from None
 
     async def _settle(self, key: tuple[str, ServedCanary], due: Due) -> str | None:
         try:
-            async with asyncio.timeout(self._plugin.settings.ready_timeout_s):
-                problem = await self._ask_all(due)
+            async with asyncio.timeout(self._settings.ready_timeout_s):
+                problem = await self._examine(due)
                 if problem is not None and not due.twice:
-                    await self._plugin.call("distrust", due.manifest.digest, problem)
+                    await self._client.ask("distrust", due.manifest.digest, problem)
                 elif not due.twice:
-                    await self._plugin.call("trust", [due.manifest.digest])
+                    await self._client.ask("trust", [due.manifest.digest])
         except Unfinished as reason:
             requests().canary("unfinished")
             logger.warning("%s could not be tried on this engine: %s", due.manifest.name, reason)
@@ -208,34 +218,27 @@ class Canaries:
         self._results[key] = problem
         return problem
 
-    async def _ask_all(self, due: Due) -> str | None:
+    async def _examine(self, due: Due) -> str | None:
         """Return how the engine's answers differ from those expected, None if they do not."""
-        whole = due.positions // self._chunk_tokens * self._chunk_tokens
-        if whole == 0:
-            return None  # nothing of it is ever injected
-        claim = await self._plugin.hold(due.selection)
-        if claim is None:
-            raise Unfinished("it is not in memory")
-        # Of its own, so that no request ever gets blocks that this one left; the later questions do.
-        salt = uuid.uuid4().hex
-        try:
-            for asked in due.questions:
-                found = await self._ask(due, asked, salt, whole)
-                logger.info("%s%s: %s", due.manifest.name, " behind itself" if due.twice else "", found)
-                if not found.passed:
-                    return str(found)
-            return None
-        finally:
-            claim.release()
+        async with Claim(self._client, due.selection) as claim:
+            if not await claim.wait(self._settings):
+                raise Unfinished("it is not in memory")
+            exam = examine(due, self._chunk_tokens, self._engine.model_config)
+            output = None
+            while True:
+                try:
+                    prompt, params = exam.send(output)
+                except StopIteration as done:
+                    return done.value
+                output = await self._generate(prompt, params)
 
-    async def _ask(self, due: Due, asked: Asked, salt: str, whole: int) -> Comparison:
-        """Have the engine answer one question, with KV that is injected or not at all."""
-        engine, last = self._plugin.engine, None
-        prompt, params = asking(due, asked, salt, whole, engine.model_config.max_logprobs)
+    async def _generate(self, prompt: Any, params: SamplingParams) -> Any:
+        """Return the engine's last output, None where there is none."""
+        last = None
         request_id = f"cartridge-canary-{uuid.uuid4().hex}"
-        async for output in engine.generate({"type": "token", **prompt}, params, request_id):
+        async for output in self._engine.generate({"type": "token", **prompt}, params, request_id):
             last = output
-        return judge(asked, last, whole, engine.model_config.logprobs_mode)
+        return last
 
 
 def due_of(selection: Selection) -> Iterator[Due]:
@@ -245,7 +248,25 @@ def due_of(selection: Selection) -> Iterator[Due]:
             yield Due(manifest, selection, place)
 
 
-def asking(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
+def examine(due: Due, chunk_tokens: int, config: ModelConfig) -> Generator[tuple[Any, SamplingParams], Any, str | None]:
+    """Yield each question, a prompt and its parameters, to be sent the engine's output for it, None for none.
+
+    Returns how the answers differ from those expected, None if they do not. Raises `Unfinished` where an output says
+    nothing of the KV. Its claim on the memory must be held meanwhile.
+    """
+    whole = due.positions // chunk_tokens * chunk_tokens
+    # Of its own, so that no request ever gets blocks that this one left; the later questions do.
+    salt = uuid.uuid4().hex
+    for asked in due.questions if whole else ():  # else nothing of it is ever injected
+        output = yield _prompt(due, asked, salt, whole, config.max_logprobs)
+        found = _compare(asked, output, whole, config.logprobs_mode)
+        logger.info("%s%s: %s", due.manifest.name, " behind itself" if due.twice else "", found)
+        if not found.passed:
+            return str(found)
+    return None
+
+
+def _prompt(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
     """Return the prompt and parameters of one question, whose leading `whole` positions must be injected.
 
     `max_logprobs` is how many the engine gives at most, -1 for all.
@@ -258,7 +279,7 @@ def asking(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> 
     return {"prompt_token_ids": [*due.selection.token_ids, *asked.question], "cache_salt": salt}, params
 
 
-def judge(asked: Asked, output: Any, whole: int, logprobs_mode: str) -> Comparison:
+def _compare(asked: Asked, output: Any, whole: int, logprobs_mode: str) -> Comparison:
     """Compare what the engine gave for a question, None for nothing. Raises `Unfinished` where that says nothing of KV."""
     if output is None or not output.outputs or output.outputs[0].finish_reason == "error":
         raise Unfinished("the engine could not load it")

@@ -1,29 +1,39 @@
-"""Metrics: what the workers' stores and the request layer count, for Prometheus. The one place that names them."""
+"""Metrics: what the workers' stores and the API server count, for Prometheus. Every name is in the tables here."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
+logger = logging.getLogger("vllm.lmcache_cartridge.serve.metrics")
+
 PREFIX = "lmcache_cartridge_"
+_EVERY_S = 1.0
+"""How often the workers are asked for their numbers."""
+_WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 
 class Number(NamedTuple):
-    """One metric made of a worker's status."""
+    """One metric."""
 
     name: str
     """Without the prefix, and a counter's without `_total`."""
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     help: str
-    key: str
-    """Where it stands in the status; where that is not there, neither is the metric."""
+    key: str = ""
+    """Where it stands in a worker's status; where that is not there, neither is the metric."""
 
 
 TIER_NUMBERS = (
@@ -56,8 +66,46 @@ RANK_NUMBERS = (
     Number("oldest_claim_seconds", "gauge", "Age of the oldest of these claims; far above the longest answer: a leak.", "oldest_claim_s"),
 )  # fmt: skip
 """By rank."""
-_LOAD_HELP = "Time a load of one chunk into a tier took, failed ones too."
-_WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+LOADS = Number("load_seconds", "histogram", "Time a load of one chunk into a tier took, failed ones too.")
+"""By tier and rank."""
+SERVER_NUMBERS = (
+    Number("requests", "counter", "Requests that named cartridges, by outcome: used, document (its text took their place), refused_STATUS, failed (vLLM refused the rest of it), abandoned (the client left)."),
+    Number("lost_prompts", "counter", "Prompts counted as used whose KV the engine lost after all, by outcome: document (its text took their place) or error."),
+    Number("canaries", "counter", "Cartridges that the engine was asked about before their first request, by outcome: passed, failed (set aside on this engine) or unfinished (asked again by the next request)."),
+    Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests: what was not prefilled, but for incomplete last chunks and lost prompts."),
+    Number("request_wait_seconds", "histogram", "Time a request waited in the API server for its cartridges to be loaded."),
+    Number("waiting_requests", "gauge", "Requests that wait in the API server for their cartridges now."),
+    Number("status_failures", "counter", "Times the workers did not tell their numbers."),
+    Number("status_age_seconds", "gauge", "Age of the numbers that have a rank. More than some seconds: workers hang."),
+)  # fmt: skip
+"""Of the API server itself."""
+_OUTCOMES = {
+    "requests": ("used", "document"),
+    "lost_prompts": ("document", "error"),
+    "canaries": ("passed", "failed", "unfinished"),
+}
+"""Metrics with the label `outcome`, and its values that are exported from the start: a rate needs the zero before the one."""
+
+
+def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """Return name, kind, labels and help of everything exported, with the names as queries have them."""
+    rows = [(row, ("tier", "rank")) for row in (*TIER_NUMBERS, LOADS)] + [(row, ("rank",)) for row in RANK_NUMBERS]
+    rows += [(row, ("outcome",) * (row.name in _OUTCOMES)) for row in SERVER_NUMBERS]
+    return [(PREFIX + row.name + "_total" * (row.kind == "counter"), row.kind, of, row.help) for row, of in rows]
+
+
+def _metric(name: str, registry: CollectorRegistry | None, **options: Any) -> Any:
+    """Make a metric of the API server. Raises `ValueError` where the registry has it."""
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    row = next(row for row in SERVER_NUMBERS if row.name == name)
+    kind = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[row.kind]
+    outcomes = _OUTCOMES.get(name, ())
+    labels = ["outcome"] if outcomes else []
+    metric = kind(PREFIX + name, row.help, labels, registry=registry or REGISTRY, **options)
+    for outcome in outcomes:
+        metric.labels(outcome)
+    return metric
 
 
 class StatusCollector:
@@ -70,15 +118,11 @@ class StatusCollector:
         clock: Callable[[], float] = time.monotonic,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """`load_bounds` are those of `load_counts`: `residency.LOAD_SECONDS`. It does not register itself."""
-        from prometheus_client import REGISTRY, Counter
-
+        """`load_bounds` are those of `load_counts`: `tier.LOAD_SECONDS`. It does not register itself."""
         self._bounds, self._clock = tuple(load_bounds), clock
         self._families: list[Metric] = []
         self._updated_at: float | None = None
-        self._failures = Counter(
-            f"{PREFIX}status_failures", "Times the workers did not tell their numbers.", registry=registry or REGISTRY
-        )
+        self._failures = _metric("status_failures", registry)
 
     def update(self, ranks: Iterable[Mapping[str, Any]]) -> None:
         """Take in the statuses of all ranks. Where one is not as it should be it raises, and the last ones stay."""
@@ -94,9 +138,8 @@ class StatusCollector:
         from prometheus_client.core import GaugeMetricFamily
 
         yield from self._families
-        age = GaugeMetricFamily(
-            f"{PREFIX}status_age_seconds", "Age of the numbers that have a rank. More than some seconds: workers hang."
-        )
+        row = next(row for row in SERVER_NUMBERS if row.name == "status_age_seconds")
+        age = GaugeMetricFamily(PREFIX + row.name, row.help)
         if self._updated_at is not None:
             age.add_metric([], self._clock() - self._updated_at)
         yield age
@@ -105,26 +148,29 @@ class StatusCollector:
 def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> list[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-    by_tier = [(n, kinds[n.kind](PREFIX + n.name, n.help, labels=["tier", "rank"])) for n in TIER_NUMBERS]
-    by_rank = [(n, kinds[n.kind](PREFIX + n.name, n.help, labels=["rank"])) for n in RANK_NUMBERS]
-    loads = HistogramMetricFamily(f"{PREFIX}load_seconds", _LOAD_HELP, labels=["tier", "rank"])
+    kinds: dict[str, Any] = {
+        "counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily,
+    }  # fmt: skip
+
+    def family(row: Number, *labels: str) -> Any:
+        return kinds[row.kind](PREFIX + row.name, row.help, labels=labels)
+
+    by_tier = [(row, family(row, "tier", "rank")) for row in TIER_NUMBERS]
+    by_rank = [(row, family(row, "rank")) for row in RANK_NUMBERS]
+    loads = family(LOADS, "tier", "rank")
     for status in ranks:
         rank = str(status["rank"])
-        for number, family in by_rank:
-            if (value := status.get(number.key)) is not None:
-                family.add_metric([rank], float(value) if isinstance(value, int | float) else len(value))
+        for row, metric in by_rank:
+            if (value := status.get(row.key)) is not None:
+                metric.add_metric([rank], float(value) if isinstance(value, int | float) else len(value))
         for tier, counters in status["tiers"].items():
-            for number, family in by_tier:
-                if (value := counters.get(number.key)) is not None:
-                    family.add_metric([tier, rank], float(value))
+            for row, metric in by_tier:
+                if (value := counters.get(row.key)) is not None:
+                    metric.add_metric([tier, rank], float(value))
             if counts := counters.get("load_counts"):
-                buckets, total = [], 0
-                for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
-                    total += count
-                    buckets.append((bound, total))
+                buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))
                 loads.add_metric([tier, rank], buckets, float(counters["load_seconds"]))
-    return [family for _, family in (*by_tier, *by_rank)] + [loads]
+    return [metric for _, metric in (*by_tier, *by_rank)] + [loads]
 
 
 class Outcome:
@@ -138,47 +184,13 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Register the metrics, in prometheus_client's own registry by default; twice in one raises `ValueError`."""
-        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-
-        registry = registry or REGISTRY
         self._paused = False
-        self._requests = Counter(
-            f"{PREFIX}requests",
-            "Requests that named cartridges: used, document (its text took their place), refused_STATUS, failed (vLLM "
-            "refused the rest of it), abandoned (the client left).",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self._lost = Counter(
-            f"{PREFIX}lost_prompts",
-            "Prompts counted as used whose KV the engine lost after all: document (its text took their place) or error.",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self._canaries = Counter(
-            f"{PREFIX}canaries",
-            "Cartridges that the engine was asked about before their first request: passed, failed (set aside on this "
-            "engine) or unfinished (asked again by the next request).",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        for outcome in ("passed", "failed", "unfinished"):
-            self._canaries.labels(outcome)
-        for outcome in ("used", "document"):
-            self._requests.labels(outcome)
-        for outcome in ("document", "error"):
-            self._lost.labels(outcome)
-        self._positions = Counter(
-            f"{PREFIX}positions",
-            "Prompt positions that cartridges with KV took in used requests: what was not prefilled, but for incomplete "
-            "last chunks and lost prompts.",
-            registry=registry,
-        )  # fmt: skip
-        self._waits = Histogram(
-            f"{PREFIX}request_wait_seconds", "Time a request waited in the API server for its cartridges to be loaded.",
-            buckets=_WAIT_SECONDS, registry=registry,
-        )  # fmt: skip
-        self._waiting = Gauge(
-            f"{PREFIX}waiting_requests", "Requests that wait in the API server for their cartridges now.",
-            multiprocess_mode="livesum", registry=registry,
-        )  # fmt: skip
+        self._requests = _metric("requests", registry)
+        self._lost = _metric("lost_prompts", registry)
+        self._canaries = _metric("canaries", registry)
+        self._positions = _metric("positions", registry)
+        self._waits = _metric("request_wait_seconds", registry, buckets=_WAIT_SECONDS)
+        self._waiting = _metric("waiting_requests", registry, multiprocess_mode="livesum")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -229,3 +241,44 @@ class RequestMetrics:
 def requests() -> RequestMetrics:
     """Return the one of this process."""
     return RequestMetrics()
+
+
+def attach(app: FastAPI, collector: StatusCollector) -> None:
+    """Have `/metrics` show what `collector` has.
+
+    A single API server shows its process's registry. With several, or where `$PROMETHEUS_MULTIPROC_DIR` is set, vLLM
+    0.32 makes a registry for each scrape, of what all of them wrote to files, and no custom collector gets into it; so
+    the route is replaced, as vLLM lets endpoint plugins, by one that does the same and adds ours. All servers ask the
+    same workers, so whichever answers, a worker's numbers are there once.
+    """
+    from fastapi import Response
+    from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        REGISTRY.register(collector)
+        return
+
+    @app.get("/metrics")
+    def metrics() -> Any:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        registry.register(collector)
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def follow(
+    collector: StatusCollector, status: Callable[[], Awaitable[Any]], *, every_s: float = _EVERY_S
+) -> NoReturn:
+    """Keep `collector` up to date until cancelled. A failure is logged once, counted each time, and tried again."""
+    complaint = None
+    while True:
+        try:
+            collector.update(await status())
+            complaint = None
+        except Exception as error:
+            collector.fail()
+            if str(error) != complaint:
+                logger.warning("the metrics are not up to date: %s", error)
+            complaint = str(error)
+        await asyncio.sleep(every_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,12 @@ from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
 from ..errors import CartridgeError
 from ..settings import Settings
-from .canary import Unfinished, asking, due_of, judge
+from .canary import Due, Unfinished, due_of, examine
 from .launch import plan
-from .request import Resolver, Selection, read
+from .request import read_references
+from .resolve import Resolver, Selection
 
-_workers: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
+_clients: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
 _tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
 """Of each engine the cartridges it was tried with, by tag: None, or how it does not answer right from them."""
 
@@ -49,7 +49,7 @@ def with_cartridges(
     says. Raises `Refusal` for unknown ones, `CartridgeError` for those that cannot be served, are not there in time, or
     that this engine does not answer right from.
     """
-    selection = Resolver(settings).resolve(read({"cartridges": list(cartridges)}, None))
+    selection = Resolver(settings).resolve(read_references({"cartridges": list(cartridges)}, None))
     tokenizer = llm.get_tokenizer()
     if isinstance(prompt, str):
         own = tokenizer.encode(prompt)
@@ -83,7 +83,6 @@ class Prompt(dict):
 def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
     """Ask the engine what it was not asked yet of a selection. Raises `CartridgeError` unless it answers right."""
     tried, config = _tried.setdefault(llm, {}), llm.llm_engine.model_config
-    chunk_tokens = _workers[llm].call("numbers")[0]["chunk_tokens"]
     for due in due_of(selection):
         tag, name = due.tag, due.manifest.name
         if not due.questions or due.longest > config.max_model_len:
@@ -91,27 +90,33 @@ def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
                 raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
             continue
         if tag not in tried:
-            whole, held = due.positions // chunk_tokens * chunk_tokens, Prompt()
+            held = Prompt()
             _claim(llm, settings, due.selection, held)
-            salt, problem = uuid.uuid4().hex, None
-            for asked in due.questions if whole else ():
-                prompt, params = asking(due, asked, salt, whole, config.max_logprobs)
-                (output,) = llm.generate([prompt], params, use_tqdm=False)
-                try:
-                    found = judge(asked, output, whole, config.logprobs_mode)
-                except Unfinished as reason:
-                    raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
-                problem = problem or (None if found.passed else str(found))
-            tried[tag] = problem
+            try:
+                tried[tag] = _examine(llm, due)
+            except Unfinished as reason:
+                raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
         if tried[tag] is not None:
             raise CartridgeError(f"{name} is set aside on this engine: {tried[tag]}")
 
 
+def _examine(llm: LLM, due: Due) -> str | None:
+    """Return how the engine's answers to a canary differ from those expected, None if they do not."""
+    exam = examine(due, _clients[llm].call("numbers")[0]["chunk_tokens"], llm.llm_engine.model_config)
+    output = None
+    while True:
+        try:
+            prompt, params = exam.send(output)
+        except StopIteration as done:
+            return done.value
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+
+
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
     """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
-    if llm not in _workers:
-        _workers[llm] = ControlClient(llm.collective_rpc(CONTROL_METHOD))
-    claim = _workers[llm].claim(selection.tag, selection.located)
+    if llm not in _clients:
+        _clients[llm] = ControlClient(llm.collective_rpc(CONTROL_METHOD))
+    claim = _clients[llm].claim(selection.tag, selection.located)
     prompt.claim = claim
     deadline = time.monotonic() + settings.ready_timeout_s
     while True:

@@ -1,67 +1,27 @@
-"""What a request may ask for, and what it gets: cartridges -> prompt ids, salt, tag; or a refusal with its reason.
+"""Request: what a client says of cartridges, read strictly, and what it is told where that cannot be had.
 
-Knows no vLLM: `api.py` translates. Everything here is safe to run in a thread, and blocks for small reads
-only, from S3 too.
+Knows no vLLM, and reads nothing but the request.
 """
 
 from __future__ import annotations
 
-import logging
-import os
+import hashlib
 import re
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..artifact import reading
-from ..artifact.fingerprint import check_shift
-from ..artifact.location import allowed, is_remote
-from ..artifact.manifest import Manifest
 from ..engine.contract import GRANT, TAG
-from ..errors import (
-    CartridgeError,
-    CartridgeNotFound,
-    RegistryError,
-    ReplacedArtifact,
-    SourceError,
-    SourceNotFound,
-    UnsupportedModel,
-)
-from ..library.quarantine import Quarantine
-from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
-from ..sources.manifest_cache import ManifestCache
-from ..sources.sources import Sources
-
-logger = logging.getLogger("vllm.lmcache_cartridge.request")
 
 MAX_CHAIN = 16
-MAX_READS = 64
-"""Manifests that are read at once, one of each location; requests for what was read before wait for none of them."""
 REQUIRED = (
     "the request gets no cartridge, and this server answers with cartridges only (setting `required`); name one in "
     "`cartridges`, or in kv_transfer_params.cartridge_id for /v1/messages"
 )
-_MAX_REGISTERED = 128
-"""Registered cartridges whose token ids are kept."""
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Tags as LMCache's keys can carry them."""
-
-
-_REFUSED_S = 1.0
-"""How long a version that an engine refused is passed over where an older one may stand in."""
-_WARN_EVERY_S = 60.0
-_MAX_ROWS = 10_000
-_REPLACED_S = 1.0
-"""How often S3 is asked again where the copy that is here is not what was registered."""
 _PATHS = re.compile(r"(?:s3:/|(?<![^\s'\"(\[=]))/(?:[^/:;,'\"\n]*/)+")
 """Directories of paths, which may have spaces in them."""
 
@@ -116,82 +76,6 @@ _references = TypeAdapter(
 )
 
 
-class Selection(NamedTuple):
-    """Cartridges resolved for one request."""
-
-    manifests: tuple[Manifest, ...]
-    places: tuple[tuple[str, str], ...]
-    """Of each, the directory of its manifest and token ids, and the location of its payload."""
-    token_ids: tuple[int, ...]
-    """Ids of all of them, in order; they go before the prompt's own."""
-    document_ids: tuple[int, ...] | None
-    """Ids of the documents themselves, for when the cartridges cannot be had; None if one carries no text."""
-    afresh: tuple[str, ...] = ()
-    """Digests of those whose copies in memory and on local disk must be dropped first (`force_redownload`)."""
-    references: tuple[Reference, ...] = ()
-    """What the request named, one of each."""
-
-    @property
-    def tag(self) -> str | None:
-        """What LMCache's keys and vLLM's salt are bound to: every digest in order. None without any KV."""
-        digests = [m.digest for m in self.manifests if m.kind != "tokens"]
-        return ".".join(digests) or None
-
-    @property
-    def located(self) -> dict[str, tuple[str, str]]:
-        """`places` by digest, as workers want them."""
-        return {m.digest: place for m, place in zip(self.manifests, self.places, strict=True)}
-
-    @property
-    def must_inject(self) -> int:
-        """Leading positions that must never be computed: up to the end of the last trained cartridge."""
-        end = needed = 0
-        for manifest in self.manifests:
-            end += manifest.positions
-            needed = end if manifest.kind == "trained" else needed
-        return needed
-
-    @property
-    def names(self) -> str:
-        """`id@version` of each, for people."""
-        return ", ".join(m.name for m in self.manifests)
-
-    def used(self, cached_tokens: int = 0) -> str:
-        """Return the response header: `id@version;positions=p;injected=n` for each.
-
-        `cached_tokens` leading positions of the prompt were not computed; each cartridge has its share of them.
-        """
-        parts, left = [], cached_tokens
-        for manifest in self.manifests:
-            injected = min(max(left, 0), manifest.positions)
-            parts.append(f"{manifest.name};positions={manifest.positions};injected={injected}")
-            left -= manifest.positions
-        return ", ".join(parts)
-
-    @property
-    def replaced(self) -> str:
-        """The response header where the documents' text took the cartridges' place."""
-        return f"{self.used()};served=document"
-
-    def refused(self, rank: Mapping[str, Any]) -> Unservable:
-        """Return the refusal that a worker's answer to a claim is, with its reason."""
-        places = {place: m.name for m, pair in zip(self.manifests, self.places, strict=True) for place in pair}
-        reason = without_paths(rank["refused"], places)
-        if rank["mismatch"]:
-            message = f"{self.names} cannot be used with the model served here: {reason}"
-            return Unservable(409, message, rank["digest"])
-        return Unservable(422, f"{self.names} cannot be served: {reason}", rank["digest"])
-
-    def salt(self, client_salt: str | None, secret: bytes = b"") -> str:
-        """Return the request's `cache_salt`: another one for each chain, content and client salt.
-
-        Digests and identity tokens are no secrets. A server that takes salts from clients gives a `secret` of its own,
-        so that nobody can send the salt and read the blocks, or put computed ones under it.
-        """
-        content = ".".join(m.digest for m in self.manifests)
-        return blake3(secret + f"{content}\0{client_salt or ''}".encode()).hexdigest()
-
-
 def check_params(kv_params: Any) -> None:
     """Raise `Refusal` for `kv_transfer_params` that a client may not send.
 
@@ -218,7 +102,7 @@ def check_params(kv_params: Any) -> None:
             )
 
 
-def read(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list[Reference]:
+def read_references(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list[Reference]:
     """Return the cartridges a request names in `cartridges` or `kv_transfer_params.cartridge_id`; empty if none.
 
     Raises `Refusal` for anything malformed, and for keys that only this server may set.
@@ -240,229 +124,46 @@ def read(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list
         raise Refusal(400, f"cartridges{'.' if place else ''}{place}: {first['msg']}") from None
 
 
-class Found(NamedTuple):
-    """What one reference stands for."""
+class Router:
+    """Chooses cartridges for requests: those they name, or those that `settings.router` gives to the others."""
 
-    manifest: Manifest
-    root: Path
-    """The directory of its manifest and token ids."""
-    location: str
-    """Where its payload is."""
-    token_ids: tuple[int, ...]
-    document_ids: tuple[int, ...] | None
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
 
+    def choose(
+        self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None, api_key: str | None
+    ) -> list[Reference]:
+        """Return the references of a request, with composites taken apart; empty if it gets no cartridge.
 
-class NeedsReading(Exception):
-    """Something has to be read of a cartridge that is not at hand; it may take long, or for ever."""
-
-    def __init__(self, reference: Reference, location: str) -> None:
-        super().__init__(location)
-        self.reference, self.location = reference, location
-
-
-class Resolver:
-    """Turns references into a `Selection`, from the registry, the configured roots and buckets."""
-
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings, self._clock = settings, clock
-        self._registry = Registry(settings.registry_path, read_only=True)
-        self._quarantine = Quarantine(settings.quarantine_dir)
-        # A connection for each read there may be: a slow one keeps no other waiting.
-        sources = Sources(settings.model_copy(update={"s3_connections": MAX_READS}))
-        self._manifests = ManifestCache(settings.manifests_dir, sources)
-        self._registered: OrderedDict[tuple[str, str], Found] = OrderedDict()
-        """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
-        self._rows: OrderedDict[str, list[RegistryEntry]] = OrderedDict()
-        """What the registry said last of a name, for when it cannot be read."""
-        self._refused: dict[str, float] = {}
-        self._warned_s = float("-inf")
-        self._lock = threading.Lock()
-
-    def pass_over(self, digest: str) -> None:
-        """For a moment, let an id mean an older version where the newest is this one, which cannot be served."""
-        now = self._clock()
-        with self._lock:
-            self._refused = {d: until for d, until in self._refused.items() if until > now} | {digest: now + _REFUSED_S}
-
-    def resolve(self, references: Sequence[Reference], found: Mapping[Reference, Found] | None = None) -> Selection:
-        """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had now.
-
-        An id means its newest version that is sound and was not passed over, or else its newest. Blocks for as long as
-        sources do. With `found`, what `find` returned of some, it raises `NeedsReading` instead of reading any other, and
-        blocks for the server's own directories only.
+        `fields` are the request fields that vLLM does not know. Raises `Refusal` for malformed ones.
         """
-        known = found or {}
-        each = [known.get(reference) or self.find(reference, wait=found is None) for reference in references]
-        manifests = tuple(one.manifest for one in each)
-        if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
-            raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
-        for manifest in manifests[1:]:
-            try:
-                check_shift(manifest.fingerprint.rope)
-            except UnsupportedModel as error:
-                raise Refusal(422, f"{manifest.name} cannot stand behind another cartridge: {error}") from None
-        documents = [one.document_ids for one in each]
-        whole = None if None in documents else tuple(chain.from_iterable(documents))
-        afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
-        places = tuple((str(one.root), one.location) for one in each)
-        ids = tuple(chain.from_iterable(one.token_ids for one in each))
-        return Selection(manifests, places, ids, whole, afresh, tuple(references))
+        named = read_references(fields, kv_params) or self._default(fields, model, api_key)
+        chain = [part for reference in named for part in self._parts(reference)]
+        if len(chain) > MAX_CHAIN:
+            raise Refusal(400, f"{len(chain)} cartridges in one request; at most {MAX_CHAIN}")
+        return chain
 
-    def find(self, reference: Reference, *, wait: bool = True) -> Found:
-        """Return what one reference stands for. Raises as `resolve` does; `NeedsReading` for what may hang, unless it is
-        to `wait`.
-        """
-        where = reference.where()
-        if where == "local":
-            if not wait:
-                raise NeedsReading(reference, os.path.normpath(reference.id))
-            root = self._local(reference)
-            return self._read(reference, root, str(root), None)
-        if where == "s3":
-            if not allowed(reference.id, self._settings.buckets):
-                raise Refusal(404, f"no cartridge is at {_shown(reference)}")
-            return self._read(reference, self._fetched(reference, reference.id, wait), reference.id, None)
-        rows, refusals = self._candidates(reference), {}
-        now, refused = self._clock(), self._refused
-        for row in sorted(rows, key=lambda row: refused.get(row.digest, 0) > now):
-            try:
-                return self._of(reference, row, wait)
-            except Refusal as refusal:
-                if refusal.retry_after_s is not None:
-                    raise
-                self.pass_over(row.digest)
-                refusals[row] = refusal
-        raise refusals[rows[0]]
+    def _default(self, fields: Mapping[str, Any], model: str | None, api_key: str | None) -> list[Reference]:
+        settings = self._settings
+        if settings.router in ("label", "composite"):
+            label = fields.get(settings.label_field)
+            if label is None:
+                return []
+            if not isinstance(label, str) or not 1 <= len(label) <= 128 or not label.isprintable():
+                raise Refusal(400, f"{settings.label_field} must be a string of 1 to 128 printable characters")
+            if settings.router == "composite" and label not in settings.composites:
+                raise Refusal(404, f"no composite is called {label!r}")
+            return [Reference(id=label, source="registry")]
+        if settings.router == "static":
+            hashed = "" if api_key is None else hashlib.sha256(api_key.encode()).hexdigest()
+            for key in (f"key:{hashed}", f"model:{model}", "*"):
+                if key in settings.static:
+                    return [Reference(id=settings.static[key], source="registry")]
+        return []
 
-    def _candidates(self, reference: Reference) -> list[RegistryEntry]:
-        """Return the versions that a registered name may mean, the newest first."""
-        try:
-            rows = self._registry.candidates(reference.id)
-        except CartridgeNotFound:
-            with self._lock:
-                self._rows.pop(reference.id, None)
-            raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
-        except RegistryError as error:
-            rows = self._rows.get(reference.id)
-            if self._clock() >= self._warned_s + _WARN_EVERY_S:
-                self._warned_s = self._clock()
-                logger.warning("what was found before is served on: %s", error)
-            if rows is None:
-                raise Refusal(503, "the registry cannot be read now", retry_after_s=5) from None
-            return rows
-        with self._lock:
-            self._rows[reference.id] = rows
-            self._rows.move_to_end(reference.id)
-            while len(self._rows) > _MAX_ROWS:
-                self._rows.popitem(last=False)
-        return rows
-
-    def _of(self, reference: Reference, row: RegistryEntry, wait: bool) -> Found:
-        """Return what is registered. Raises as `find` does."""
-        if not is_remote(row.location):
-            with self._lock:
-                found = None if reference.force_redownload else self._registered.get((row.location, row.digest))
-                if found is not None:
-                    self._registered.move_to_end((row.location, row.digest))
-            if found is not None:
-                return self._usable(reference, found)
-            if not wait:
-                raise NeedsReading(reference, row.location)
-            return self._read(reference, Path(row.location), row.location, row.digest)
-        root = None if reference.force_redownload else self._manifests.known(row.location)
-        if root is None:
-            root = self._fetched(reference, row.location, wait)
-        elif _is_replaced(root, row.digest):
-            root = self._fetched(reference, row.location, wait, max_age_s=_REPLACED_S)
-        return self._read(reference, root, row.location, row.digest)
-
-    def _read(self, reference: Reference, root: Path, location: str, digest: str | None) -> Found:
-        """Read a manifest and what belongs to it. Raises `Refusal` unless it can be used."""
-        try:
-            manifest, ids, document = _load(root, location == str(root), digest, _stamp(root))
-        except CartridgeError:
-            raise Refusal(422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`") from None
-        found = Found(manifest, root, location, ids, document)
-        if digest is not None and location == str(root):
-            with self._lock:
-                self._registered[location, digest] = found
-                while len(self._registered) > _MAX_REGISTERED:
-                    self._registered.popitem(last=False)
-        return self._usable(reference, found)
-
-    def _usable(self, reference: Reference, found: Found) -> Found:
-        """Return it, or raise `Refusal` where it is quarantined, is not fetched anew and has no text in its place."""
-        manifest = found.manifest
-        reason = self._quarantine.reason(manifest.digest)
-        if reference.force_redownload:
-            return found
-        if reason is not None and manifest.kind == "trained" and found.document_ids is None:
-            places = {str(found.root): manifest.name, found.location: manifest.name}
-            raise Refusal(422, f"cartridge {manifest.name} is quarantined: {without_paths(reason, places)}")
-        return found
-
-    def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float | None = None) -> Path:
-        """Return the local copy of the manifest of an artefact in S3, of `max_age_s`, or as fresh as the cache keeps them."""
-        force = reference.force_redownload
-        if not wait and (force or not self._manifests.is_fresh(location, max_age_s=max_age_s)):
-            raise NeedsReading(reference, location)
-        try:
-            return self._manifests.fetch(location, force=force, max_age_s=max_age_s)
-        except SourceNotFound:
-            raise Refusal(404, f"no cartridge is at {_shown(reference)}") from None
-        except SourceError:
-            raise Refusal(503, f"{_shown(reference)} cannot be reached", retry_after_s=5) from None
-        except CartridgeError:
-            raise Refusal(422, f"cartridge {_shown(reference)} is damaged") from None
-
-    def _local(self, reference: Reference) -> Path:
-        """Return the real path of a directory under a configured root; whatever is wrong, the client hears 404."""
-        path = Path(reference.id)
-        try:
-            real = path.resolve(strict=True)
-        except (OSError, ValueError, RuntimeError):
-            real = None
-        roots = [root.resolve() for root in self._settings.roots]
-        if real is None or not path.is_absolute() or not any(real.is_relative_to(root) for root in roots):
-            raise Refusal(404, f"no cartridge is at {_shown(reference)}")
-        return real
-
-
-def _is_replaced(root: Path, digest: str) -> bool:
-    """Whether the copy at `root` is of another artefact than the one that was registered."""
-    try:
-        _load(root, False, digest, _stamp(root))
-    except ReplacedArtifact:
-        return True
-    except CartridgeError:
-        return False
-    return False
-
-
-def _stamp(root: Path) -> int:
-    """Return a number that changes when the artefact at `root` is replaced."""
-    try:
-        return (root / reading.MANIFEST).stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-@lru_cache(maxsize=128)
-def _load(
-    root: Path, payload: bool, digest: str | None, stamp: int
-) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
-    """Return a cartridge's manifest, token ids and document ids, remembered while its manifest stays as it is."""
-    manifest = reading.load_manifest(root, digest, payload=payload)
-    ids = tuple(reading.load_token_ids(manifest, root).tolist())
-    if manifest.kind != "trained":
-        return manifest, ids, ids
-    document = reading.load_document_ids(manifest, root)
-    return manifest, ids, None if document is None else tuple(document.tolist())
-
-
-def _shown(reference: Reference) -> str:
-    """Return the id for an error message: what the client sent, shortened; never a path of the server's."""
-    return repr(shorten(reference.id))
+    def _parts(self, reference: Reference) -> list[Reference]:
+        names = self._settings.composites.get(reference.id) if reference.where() == "registry" else None
+        return [reference] if names is None else [reference.model_copy(update={"id": name}) for name in names]
 
 
 def shorten(text: str) -> str:

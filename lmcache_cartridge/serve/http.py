@@ -1,23 +1,26 @@
-"""Gate: a request that names cartridges where nothing reads them is refused, never answered without them."""
+"""HTTP: what stands between the client and vLLM's routes.
+
+`Gate` refuses a request that names cartridges where nothing reads them: it is never answered without them.
+`ResponseHeaders` tells the client beside the body what was used, `X-Cartridges`, and when to ask again, `Retry-After`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 
-from . import headers, misnamed
-from .request import REQUIRED, Refusal, shorten
-
-if TYPE_CHECKING:
-    from .api import CartridgePlugin
+from ..settings import Settings
+from . import misnamed
+from .request import REQUIRED, Refusal, Router, shorten
 
 TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-"""Routes whose request models keep fields they do not know and whose prompts our renderer sees; `probe` holds it."""
+"""Routes whose request models keep fields they do not know and whose prompts our renderer sees; checked at start."""
 MESSAGES = "/v1/messages"
 """Its model drops `cartridges` and keeps `kv_transfer_params`."""
 COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
@@ -30,23 +33,24 @@ _ANSWERS = (
 _LARGE_BYTES = 256 << 10
 """Bodies beyond this are looked at in a thread."""
 _FORM_FIELD = re.compile(rb'name="?[^";\r\n]{0,32}artridge')
+_USED = b"x-cartridges"
 
 
 class Gate:
     """ASGI middleware behind authentication: looks into bodies that may have to do with cartridges, and no others."""
 
-    def __init__(self, app: Any, plugin: CartridgePlugin) -> None:
-        self._app, self._plugin = app, plugin
+    def __init__(self, app: Any, settings: Settings) -> None:
+        self._app, self._settings, self._router = app, settings, Router(settings)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        path = headers.path_of(scope)
+        path = path_of(scope)
         if path.startswith("/v1/cartridges"):
             await self._app(scope, receive, send)
             return
-        if self._plugin.settings.required and path in _ANSWERS:
+        if self._settings.required and path in _ANSWERS:
             await error(Refusal(400, f"{REQUIRED}; {_takes_none(path)}"))(scope, receive, send)
             return
         is_form = Headers(scope=scope).get("content-type", "").startswith("multipart/")
@@ -74,7 +78,7 @@ class Gate:
 
     def _check(self, path: str, body: bytes) -> None:
         """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""
-        settings = self._plugin.settings
+        settings = self._settings
         labels = [settings.label_field] if settings.router in ("label", "composite") else []
         for_everybody = settings.router == "static" and path not in (*TAKES, MESSAGES, *COUNTS)
         if not for_everybody and not misnamed.may_name(body, *labels):
@@ -91,8 +95,8 @@ class Gate:
             raise Refusal(400, f"nothing reads the field {shorten(field)!r} here; name cartridges in {right}")
         if path in TAKES:
             return
-        choose, params = self._plugin.router.choose, fields.get("kv_transfer_params")
-        model, key = fields.get("model"), headers.api_key()
+        choose, params = self._router.choose, fields.get("kv_transfer_params")
+        model, key = fields.get("model"), api_key()
         wanted = choose(fields, params, model, key)
         if path == MESSAGES:
             if wanted != choose({}, params, model, key):
@@ -118,3 +122,89 @@ def error(refusal: Refusal) -> JSONResponse:
     """Return an OpenAI-style error."""
     body = {"message": str(refusal), "type": "CartridgeError", "param": None, "code": refusal.status}
     return JSONResponse({"error": body}, status_code=refusal.status)
+
+
+class _Exchange:
+    """One HTTP request, and what its response says beside its body."""
+
+    def __init__(self, path: str, api_key: str | None) -> None:
+        self.path, self.api_key = path, api_key
+        self.headers: dict[bytes, bytes] = {}
+        self.is_pending = False
+
+
+_exchange: ContextVar[_Exchange | None] = ContextVar("cartridge_exchange", default=None)
+
+
+def path_of(scope: Any) -> str:
+    """Return the path that a request asks for, less what the server is mounted under."""
+    return scope.get("path", "").removeprefix(scope.get("root_path", ""))
+
+
+def path() -> str | None:
+    """Return the path of the current request."""
+    exchange = _exchange.get()
+    return exchange.path if exchange else None
+
+
+def api_key() -> str | None:
+    """Return the bearer token of the current request, None if it has none."""
+    exchange = _exchange.get()
+    return exchange.api_key if exchange else None
+
+
+def note(used: str, *, is_pending: bool = False) -> None:
+    """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
+
+    While the last one `is_pending` the response does not start: what was injected is known with the first token only.
+    """
+    if exchange := _exchange.get():
+        exchange.headers[_USED] = used.encode("ascii", "replace")
+        exchange.is_pending = is_pending
+
+
+def is_noted() -> bool:
+    """Whether `note` was called for the current request."""
+    exchange = _exchange.get()
+    return exchange is not None and _USED in exchange.headers
+
+
+def retry_after(seconds: float) -> None:
+    """Send `Retry-After` with the response of the current request."""
+    if exchange := _exchange.get():
+        exchange.headers[b"retry-after"] = str(max(1, round(seconds))).encode()
+
+
+class ResponseHeaders:
+    """ASGI middleware that sends what `note` and `retry_after` say, and reads no body.
+
+    It holds a response back while the last note is pending, and no other response.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        exchange = _Exchange(path_of(scope), key if scheme.lower() == "bearer" else None)
+        held: list[Any] = []
+
+        async def send_with_headers(message: Any) -> None:
+            held.append(message)
+            is_last = message["type"] != "http.response.start" and not message.get("more_body")
+            if exchange.is_pending and not is_last:
+                return
+            ready, held[:] = held[:], []
+            for piece in ready:
+                if piece["type"] == "http.response.start":
+                    piece = {**piece, "headers": [*piece.get("headers", ()), *exchange.headers.items()]}
+                await send(piece)
+
+        token = _exchange.set(exchange)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            _exchange.reset(token)

@@ -1,0 +1,149 @@
+"""Admission: which cartridges a request gets, and when their KV may be used."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from vllm.engine.protocol import EngineClient
+from vllm.logger import init_logger
+
+from ..engine.client import ControlClient
+from ..engine.contract import CONTROL_METHOD
+from ..errors import UnsupportedEngine
+from ..settings import Settings
+from ..sources.reads import Reads
+from .canary import Canaries
+from .claim import Claim
+from .metrics import requests
+from .request import Reference, Refusal, Router, Unservable
+from .resolve import MAX_READS, Found, NeedsReading, Resolver, Selection
+
+logger = init_logger("vllm.lmcache_cartridge.serve.admission")
+
+_ASK_AGAIN_S = 0.05
+"""How often a read is asked for that another one keeps from starting."""
+
+
+class Admission:
+    """What the parts of one API server share. `start` comes before everything that asks the workers."""
+
+    client: ControlClient
+    canaries: Canaries
+
+    def __init__(self, settings: Settings, *, max_reads: int = MAX_READS) -> None:
+        """At most `max_reads` manifests are read at once."""
+        self.settings = settings
+        self.router, self.resolver = Router(settings), Resolver(settings)
+        self.secret = secrets.token_bytes(32)
+        """Makes the salts of this server's requests differ from all that a client can send."""
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
+        self._reads = Reads(max_reads)
+
+    async def start(self, engine: EngineClient) -> None:
+        """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges."""
+        try:
+            paths = await engine.collective_rpc(CONTROL_METHOD)
+        except Exception as error:
+            raise UnsupportedEngine(
+                f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve MODEL "
+                "--print` shows, or without LMCACHE_CONFIG_FILE"
+            ) from error
+        self.client = ControlClient(paths)
+        ranks = await self.client.ask("numbers")
+        for rank in ranks:
+            logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
+        self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"])
+        await self.canaries.begin()
+
+    def close(self) -> None:
+        """Disconnect from the workers, which ends every claim."""
+        self.client.close()
+        self._pool.shutdown()
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call every worker's store, past all requests that wait for something, and return each rank's result."""
+        return await self.client.ask(method, *args)
+
+    async def numbers(self) -> list[Any]:
+        """Return every worker's numbers; cartridges whose text came in prompts that do not name them are tried."""
+        ranks = await self.call("numbers")
+        self.canaries.follow(ranks)
+        return ranks
+
+    async def resolve(self, references: Sequence[Reference]) -> Selection:
+        """Return the selection; only those whose manifest is not at hand wait for it to be read.
+
+        Raises `Refusal`, 503 where that takes longer than `ready_timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        found: dict[Reference, Found] = {}
+        try:
+            async with asyncio.timeout(self.settings.ready_timeout_s):
+                while True:
+                    try:
+                        return await loop.run_in_executor(self._pool, self.resolver.resolve, references, found)
+                    except NeedsReading as needed:
+                        found[needed.reference] = await self._read(needed)
+        except TimeoutError:
+            raise Refusal(503, "the cartridge's manifest is still being read", retry_after_s=5) from None
+
+    async def _read(self, needed: NeedsReading) -> Found:
+        """Read a manifest that is not at hand, together with all others that want it. Raises `Refusal`."""
+        read = partial(self.resolver.find, needed.reference)
+        while (reading := self._reads.join(needed.reference, [needed.location], read)) is None:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return await asyncio.wrap_future(reading)
+
+    @asynccontextmanager
+    async def admit(
+        self, selection: Selection, check: Callable[[Selection], None] = lambda selection: None
+    ) -> AsyncIterator[Claim]:
+        """Lend a claim on the KV once it may be used, or one that says that the documents' text takes its place.
+
+        Of an id it is on the newest version that the engine serves; `check` may raise `Refusal` for each. The first time
+        of a cartridge the engine's canary is awaited too; where it fails, it is as if there were no KV. It is released on
+        leaving unless it was granted. Raises `Refusal`.
+        """
+        refusals: dict[str | None, Unservable] = {}
+        while True:
+            check(selection)
+            async with Claim(self.client, selection) as claim:
+                try:
+                    with requests().wait():
+                        await self._prepare(claim)
+                except Unservable as error:
+                    refusal = error
+                else:
+                    yield claim
+                    return
+            refusals[selection.tag] = refusal
+            newest = next(iter(refusals.values()))
+            if refusal.digest is None:
+                raise newest
+            self.resolver.pass_over(refusal.digest)
+            selection = await self.resolve(selection.references)
+            if selection.tag in refusals:
+                raise newest
+            logger.warning_once(f"{selection.names} answers instead: {refusal}")
+
+    async def _prepare(self, claim: Claim) -> None:
+        """Wait until a claim's KV may be used, or its documents' text takes its place. Raises `Refusal`."""
+        selection = claim.selection
+        if self.settings.admin and selection.tag is not None:
+            for tag in dict.fromkeys((*selection.afresh, selection.tag)) if selection.afresh else ():
+                await self.call("evict", tag)
+        problem = self.canaries.known(selection)
+        if problem is None and await claim.wait(self.settings):
+            problem = await self.canaries.check(selection)
+        if problem is None:
+            return
+        is_computable = selection.must_inject == 0 or self.settings.on_miss == "document"
+        if selection.document_ids is None or not is_computable:
+            raise problem
+        claim.use_text()

@@ -1,0 +1,132 @@
+"""Claim: the one object by which a request holds its cartridges' KV in every worker, from admission until the engine has it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from types import TracebackType
+from typing import Any
+
+from ..engine.client import ControlClient, RemoteClaim
+from ..engine.contract import COMPUTED, GRANT, TAG
+from ..settings import Settings
+from . import http
+from .request import Refusal
+from .resolve import Selection
+
+_LAST_POLL_S = 0.5
+"""How long the workers may take to say how far a claim is, when its time is up."""
+
+
+class Claim(RemoteClaim):
+    """A request's claim on what it selected.
+
+    Leaving `async with` releases it, unless it was granted to the engine. One that was granted is released when the
+    engine has what it needs of it, at the latest when nobody refers to the request any more.
+    """
+
+    def __init__(self, client: ControlClient, selection: Selection) -> None:
+        super().__init__(client, selection.tag or "", selection.located)
+        self.selection = selection
+        self.is_text = False
+        """Whether the documents' own text takes the place of the KV; then nothing is held."""
+        self._prompts = 0
+        self._cached: int | None = None
+
+    async def __aenter__(self) -> Claim:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._prompts:
+            self.release()
+
+    async def wait(self, settings: Settings) -> bool:
+        """Wait until the KV may be used, or the documents' text has to take its place: then return False.
+
+        Waits `ready_timeout_s` at most. What can be computed is not waited for where memory is short or its source fails.
+        Raises `Refusal` where there is no text, or the settings do not allow it.
+        """
+        selection = self.selection
+        if selection.tag is None:
+            return True
+        deadline, pause = time.monotonic() + settings.ready_timeout_s, 0.002
+        while True:
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), _LAST_POLL_S)):
+                    ranks = await asyncio.wrap_future(self.begin())
+            except TimeoutError:
+                ranks = []  # not told in time
+            refused = next((rank for rank in ranks if rank["refused"]), None)
+            if refused is not None and refused["mismatch"]:
+                raise selection.refused(refused)
+            late = time.monotonic() > deadline
+            if ranks and all(rank["ready"] for rank in ranks):
+                return True
+            loading = [rank for rank in ranks if not rank["ready"] and not rank["opening"]]
+            stuck = any(rank["resident"] == rank["admitted"] for rank in loading)
+            if selection.must_inject == 0 and (late or refused is not None or stuck):
+                return True  # what is missing is computed, from the documents' own tokens
+            if late or refused is not None:
+                if settings.on_miss == "document" and selection.document_ids is not None:
+                    self.use_text()
+                    return False
+                if refused is not None:
+                    raise selection.refused(refused)
+                eta_s = max((5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks), default=5.0)
+                raise Refusal(
+                    503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    def use_text(self) -> None:
+        """Put the documents' own text in the place of the KV, which is let go."""
+        self.is_text = True
+        self.release()
+
+    def grant(self, params: dict[str, Any] | None, prompts: int) -> dict[str, Any] | None:
+        """Return `kv_transfer_params` by which the engine finds the KV for so many prompts, or is kept from it.
+
+        `params` are the client's own, which stay but for the names of cartridges.
+        """
+        own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}
+        if self.selection.tag is None:
+            return own or None
+        if self.is_text:
+            return Computed(own)
+        self._prompts = prompts
+        return Grant(own, self)
+
+    def note(self, cached_tokens: int) -> None:
+        """Tell the client how many leading positions of a prompt were not computed; of several prompts the least."""
+        if self._cached is None or cached_tokens < self._cached:
+            self._cached = cached_tokens
+            http.note(self.selection.used(cached_tokens))
+
+    def end_prompt(self) -> None:
+        """Note that the engine needs the KV for one prompt less; after the last it is let go."""
+        self._prompts -= 1
+        if self._prompts <= 0:
+            self.release()
+
+
+class Grant(dict):
+    """`kv_transfer_params` as this server makes them for a claim: no client can send one."""
+
+    def __init__(self, own: dict[str, Any], claim: Claim) -> None:
+        """`own` are the client's own parameters."""
+        selection = claim.selection
+        super().__init__(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
+        self.claim = claim
+
+
+class Computed(dict):
+    """`kv_transfer_params` as this server makes them for a prompt that no cartridge may answer, nor a part of it."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        """`own` are the client's own parameters."""
+        super().__init__(own | {TAG: COMPUTED})
+        self.own = own or None

@@ -1,0 +1,65 @@
+"""CartridgePlugin: teaches vLLM's OpenAI server the request field `cartridges` and adds `/v1/cartridges`.
+
+A `vllm.endpoint_plugins` entry point. It wraps the renderer that every endpoint's request passes through after
+authentication. vLLM does not promise what it leans on there, so it is checked at start, and the server does not start
+where it is missing: a `cartridges` field that nobody reads would be answered without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+
+from ..engine import host
+from ..memory.tier import LOAD_SECONDS
+from ..settings import from_environment
+from .admin import add_routes
+from .admission import Admission
+from .http import Gate, ResponseHeaders
+from .metrics import StatusCollector, attach, follow, requests
+from .wrap import CartridgeRenderer, GuardedEngine
+
+
+class CartridgePlugin:
+    """The plugin; its `required_tasks` keep it off servers that generate nothing."""
+
+    name = "cartridges"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        """Read the settings. vLLM would log an error here and go on without the plugin, so `init_state` raises it."""
+        self._failed: Exception | None = None
+        try:
+            self._admission = Admission(from_environment())
+        except Exception as error:
+            self._failed = error
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes and what stands before all others."""
+        if self._failed is not None:
+            return
+        app.add_middleware(Gate, settings=self._admission.settings)
+        app.add_middleware(ResponseHeaders)
+        add_routes(app, self._admission)
+        self.collector = StatusCollector(LOAD_SECONDS)
+        attach(app, self.collector)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Wrap what requests pass through. Raises `UnsupportedEngine`, which ends the server's start."""
+        if self._failed is not None:
+            raise self._failed
+        admission = self._admission
+        await admission.start(engine_client)
+        host.wrap_handlers(
+            state,
+            engine_client,
+            lambda renderer: CartridgeRenderer(renderer, admission),
+            lambda engine: GuardedEngine(engine, admission.settings),
+        )
+        with requests().paused():
+            await host.check_handlers(state)
+        self._following = asyncio.create_task(follow(self.collector, admission.numbers))

@@ -1,0 +1,265 @@
+"""Wrap: vLLM's renderer and engine client with cartridges, for every endpoint whose request names them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+from vllm.logger import init_logger
+
+from ..engine.contract import COMPUTED, TAG
+from ..errors import CartridgeError
+from ..settings import Settings
+from . import http
+from .admission import Admission
+from .claim import Claim, Computed, Grant
+from .metrics import Outcome, requests
+from .request import REQUIRED, Refusal, check_params
+from .resolve import Selection
+
+logger = init_logger("vllm.lmcache_cartridge.serve.wrap")
+
+
+class CartridgeRenderer:
+    """vLLM's renderer, with cartridges put before what it renders."""
+
+    def __init__(self, inner: Any, admission: Admission) -> None:
+        self._inner, self._admission = inner, admission
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def render_chat(self, request: Any, **kwargs: Any) -> Any:
+        """Render a chat request."""
+        return await self._render(self._inner.render_chat, request, kwargs, lambda result: result[1])
+
+    async def render_completion(self, request: Any, **kwargs: Any) -> Any:
+        """Render a completion request."""
+        return await self._render(self._inner.render_completion, request, kwargs, lambda result: result)
+
+    async def render_responses(self, request: Any, **kwargs: Any) -> Any:
+        """Render a Responses request."""
+        return await self._render(self._inner.render_responses, request, kwargs, lambda result: [result.engine_input])
+
+    async def _render(self, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
+        """Render a request; `inputs` returns the engine's inputs of what `render` returned."""
+        with requests().request() as outcome, _refusals_as_http():
+            selection = await self._select(request)
+            if selection is not None:
+                return await self._render_with(selection, partial(render, request, **kwargs), request, inputs, outcome)
+        return await render(request, **kwargs)
+
+    async def _select(self, request: Any) -> Selection | None:
+        """Return the request's cartridges, None if it has none. Raises `Refusal` and `CartridgeError`."""
+        params = getattr(request, "kv_transfer_params", None)
+        if isinstance(params, Grant):
+            return params.claim.selection
+        if isinstance(params, Computed):
+            params = params.own
+        if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
+            raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
+        references = self._admission.router.choose(
+            getattr(request, "model_extra", None) or {}, params, getattr(request, "model", None), http.api_key()
+        )
+        if references:
+            return await self._admission.resolve(references)
+        if self._admission.settings.required and http.path() not in http.COUNTS:
+            raise Refusal(400, REQUIRED)
+        return None
+
+    async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
+        async with self._admission.admit(selection, partial(check_request, request)) as claim:
+            params = request.kv_transfer_params
+            request.kv_transfer_params = None  # the inner renderer has no use for our keys
+            result = await render()
+            engine_inputs = inputs(result) if not hasattr(result, "error") else []
+            for engine_input in engine_inputs:
+                self._prepend(engine_input, request, claim)
+            request.kv_transfer_params = claim.grant(params, len(engine_inputs))
+        selection = claim.selection
+        is_granted = isinstance(request.kv_transfer_params, Grant)
+        http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
+        outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
+        if is_granted:
+            requests().injected(len(selection.token_ids) * len(engine_inputs))
+        return result
+
+    def _prepend(self, engine_input: dict[str, Any], request: Any, claim: Claim) -> None:
+        """Put the claim's token ids, or its documents' text, before a prompt, and bind vLLM's own cache to them."""
+        if engine_input.get("type") != "token":
+            raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
+        selection, own = claim.selection, engine_input["prompt_token_ids"]
+        head = selection.document_ids if claim.is_text else selection.token_ids
+        assert head is not None  # a claim is on the text only where there is one
+        bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
+        while own and own[0] == bos:  # /v1/responses renders two where the chat template has one (vLLM 0.32)
+            own = own[1:]
+        limit = self._inner.model_config.max_model_len
+        if not own:
+            raise GracefulHTTPError("a prompt must have text beside its cartridges", HTTPStatus.BAD_REQUEST)
+        if len(head) + len(own) >= limit:
+            raise GracefulHTTPError(
+                f"{len(head)} positions of cartridges and {len(own)} prompt tokens leave nothing of the context of "
+                f"{limit}", HTTPStatus.BAD_REQUEST,
+            )  # fmt: skip
+        engine_input["prompt_token_ids"] = [*head, *own]
+        engine_input["cache_salt"] = selection.salt(getattr(request, "cache_salt", None), self._admission.secret)
+        engine_input.pop("prompt_token_offsets", None)
+
+
+class GuardedEngine:
+    """vLLM's engine client, which turns a cartridge lost on the way into its document or a clear error."""
+
+    def __init__(self, inner: Any, settings: Settings) -> None:
+        self._inner, self._settings = inner, settings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        """Generate. Where the engine ends the request because its KV was lost, nothing was sampled from it.
+
+        Raises `GracefulHTTPError` for KV transfer parameters that only this server may make.
+        """
+        transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+        if isinstance(transfer, Grant):
+            outputs = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
+        elif isinstance(transfer, Computed):
+            outputs = self._inner.generate(prompt, params, request_id, **kwargs)
+        else:
+            with _refusals_as_http():
+                check_params(transfer)
+                if "cartridge_id" in (transfer or ()):
+                    raise Refusal(400, "kv_transfer_params.cartridge_id is not read here; name cartridges at the top")
+                if self._settings.required and not http.is_noted():
+                    raise Refusal(400, REQUIRED)
+            outputs = self._generate_plain(prompt, params, request_id, kwargs)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _generate_granted(
+        self, claim: Claim, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        selection = claim.selection
+        begun: set[int] = set()
+        lost: list[int] = []
+        # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one prompt
+        # the first may come before the last has begun.
+        to_the_end = selection.must_inject > 0 or (getattr(params, "n", 1) or 1) > 1
+        try:
+            async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    if gone := _lost(output):
+                        if not begun or selection.must_inject or not begun.isdisjoint(gone):
+                            break
+                        lost += gone  # of several answers, those that have not begun can be asked for alone
+                        output.outputs = [o for o in output.outputs if o.index not in gone]
+                        if not output.outputs:
+                            continue
+                    claim.note(output.num_cached_tokens or 0)
+                    if not begun and not to_the_end:
+                        claim.end_prompt()
+                    begun.update(o.index for o in output.outputs)
+                    yield output
+                else:
+                    if not lost:
+                        return
+        finally:
+            if to_the_end or not begun:
+                claim.end_prompt()
+        is_broken = bool(begun) and not lost
+        may_compute = selection.must_inject == 0 or self._settings.on_miss == "document"
+        if is_broken or selection.document_ids is None or not may_compute:
+            http.retry_after(1)
+            requests().lost("error")
+            raise RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
+        http.note(selection.replaced)
+        requests().lost("document")
+        own = prompt["prompt_token_ids"][len(selection.token_ids) :]
+        prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
+        async for output in self._compute(prompt, params, {}, request_id, kwargs, lost):
+            yield output
+
+    async def _generate_plain(
+        self, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Generate for a request that names no cartridge. Its prompt may still begin with a document that has KV, and
+        what of that is lost on the way is computed."""
+        begun = False
+        async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                if not begun and _lost(output) and isinstance(prompt, dict):
+                    break
+                begun = True
+                yield output
+            else:
+                return
+        own = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+        async for output in self._compute(prompt, params, own, request_id, kwargs):
+            yield output
+
+    async def _compute(
+        self, prompt: Any, params: Any, own: dict[str, Any], request_id: str, kwargs: dict[str, Any],
+        only: Sequence[int] = (),
+    ) -> AsyncIterator[Any]:  # fmt: skip
+        """Generate with nothing injected: all answers, or of several `only` these, one after the other."""
+        plain = params.clone()
+        plain.extra_args = (params.extra_args or {}) | {"kv_transfer_params": own | {TAG: COMPUTED}}
+        if not only:
+            async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
+                yield output
+        for index in only:
+            alone = plain.clone()
+            alone.n = 1
+            if plain.seed is not None:
+                alone.seed = plain.seed + index  # as vLLM gives each of several answers its own
+            async for output in self._inner.generate(prompt, alone, f"{request_id}-document-{index}", **kwargs):
+                for answer in output.outputs:
+                    answer.index = index
+                yield output
+
+
+def check_request(request: Any, selection: Selection) -> None:
+    """Raise `Refusal` for request options under which vLLM would compute a cartridge's positions, or lose them."""
+
+    def asks(name: str) -> Any:
+        return getattr(request, name, None)
+
+    if any(key.startswith("lmcache.tag.") for key in asks("kv_transfer_params") or ()):
+        raise Refusal(422, "a tag of the client's own keeps cartridges away; use cache_salt to be kept apart")
+    if asks("use_beam_search"):
+        raise Refusal(422, "beam search drops what the engine must know of cartridges")
+    if asks("prompt_embeds") is not None:
+        raise Refusal(422, "cartridges go with text prompts only")
+    if any(getattr(tool, "type", "function") != "function" for tool in asks("tools") or ()):
+        raise Refusal(422, "built-in tools render a request several times; cartridges go with function tools only")
+    if not selection.must_inject:
+        return
+    if asks("prompt_logprobs") is not None or (asks("echo") and asks("logprobs") is not None):
+        raise Refusal(422, "prompt logprobs need the prompt computed, and a trained cartridge cannot be")
+    if 0 in (asks("max_tokens"), asks("max_completion_tokens"), asks("max_output_tokens")):
+        raise Refusal(422, "nothing to generate")
+
+
+def _lost(output: Any) -> list[int]:
+    """Return which of a prompt's answers the engine has ended because it could not load what it had promised."""
+    return [answer.index for answer in output.outputs if answer.finish_reason == "error"]
+
+
+@contextmanager
+def _refusals_as_http() -> Iterator[None]:
+    """Raise vLLM's own errors in the place of ours."""
+    try:
+        yield
+    except Refusal as refusal:
+        if refusal.retry_after_s is not None:
+            http.retry_after(refusal.retry_after_s)
+        raise GracefulHTTPError(str(refusal), HTTPStatus(refusal.status)) from None
+    except CartridgeError:
+        logger.exception("a request's cartridges could not be prepared")
+        raise GracefulHTTPError("cartridges are not available", HTTPStatus.SERVICE_UNAVAILABLE) from None
