@@ -153,12 +153,3 @@ def files_under(root: Path) -> dict[str, tuple[bytes, int]]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
-
-
-def kept_files(root: Path) -> dict[str, tuple[bytes, int]]:
-    """Return `files_under(root)` less what SQLite makes beside a write-ahead log to read it, which is no log entry."""
-    found = files_under(root)
-    for name in [name for name in found if name.endswith(("-wal", "-shm"))]:
-        content, _ = found.pop(name)
-        assert not (name.endswith("-wal") and content), f"{name} has entries"
-    return found

@@ -17,9 +17,9 @@ from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, 
 from making import (
     VOCABULARY,
     Made,
+    files_under,
     flip_bit,
     heads_bytes,
-    kept_files,
     make_artifact,
     make_engine,
     make_fingerprint,
@@ -487,9 +487,9 @@ def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: 
 
 def test_serving_changes_no_artefact_and_no_registry(home: Home) -> None:
     made = home.make()
-    before = kept_files(home.path)
+    before = files_under(home.path)
     assert_served(home.open(), made, prompt_for(home, made))
-    assert kept_files(home.path) == before
+    assert files_under(home.path) == before
 
 
 def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:

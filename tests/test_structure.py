@@ -30,7 +30,6 @@ PUBLIC_THOUGH_UNDERSCORED = {"_replace", "_asdict", "_fields", "_make", "_MEIPAS
 
 YET = {
     "engine.connector": "private",
-    "library.registry": "long",
     "memory.hold": "private",
     "memory.loads": "private",
     "memory.store": "long",

@@ -430,7 +430,7 @@ class Catalog:
 
     def _name(self, name: str | None, digest: str) -> Entry:
         """Return the entry of a digest, which has a name from now on; None is none."""
-        if name is not None and not self._entries.has(name, digest):
+        if name is not None and self._entries.digest_of(name) not in (None, digest):
             self._remove(name)  # removed and registered again with other content, between two looks
         return self._entries.add(digest, name)
 

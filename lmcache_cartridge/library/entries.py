@@ -88,9 +88,9 @@ class Entries:
             self._retired.setdefault(digest, self._clock() + self._grace_s)
         return entry
 
-    def has(self, name: str, digest: str) -> bool:
-        """Whether a name stands for a digest."""
-        return self._digests.get(name) == digest
+    def digest_of(self, name: str) -> str | None:
+        """Return the digest that a name stands for, None for an unknown one."""
+        return self._digests.get(name)
 
     def remove(self, name: str) -> str | None:
         """Take a name away; return its digest if that is retired by it, else None."""

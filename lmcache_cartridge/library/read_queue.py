@@ -67,8 +67,9 @@ class ReadQueue:
 
     def drop(self, name: str) -> None:
         """Take the request of a name out; no change if there is none."""
-        with self._lock:
-            self._queued.pop(name, None)
+        if name in self._queued:
+            with self._lock:
+                self._queued.pop(name, None)
 
     def take(self, request: ReadRequest) -> tuple[bool, str | None]:
         """Take one out; return whether it was there, and the complaint it was put back with last.

@@ -5,66 +5,51 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.manifest import Manifest, check_id
 from ..errors import CartridgeExists, CartridgeNotFound, RegistryError
 
-_MIGRATIONS = (
-    (
-        """
-        CREATE TABLE cartridges (
-            id TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            digest TEXT NOT NULL,
-            kind TEXT NOT NULL,
-            positions INTEGER NOT NULL,
-            bytes INTEGER NOT NULL,
-            location TEXT NOT NULL,
-            registered TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now')),
-            PRIMARY KEY (id, version)
-        ) WITHOUT ROWID
-        """,
-        "CREATE INDEX cartridges_digest ON cartridges (digest)",
-        """
-        CREATE TABLE labels (
-            label TEXT PRIMARY KEY,
-            id TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            FOREIGN KEY (id, version) REFERENCES cartridges (id, version)
-        ) WITHOUT ROWID
-        """,
-    ),
-    (
-        "ALTER TABLE labels ADD COLUMN warm INTEGER NOT NULL DEFAULT 0",
-        # What servers read to follow changes; a row for each, so that they need not compare everything.
-        "CREATE TABLE changes (sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, version INTEGER NOT NULL)",
-        "INSERT INTO changes (id, version) SELECT id, version FROM cartridges",
-        *(
-            f"CREATE TRIGGER cartridges_{event.lower()} AFTER {event} ON cartridges BEGIN "
-            f"INSERT INTO changes (id, version) VALUES ({row}.id, {row}.version); END"
-            for event, row in (("INSERT", "new"), ("UPDATE", "new"), ("DELETE", "old"))
-        ),
-    ),
-    # Sequences with gaps that nobody can guess: a backup put back and changed as often is told from what it replaced.
-    tuple(
-        statement
+_VERSION = 4
+"""Of the schema, in `PRAGMA user_version`."""
+_SCHEMA = (
+    """
+    CREATE TABLE cartridges (
+        id TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        digest TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        positions INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,
+        location TEXT NOT NULL,
+        registered TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now')),
+        promoted INTEGER NOT NULL DEFAULT 1, -- an id alone means its newest version that is promoted
+        PRIMARY KEY (id, version)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX cartridges_digest ON cartridges (digest)",
+    """
+    CREATE TABLE labels (
+        label TEXT PRIMARY KEY,
+        id TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        warm INTEGER NOT NULL DEFAULT 0,
+        FOREIGN KEY (id, version) REFERENCES cartridges (id, version)
+    ) WITHOUT ROWID
+    """,
+    # Servers read this to follow changes without comparing everything. The sequences have random gaps: a backup that
+    # was put back and changed as often as the file it replaced has others.
+    "CREATE TABLE changes (sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, version INTEGER NOT NULL)",
+    *(
+        f"CREATE TRIGGER cartridges_{event.lower()} AFTER {event} ON cartridges BEGIN "
+        "INSERT INTO changes (sequence, id, version) SELECT coalesce(max(sequence), 0) + 1 + abs(random() % 4294967296), "
+        f"{row}.id, {row}.version FROM changes; END"
         for event, row in (("INSERT", "new"), ("UPDATE", "new"), ("DELETE", "old"))
-        for statement in (
-            f"DROP TRIGGER cartridges_{event.lower()}",
-            f"CREATE TRIGGER cartridges_{event.lower()} AFTER {event} ON cartridges BEGIN "
-            "INSERT INTO changes (sequence, id, version) SELECT coalesce(max(sequence), 0) + 1 + abs(random() % 4294967296), "
-            f"{row}.id, {row}.version FROM changes; END",
-        )
     ),
-    # An id alone means its newest version that is promoted.
-    ("ALTER TABLE cartridges ADD COLUMN promoted INTEGER NOT NULL DEFAULT 1",),
+    f"PRAGMA user_version = {_VERSION}",
 )
-"""Schema changes in order, each a run of statements; `PRAGMA user_version` counts those applied."""
-
-
 _MOST_CANDIDATES = 8
 """Versions of an id that are tried, the newest first, until one can be served."""
 
@@ -91,8 +76,8 @@ class RegistryEntry(NamedTuple):
 
 
 _COLUMNS = ", ".join(RegistryEntry._fields)
-_CANNOT_MAKE_FILES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _RESTORE = "restore a copy of the file, or move it away and register the cartridges again"
+_REPAIR = "Run `lmcache-cartridge list` once as the user that writes it"
 _TYPES = (str, int, str, str, int, int, str, str)
 
 
@@ -113,25 +98,21 @@ class Registry:
     """The registry file at `path`.
 
     Calls are short and blocking, each on a connection of its own, so any thread may call. With `read_only` no call
-    changes the file, and a missing file is an empty registry; the first connection stays open, since without one SQLite
-    would have to make files beside it for each call, which a full disk forbids.
+    changes the file or makes others beside it, and a missing file is an empty registry. Readers and one writer do not
+    wait for each other, but for the milliseconds of a commit.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Make the file where it is missing, unless `read_only`. Raises `RegistryError`."""
         self.path = path
         self._read_only = read_only
-        self._kept: tuple[sqlite3.Connection, tuple[int, int]] | None = None
         if not read_only:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RegistryError(f"registry {path}: {error.strerror}") from error
             with self._connect() as db:
-                self._migrate(db)
-            # A write-ahead log lets servers read while a tool writes. The change of mode needs the file for itself for
-            # a moment; where it cannot have it, somebody else is making the same change.
-            with suppress(RegistryError), self._connect() as db:
-                db.execute("PRAGMA journal_mode = WAL")
+                self._create(db)
 
     def register(self, root: Path, location: str | None = None, *, promote: bool = True) -> Manifest:
         """Add the artefact at `root` under the id and version of its manifest, and return that.
@@ -347,96 +328,51 @@ class Registry:
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open a connection, commit on success; SQLite's errors become `RegistryError` here and only here."""
-        db = unchanged = None
-        is_file = not self._read_only or self.path.exists()
+        db = None
         try:
-            if not is_file:
+            if self._read_only and not self.path.exists():
                 db = sqlite3.connect(":memory:")
-                self._migrate(db)
+                self._create(db)
                 db.commit()
             else:
-                try:
-                    db = self._open("ro" if self._read_only else "rwc")
-                    self._check_schema(db)
-                except sqlite3.OperationalError as error:
-                    if not self._read_only or error.sqlite_errorcode & 0xFF not in _CANNOT_MAKE_FILES:
-                        raise
-                    # No log is there, and none can be made to read: the file as it lies, if nobody writes meanwhile.
-                    unchanged = self._state()
-                    db = self._open("ro&immutable=1")
-                    self._check_schema(db)
+                # A rollback journal and no write-ahead log: to read one, SQLite has to write files beside it.
+                mode = "ro" if self._read_only else "rwc"
+                db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
+                self._check_schema(db)
             with db:
                 yield db
-            if unchanged is not None and unchanged != self._state():
-                raise RegistryError(f"registry {self.path} changed while it was read; read it again")
-            if not self._read_only:
-                # Into the file itself, so that a copy of that is whole, as far as readers allow at this moment.
-                with suppress(sqlite3.Error):
-                    db.execute("PRAGMA busy_timeout = 200")
-                    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            elif is_file and unchanged is None and self._keep(db):
-                db = None
         except (sqlite3.Error, UnicodeError) as error:
-            damaged = type(error) is sqlite3.DatabaseError or "decode" in str(error)
-            todo = f"; {_RESTORE}" if damaged else ""
+            todo = ""
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_ROLLBACK:
+                todo = f"; a tool was killed while it wrote. {_REPAIR}"
+            elif type(error) is sqlite3.DatabaseError or "decode" in str(error):
+                todo = f"; {_RESTORE}"
             raise RegistryError(f"registry {self.path}: {error}{todo}") from error
         finally:
             if db is not None:
                 db.close()
 
-    def _open(self, mode: str) -> sqlite3.Connection:
-        uri = f"{self.path.resolve().as_uri()}?mode={mode}"
-        return sqlite3.connect(uri, uri=True, timeout=10, check_same_thread=False)
-
-    def _keep(self, db: sqlite3.Connection) -> bool:
-        """Keep a connection open unless one to the same file is; whether it was kept."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return False
-        file = (found.st_dev, found.st_ino)
-        if self._kept is not None and self._kept[1] == file:
-            return False
-        self._kept = (db, file)
-        return True
-
-    def _state(self) -> tuple[int, ...]:
-        """Return what changes when a tool writes to a file whose write-ahead log cannot be read here.
-
-        Raises `RegistryError` where that holds something: the file alone is out of date then.
-        """
-        log = self.path.with_name(f"{self.path.name}-wal")
-        if log.exists() and log.stat().st_size:
-            raise RegistryError(
-                f"registry {self.path} has changes in {log.name}, which cannot be read where {self.path.parent} may not be "
-                "written; run `lmcache-cartridge list` once as the user that writes it"
-            )
-        found = self.path.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
     def _check_schema(self, db: sqlite3.Connection) -> None:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(_MIGRATIONS):
+        if version > _VERSION:
             raise RegistryError(
-                f"registry {self.path} has schema {version}, this release knows {len(_MIGRATIONS)}; "
-                "upgrade lmcache-cartridge"
+                f"registry {self.path} has schema {version}, this release knows {_VERSION}; upgrade lmcache-cartridge"
             )
-        if self._read_only and version < len(_MIGRATIONS):
+        if 0 < version < _VERSION:
             raise RegistryError(
-                f"registry {self.path} has the older schema {version}; "
-                "run `lmcache-cartridge list` once as the user that writes it"
+                f"registry {self.path} has schema {version} of a version before the first release; move the file away "
+                "and register the cartridges again, whose files stay where they are"
             )
+        if version == 0 and self._read_only:
+            raise RegistryError(f"registry {self.path} is empty. {_REPAIR}")
 
-    def _migrate(self, db: sqlite3.Connection) -> None:
-        """Bring the schema up to date, once even if several processes start at the same time."""
-        if db.execute("PRAGMA user_version").fetchone()[0] == len(_MIGRATIONS):
-            return
-        db.execute("BEGIN IMMEDIATE")
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        for number, statements in enumerate(_MIGRATIONS[version:], start=version + 1):
-            for statement in statements:
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version = {number}")
+    def _create(self, db: sqlite3.Connection) -> None:
+        """Make the tables, once even if several processes start at the same time."""
+        if db.execute("PRAGMA user_version").fetchone()[0] == 0:
+            db.execute("BEGIN IMMEDIATE")
+            if db.execute("PRAGMA user_version").fetchone()[0] == 0:
+                for statement in _SCHEMA:
+                    db.execute(statement)
 
 
 def _parts(name: str) -> tuple[str, int | None]:
