@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def _assert_one_line(ran: _Ran, *words: str) -> None:
 
 
 def _commands(cli: _Cli) -> list[str]:
-    return re.findall(r"^    ([a-z]+) ", cli("--help").out, flags=re.MULTILINE)
+    return re.findall(r"^    ([a-z]+)(?: |$)", cli("--help").out, flags=re.MULTILINE)
 
 
 def test_help_names_every_command(cli: _Cli) -> None:
@@ -92,6 +93,62 @@ def test_every_command_explains_itself_in_a_sentence_and_an_example(cli: _Cli) -
         paragraphs = [" ".join(p.split()) for p in ran.out.split("\n\n")]
         assert re.fullmatch(r"[A-Z].{15,}\.", paragraphs[1]), (command, paragraphs[1])
         assert f"example: lmcache-cartridge {command}" in paragraphs[-1]
+
+
+def test_every_command_has_the_same_format_and_home(cli: _Cli) -> None:
+    for command in _commands(cli):
+        text = " ".join(cli(command, "--help").out.split())
+        assert "--format {text,json} for people or programs" in text, command
+        assert "--home HOME" in text, command
+
+
+_RUNS = {
+    "config": ("config",),
+    "list": ("list",),
+    "describe": ("describe", "doc"),
+    "verify": ("verify", "doc"),
+    "register": ("register", "again"),
+    "label": ("label", "now", "doc"),
+    "unlabel": ("unlabel", "now"),
+    "promote": ("promote", "doc@1"),
+    "remove": ("remove", "doc"),
+    "serve": ("serve", "m", "--print"),
+    "completion": ("completion", "bash"),
+    "doctor": ("doctor",),
+}
+"""Commands that need no model, server or bucket, and how to run each; in this order."""
+_RUN_BY_OTHERS = {
+    "build", "import", "compress", "export", "train", "evaluate", "push", "pull", "validate", "top", "demo",
+}  # fmt: skip
+
+
+def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli: _Cli, tmp_path: Path) -> None:
+    """Run as programs do, with a terminal that could do colours but is not there, and variables that ask for none."""
+    assert {*_RUNS, *_RUN_BY_OTHERS} == set(_commands(cli)), "a new command is run here, or by a test of its own"
+    root = _make(tmp_path)
+    cli.json("register", root)
+    (tmp_path / "again").symlink_to(root)
+    environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor", HOME_VARIABLE: str(cli.home)}
+    for form in ("text", "json"):
+        for command, argv in _RUNS.items():
+            ran = subprocess.run(
+                [sys.executable, "-m", "lmcache_cartridge.cli.main", *argv, "--format", form],
+                env=environment, cwd=tmp_path, capture_output=True, timeout=120,
+            )  # fmt: skip
+            assert ran.returncode in ((0, 1) if command == "doctor" else (0,)), (command, ran.stderr)
+            assert b"\x1b" not in ran.stdout + ran.stderr, command
+            assert b"\r" not in ran.stderr, f"{command} shows progress where nobody watches"
+            if form == "json":
+                json.loads(ran.stdout)
+        cli.json("register", root)
+
+
+def test_progress_is_shown_on_a_terminal(cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli.json("register", _make(tmp_path))
+    assert cli("verify", "doc").err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert "3/3" in cli("verify", "doc").err
+    assert cli("verify", "doc", "--format", "json").err == ""
 
 
 def test_the_version_is_that_of_the_package(cli: _Cli) -> None:
@@ -387,3 +444,42 @@ def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(
     ran = cli(*argv)
     _assert_one_line(ran, "doc@1 lies on S3; `lmcache-cartridge pull s3://bucket/doc` brings it here first")
     assert not (tmp_path / "out").exists()
+
+
+_COMPLETED = """
+source {script}
+COMP_WORDS=({words}) COMP_CWORD={last}
+_shtab_lmcache_cartridge
+printf '%s\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "offered", "not_offered"),
+    [
+        ("lmcache-cartridge un", {"unlabel"}, {"label", "list"}),
+        ("lmcache-cartridge build --do", {"--document"}, {"--model"}),
+        ("lmcache-cartridge export --to ", {"peft", "hazy"}, set()),
+        ("lmcache-cartridge build --document hand", {"handbook.txt"}, set()),
+    ],
+)
+def test_bash_completes_commands_options_choices_and_files(
+    cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, offered: set[str], not_offered: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "handbook.txt").touch()
+    (tmp_path / "script").write_text(cli("completion", "bash").out)
+    *words, last = line.split(" ")
+    program = _COMPLETED.format(script="./script", words=" ".join([*words, f"'{last}'"]), last=len(words))
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    found = {word.strip() for word in done.stdout.splitlines()}
+    assert found >= offered, (done.stdout, done.stderr)
+    assert not found & not_offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_for_each_shell_without_torch(cli: _Cli, shell: str) -> None:
+    script = cli("completion", shell).out
+    assert all(command in script for command in _commands(cli))
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=script, text=True, check=True, timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     with working("look at the engine", arguments.format):
         from .doctor import diagnose
 
-        checks = diagnose(settings_of(arguments))
+        logging.disable(logging.CRITICAL)  # LMCache logs when it is imported, in colour into a pipe too
+        try:
+            checks = diagnose(settings_of(arguments))
+        finally:
+            logging.disable(logging.NOTSET)
     lines = [f"{c.status:4}  {c.name}: {c.finding}" + (f"\n      fix: {c.fix}" if c.fix else "") for c in checks]
     show([c._asdict() for c in checks], "\n".join(lines), arguments.format)
     return 1 if any(c.status == "FAIL" for c in checks) else 0
