@@ -218,7 +218,7 @@ def test_an_interval_that_makes_no_sense_is_refused(interval: str, capsys: pytes
 
 def test_a_server_that_goes_is_said_and_asked_again(watched: Watched, url: str) -> None:
     with serving(watched) as other:
-        views = top._views(other, None, 0.01, top.read(other))
+        views = top.views(other, None, 0.01, top.read(other))
         assert next(views)[1] is None
         assert next(views)[1] is None
     summary, problem = next(views)

@@ -1,28 +1,26 @@
-"""Top: a running server's tiers, requests and cartridges, live in a terminal."""
+"""Top: a running server's tiers, requests and cartridges, as one table that is drawn again and again."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
+
+import httpx
 
 from ..errors import CartridgeError, SettingsError
 from ..serve.metrics import PREFIX, RANK_NUMBERS, TIER_NUMBERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
-_TIMEOUT_S = 10.0
 _TIERS = ("device", "cpu", "disk", "source")
-_COUNTED = tuple(number.name for number in TIER_NUMBERS if number.kind == "counter")
-_HELD = tuple(number.name for number in TIER_NUMBERS if number.kind == "gauge")
-_RANK = tuple(number.name for number in RANK_NUMBERS)
+_STATES = ("loading", "resident", "quarantined", "refused")
+"""In the order in which cartridges are listed: what moves comes first."""
 _COLUMNS = 80
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -43,52 +41,48 @@ def read(url: str, api_key: str | None = None, *, clock: Callable[[], float] = t
     """Ask a server. Blocks. Raises `CartridgeError` where none answers, or none with cartridges."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    text = _get(f"{url}/metrics", None)
-    at_s, samples = clock(), defaultdict(list)
-    try:
-        for family in text_string_to_metric_families(text.decode()):
-            for sample in family.samples:
-                if sample.name.startswith(PREFIX):
-                    samples[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
-    except ValueError:
-        raise CartridgeError(f"{url}/metrics is no Prometheus text; is it a vLLM server?") from None
-    if not samples:
-        raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
-    try:
-        listed = _list(f"{url}/v1/cartridges", api_key)
-    except _Denied:
-        listed = None
-    except (ValueError, KeyError, TypeError):
-        raise CartridgeError(f"{url}/v1/cartridges is no list of cartridges") from None
+    samples: Samples = defaultdict(list)
+    with httpx.Client(timeout=10.0, headers={"Authorization": f"Bearer {api_key}"} if api_key else {}) as client:
+        reply = _get(client, f"{url}/metrics")
+        at_s = clock()
+        try:
+            for family in text_string_to_metric_families(reply.content.decode()):
+                for sample in family.samples:
+                    if sample.name.startswith(PREFIX):
+                        samples[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
+        except ValueError:
+            raise CartridgeError(f"{url}/metrics is no Prometheus text; is it a vLLM server?") from None
+        if not samples:
+            raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
+        try:
+            listed = _list(client, f"{url}/v1/cartridges")
+        except (ValueError, KeyError, TypeError):
+            raise CartridgeError(f"{url}/v1/cartridges is no list of cartridges") from None
     return Reading(at_s, dict(samples), listed)
 
 
-def _list(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """Return the first page of cartridges, and of the others those that are active."""
-    first = json.loads(_get(url, api_key))
+def _list(client: httpx.Client, url: str) -> list[dict[str, Any]] | None:
+    """Return the first page of cartridges, and of the others those that are active; None without the right key."""
+    if (reply := _get(client, url, may_deny=True)).status_code != 200:
+        return None
+    first = reply.json()
     listed = first["data"]
     if first["has_more"]:
         known = {(row["id"], row["version"]) for row in listed}
-        active = json.loads(_get(f"{url}?active=true", api_key))["data"]
+        active = _get(client, f"{url}?active=true").json()["data"]
         listed += [row for row in active if (row["id"], row["version"]) not in known]
     return listed
 
 
-class _Denied(CartridgeError):
-    """The server wants an API key, or another one."""
-
-
-def _get(url: str, api_key: str | None) -> bytes:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+def _get(client: httpx.Client, url: str, *, may_deny: bool = False) -> httpx.Response:
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-            return reply.read()
-    except urllib.error.HTTPError as error:
-        error.close()
-        kind = _Denied if error.code in (401, 403) else CartridgeError
-        raise kind(f"{url} answers {error.code} {error.reason}; is it a vLLM server with cartridges?") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise CartridgeError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+        reply = client.get(url)
+    except httpx.HTTPError as error:
+        raise CartridgeError(f"{url} does not answer: {error}") from None
+    if reply.status_code != 200 and not (may_deny and reply.status_code in (401, 403)):
+        status = f"{reply.status_code} {reply.reason_phrase}"
+        raise CartridgeError(f"{url} answers {status}; is it a vLLM server with cartridges?")
+    return reply
 
 
 def check_url(url: str) -> str:
@@ -108,58 +102,47 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
 
     A rate is None without an earlier reading, and where a counter went back: the server was started again.
     """
-    samples = now.samples
     elapsed_s = now.at_s - before.at_s if before else 0.0
 
-    def rate(name: str, **labels: str) -> float | None:
-        if before is None or elapsed_s <= 0:
-            return None
-        gained = _sum(samples, name, **labels) - _sum(before.samples, name, **labels)
-        return gained / elapsed_s if gained >= 0 else None
+    def values(name: str, reading: Reading = now, **wanted: str) -> list[float]:
+        return [value for labels, value in reading.samples.get(name, ()) if wanted.items() <= labels.items()]
 
-    def count(name: str, **labels: str) -> dict[str, Any]:
-        name = f"{name}_total"
-        return {"total": _sum(samples, name, **labels), "per_s": rate(name, **labels)}
+    def count(name: str, **labels: str) -> dict[str, float | None]:
+        total = sum(values(name, **labels))
+        gained = total - sum(values(name, before, **labels)) if before else -1.0
+        return {"total": total, "per_s": gained / elapsed_s if elapsed_s > 0 and gained >= 0 else None}
 
-    tiers = {}
+    def mean(name: str, **labels: str) -> float | None:
+        many = sum(values(f"{name}_count", **labels))
+        return sum(values(f"{name}_sum", **labels)) / many if many else None
+
+    tiers: dict[str, dict[str, Any]] = {}
     for tier in _TIERS:
-        counted = {name: count(name, tier=tier) for name in _COUNTED if _has(samples, f"{name}_total", tier)}
-        # The disk tier's ranks share one directory, and each tells of all of it.
-        add_up = max if tier == "disk" else sum
-        held = {name: add_up(_values(samples, name, tier=tier)) for name in _HELD if _has(samples, name, tier)}
-        if not counted and not held:
-            continue
-        tiers[tier] = counted | held
-        if _has(samples, "load_seconds_count", tier):
-            loads, seconds = (_sum(samples, f"load_seconds_{part}", tier=tier) for part in ("count", "sum"))
-            tiers[tier]["loads"] = {"total": loads, "per_s": rate("load_seconds_count", tier=tier)}
-            tiers[tier]["mean_load_seconds"] = seconds / loads if loads else None
-    outcomes = {labels["outcome"]: None for labels, _ in samples.get("requests_total", ())}  # in the server's order
-    waited = _sum(samples, "request_wait_seconds_count")
+        found: dict[str, Any] = {}
+        for number in TIER_NUMBERS:
+            if number.kind == "counter" and values(f"{number.name}_total", tier=tier):
+                found[number.name] = count(f"{number.name}_total", tier=tier)
+            elif number.kind == "gauge" and (held := values(number.name, tier=tier)):
+                # The disk tier's ranks share one directory, and each tells of all of it.
+                found[number.name] = max(held) if tier == "disk" else sum(held)
+        if values("load_seconds_count", tier=tier):
+            found["loads"] = count("load_seconds_count", tier=tier)
+            found["mean_load_seconds"] = mean("load_seconds", tier=tier)
+        if found:
+            tiers[tier] = found
+    outcomes = dict.fromkeys(labels["outcome"] for labels, _ in now.samples.get("requests_total", ()))
     return {
-        "ranks": len({labels["rank"] for labels, _ in samples.get("served_cartridges", ())}),
-        "status_age_seconds": max(_values(samples, "status_age_seconds"), default=None),
-        **{name: max(_values(samples, name), default=0) for name in _RANK},
-        "waiting_requests": _sum(samples, "waiting_requests"),
-        "requests": {outcome: count("requests", outcome=outcome) for outcome in outcomes},
-        "lost_prompts": count("lost_prompts"),
-        "positions": count("positions"),
-        "mean_request_wait_seconds": _sum(samples, "request_wait_seconds_sum") / waited if waited else None,
+        "ranks": len({labels["rank"] for labels, _ in now.samples.get("served_cartridges", ())}),
+        "status_age_seconds": max(values("status_age_seconds"), default=None),
+        **{number.name: max(values(number.name), default=0) for number in RANK_NUMBERS},
+        "waiting_requests": sum(values("waiting_requests")),
+        "requests": {outcome: count("requests_total", outcome=outcome) for outcome in outcomes},
+        "lost_prompts": count("lost_prompts_total"),
+        "positions": count("positions_total"),
+        "mean_request_wait_seconds": mean("request_wait_seconds"),
         "tiers": tiers,
         "cartridges": now.cartridges,
     }
-
-
-def _values(samples: Samples, name: str, **wanted: str) -> list[float]:
-    return [value for labels, value in samples.get(name, ()) if wanted.items() <= labels.items()]
-
-
-def _sum(samples: Samples, name: str, **wanted: str) -> float:
-    return sum(_values(samples, name, **wanted))
-
-
-def _has(samples: Samples, name: str, tier: str) -> bool:
-    return bool(_values(samples, name, tier=tier))
 
 
 def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json: bool) -> None:
@@ -167,45 +150,43 @@ def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json
 
     Raises `CartridgeError` where the first reading fails; later failures are shown, and the server is asked again.
     """
-    url = check_url(url)
-    first = read(url, api_key)
-    views = _views(url, api_key, interval_s, first)
-    if once:
-        views = iter([(summarise(first), None)])
-    if as_json:
-        for summary, problem in views:
-            print(json.dumps(summary if problem is None else {"error": problem}), flush=True)
-        return
     from rich.console import Console
     from rich.live import Live
 
+    url = check_url(url)
+    found = views(url, api_key, interval_s, read(url, api_key))
+    if once:
+        found = iter([next(found)])
     console = Console()
-    width = min(console.width, _COLUMNS) if console.is_terminal else _COLUMNS
-    if once or not console.is_terminal:
+    if as_json:
+        for summary, problem in found:
+            print(json.dumps(summary if problem is None else {"error": problem}), flush=True)
+    elif once or not console.is_terminal:
+        width = min(console.width, _COLUMNS) if console.is_terminal else _COLUMNS
         console = Console(width=width, no_color=not console.is_terminal)
-        for summary, problem in views:
+        for summary, problem in found:
             console.print(draw(url, summary, problem))
-        return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        for summary, problem in views:
-            live.update(draw(url, summary, problem, lines=console.height), refresh=True)
+    else:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for summary, problem in found:
+                live.update(draw(url, summary, problem, lines=console.height), refresh=True)
 
 
-def _views(
+def views(
     url: str, api_key: str | None, interval_s: float, first: Reading
 ) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Yield what to show, and what is wrong, every `interval_s`; does not end."""
+    """Yield what to show, and what is wrong, every `interval_s`; does not end. A lost server's last numbers stay."""
     now, summary = first, summarise(first)
     yield summary, None
     while True:
         time.sleep(interval_s)
+        problem = None
         try:
             now, before = read(url, api_key), now
+            summary = summarise(now, before)
         except CartridgeError as error:
-            yield summary, str(error)
-            continue
-        summary = summarise(now, before)
-        yield summary, None
+            problem = str(error)
+        yield summary, problem
 
 
 def draw(
@@ -218,96 +199,74 @@ def draw(
     from rich.console import Group
     from rich.text import Text
 
-    head = [Text(f"{_heading(summary)}  {url}", style="bold", no_wrap=True, overflow="ellipsis")]
+    some = [
+        f"{summary[f'{name}_cartridges']:.0f} {name}"
+        for name in ("served", "refused", "quarantined", "pinned")
+        if summary[f"{name}_cartridges"] or name == "served"
+    ]
+    heading = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}, cartridges: {', '.join(some)}  {url}"
+    head = [Text(heading, style="bold", no_wrap=True, overflow="ellipsis")]
+    if problem is None and (summary["status_age_seconds"] or 0) > 5:
+        problem = f"the workers' numbers are {summary['status_age_seconds']:.0f} s old"
     if problem is not None:
         head.append(Text(problem, style="bold red"))
-    elif (summary["status_age_seconds"] or 0) > 5:
-        head.append(Text(f"the workers' numbers are {summary['status_age_seconds']:.0f} s old", style="bold red"))
     head += [Text(line, no_wrap=True, overflow="ellipsis") for line in _requests(summary)]
-    parts = [*head, Text(), _tier_table(summary["tiers"]), Text()]
     room = None if lines is None else max(lines - len(head) - len(summary["tiers"]) - 6, 1)
-    return Group(*parts, _cartridge_table(summary, room))
-
-
-def _heading(summary: Mapping[str, Any]) -> str:
-    ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
-    parts = [f"{summary['served_cartridges']:.0f} served"]
-    parts += [
-        f"{summary[f'{name}_cartridges']:.0f} {name}"
-        for name in ("refused", "quarantined", "pinned")
-        if summary[f"{name}_cartridges"]
-    ]
-    return f"{ranks}, cartridges: {', '.join(parts)}"
+    return Group(*head, Text(), _tier_table(summary["tiers"]), Text(), _cartridge_table(summary, room))
 
 
 def _requests(summary: Mapping[str, Any]) -> list[str]:
     def shown(counter: Mapping[str, Any]) -> str:
-        per_s = counter["per_s"]
-        return f"{counter['total']:.0f}" if per_s is None else f"{counter['total']:.0f} ({per_s:.1f}/s)"
+        per_s = "" if counter["per_s"] is None else f" ({counter['per_s']:.1f}/s)"
+        return f"{counter['total']:.0f}{per_s}"
 
-    outcomes = ", ".join(f"{name} {shown(c)}" for name, c in summary["requests"].items())
-    waits = f"requests waiting {summary['waiting_requests']:.0f}, claims {summary['open_claims']:.0f}"
-    if summary["open_claims"]:
-        waits += f" (oldest {_duration(summary['oldest_claim_seconds'])})"
-    waits += f", loading {summary['waiting_claims']:.0f}"
+    oldest = f" (oldest {_duration(summary['oldest_claim_seconds'])})" if summary["open_claims"] else ""
     mean_s = summary["mean_request_wait_seconds"]
     return [
-        f"requests: {outcomes}",
+        f"requests: {', '.join(f'{name} {shown(c)}' for name, c in summary['requests'].items())}",
         f"positions {shown(summary['positions'])}, lost prompts {shown(summary['lost_prompts'])}",
-        waits + ("" if mean_s is None else f", mean wait {_duration(mean_s)}"),
+        f"requests waiting {summary['waiting_requests']:.0f}, claims {summary['open_claims']:.0f}{oldest}, "
+        f"loading {summary['waiting_claims']:.0f}" + ("" if mean_s is None else f", mean wait {_duration(mean_s)}"),
     ]
 
 
-def _tier_table(tiers: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+def _table(left: set[str], *titles: str) -> Table:
     from rich.table import Table
 
-    rates = any(c["per_s"] is not None for tier in tiers.values() for c in tier.values() if isinstance(c, dict))
-    per_s = "/s" if rates else ""
     drawn = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True, header_style="dim")
-    for title in (
-        "tier",
-        "used",
-        "budget",
-        f"hits{per_s}",
-        f"miss{per_s}",
-        "hit%",
-        f"evict{per_s}",
-        "load",
-        "took",
-        "fail",
-        f"read{per_s}",
-    ):
-        drawn.add_column(title, justify="left" if title == "tier" else "right", no_wrap=True)
+    for title in titles:
+        widest = 28 if title == "cartridge" else None
+        drawn.add_column(
+            title, justify="left" if title in left else "right", no_wrap=True, overflow="ellipsis", max_width=widest
+        )
+    return drawn
+
+
+def _tier_table(tiers: Mapping[str, Mapping[str, Any]]) -> Table:
+    rates = any(c["per_s"] is not None for tier in tiers.values() for c in tier.values() if isinstance(c, dict))
+    flow, s = ("per_s", "/s") if rates else ("total", "")
+    drawn = _table(
+        {"tier"}, "tier", "used", "budget", f"hits{s}", f"miss{s}", "hit%", f"evict{s}", "load", "took", "fail", f"read{s}"
+    )  # fmt: skip
     for name, tier in tiers.items():
+        flows = {key: value[flow] for key, value in tier.items() if isinstance(value, dict)}
 
-        def flow(key: str, show: Callable[[float], str] = _number, tier: Mapping[str, Any] = tier) -> str:
-            if key not in tier:
-                return ""
-            value = tier[key]["per_s" if rates else "total"]
-            return "-" if value is None else show(value)
+        def cell(values: Mapping[str, Any], key: str, show: Callable[[float], str]) -> str:
+            return "" if key not in values else "-" if values[key] is None else show(values[key])
 
+        hits, misses = flows.get("hits"), flows.get("misses")
+        asked = None if hits is None or misses is None else hits + misses
+        share = "" if "misses" not in flows else f"{100 * hits / asked:.0f}" if hits is not None and asked else "-"
         drawn.add_row(
-            name,
-            _size(tier["resident_bytes"]) if "resident_bytes" in tier else "",
-            _size(tier["budget_bytes"]) if "budget_bytes" in tier else "",
-            flow("hits"), flow("misses"), _hit_share(tier, rates), flow("evicted"),
-            _number(tier["loading_chunks"]) if "loading_chunks" in tier else "",
-            _duration(tier["mean_load_seconds"]) if tier.get("mean_load_seconds") is not None else "",
-            _number(tier["failed"]["total"]) if "failed" in tier else "",
-            flow("read_bytes", _size),
+            name, cell(tier, "resident_bytes", _size), cell(tier, "budget_bytes", _size),
+            cell(flows, "hits", _number), cell(flows, "misses", _number), share, cell(flows, "evicted", _number),
+            cell(tier, "loading_chunks", _number), cell(tier, "mean_load_seconds", _duration).strip("-"),
+            cell(tier.get("failed", {}), "total", _number), cell(flows, "read_bytes", _size),
         )  # fmt: skip
     return drawn
 
 
-def _hit_share(tier: Mapping[str, Any], rates: bool) -> str:
-    if "hits" not in tier or "misses" not in tier:
-        return ""
-    hits, misses = (tier[key]["per_s" if rates else "total"] for key in ("hits", "misses"))
-    return "-" if not hits and not misses or hits is None or misses is None else f"{100 * hits / (hits + misses):.0f}"
-
-
 def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
     cartridges: list[dict[str, Any]] | None = summary["cartridges"]
@@ -315,14 +274,8 @@ def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> Renderable
         return Text("the cartridges are shown with the server's API key: --api-key or $VLLM_API_KEY", style="dim")
     if not cartridges:
         return Text("no cartridges are registered", style="dim")
-    drawn = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True, header_style="dim")
-    drawn.add_column("cartridge", no_wrap=True, overflow="ellipsis", max_width=28)
-    for title in ("state", "chunks", "loading", "eta", "size"):
-        drawn.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
-    drawn.add_column("pin", no_wrap=True)
-    # What moves comes first: what is loading, then what is resident.
-    order = {"loading": 0, "resident": 1, "quarantined": 2, "refused": 3}
-    rows = sorted(cartridges, key=lambda row: order.get(row["state"], 4))
+    drawn = _table({"cartridge", "state", "pin"}, "cartridge", "state", "chunks", "loading", "eta", "size", "pin")
+    rows = sorted(cartridges, key=lambda row: (*_STATES, row["state"]).index(row["state"]))
     for row in rows[:room]:
         fastest = max(row["tiers"].values(), key=lambda tier: tier["resident_chunks"])
         loading = row["loading"] or {}
@@ -335,36 +288,31 @@ def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> Renderable
         )  # fmt: skip
     count = max(len(rows), int(summary["served_cartridges"] + summary["refused_cartridges"]))
     if count > (shown := len(rows[:room])):
-        drawn.add_row(f"and {count - shown} more", "", "", "", "", "", "")
+        drawn.add_row(f"and {count - shown} more")
     return drawn
 
 
 def _size(count: float) -> str:
     """Return bytes in at most 8 characters."""
-    return _scaled(count, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
+    return _scaled(count, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
 
 
 def _number(value: float) -> str:
     """Return a number in at most 6 characters."""
-    return f"{value:.0f}" if value < 1000 and value == int(value) else _scaled(value, ("", "k", "M", "G", "T"), 1000)
+    return f"{value:.0f}" if value < 1000 and value == int(value) else _scaled(value, ["", "k", "M", "G", "T"], 1000)
 
 
-def _scaled(value: float, units: Sequence[str], base: int) -> str:
+def _scaled(value: float, units: list[str], base: int) -> str:
     from rich.filesize import pick_unit_and_suffix
 
-    unit, suffix = pick_unit_and_suffix(int(value), list(units), base)
+    unit, suffix = pick_unit_and_suffix(int(value), units, base)
     value /= unit
     return f"{value:.{int(value < 99.95 and suffix != 'B')}f} {suffix}".rstrip()
 
 
 def _duration(seconds: float) -> str:
     """Return a time in at most 7 characters."""
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.0f} h"
-    )
+    for limit, unit_s, form in ((1, 0.001, "{:.0f} ms"), (100, 1, "{:.1f} s"), (6000, 60, "{:.0f} min")):
+        if seconds < limit:
+            return form.format(seconds / unit_s)
+    return f"{seconds / 3600:.0f} h"
