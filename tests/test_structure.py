@@ -240,7 +240,7 @@ def _loaded_by(code: str, *arguments: str) -> set[str]:
         "print('loaded', *sorted(sys.modules))"
     ).format(code.replace("\n", "\n    "))
     done = subprocess.run(
-        [sys.executable, "-c", report, *arguments], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", report, *arguments], capture_output=True, text=True, check=True, timeout=240
     )
     return set(done.stdout.splitlines()[-1].split()[1:])
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CartridgeError
 from .recall import MODEL_DIR, SHEETS_DIR, Question, load_sheet
-from .show import show, table
+from .show import say, show, table
 
 SHEET = "ward-a"
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -80,14 +80,14 @@ def _prepare(home: Path) -> None:
     registry = Registry(settings.registry_path)
     version = registry.next_version(SHEET, settings.cartridges_dir)
     root = settings.cartridges_dir / SHEET / str(version)
-    _say(f"1/3 building the cartridge of {SHEET}.txt: one prefill, then the canary")
+    say(f"1/3 building the cartridge of {SHEET}.txt: one prefill, then the canary")
     canary = " " + load_sheet(SHEET).questions[0].text
     prefill.build(
         CausalModel(str(MODEL_DIR)), SHEETS_DIR / f"{SHEET}.txt", root,
         cartridge_id=SHEET, version=version, canary=canary,
     )  # fmt: skip
     registry.register(root)
-    _say(f"    p = {load_manifest(root).positions} positions, {load_manifest(root).payload.size_bytes} bytes")
+    say(f"    p = {load_manifest(root).positions} positions, {load_manifest(root).payload_bytes} bytes")
 
 
 def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[Answer]]:
@@ -98,14 +98,14 @@ def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> d
     from ..settings import from_mapping
 
     launch = plan(str(MODEL_DIR), from_mapping({"home": home.absolute(), "cpu_bytes": 64 << 20}), vllm_args=SERVER_ARGS)
-    _say("2/3 starting vLLM (tens of seconds)")
+    say("2/3 starting vLLM (tens of seconds)")
     with ServerProcess(launch, scratch / "server.log") as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
         document = load_sheet(SHEET).text + " "
         # A tag keeps a request away from the cartridge, so that the same server can compute the document itself.
         computed = {"kv_transfer_params": {"lmcache.tag.demo": "computed"}}
         ways = {"no_document": ("", {}), "document": (document, computed), "cartridge": (document, {})}
-        _say(f"3/3 asking {len(questions)} questions three ways")
+        say(f"3/3 asking {len(questions)} questions three ways")
         for prefix, extra in ways.values():
             ask(client, prefix + questions[0].text, extra)  # the first request of each way warms it up
         return {
@@ -117,7 +117,8 @@ def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> d
 def ask(client: Any, prompt: str, extra: dict[str, Any]) -> Answer:
     """Ask greedily and stream the answer. A fresh `cache_salt` keeps vLLM's own prefix cache out of the comparison."""
     start = time.perf_counter()
-    first, text, usage = None, "", None
+    first: float | None = None
+    text, usage = "", None
     for event in client.completions.create(
         model=str(MODEL_DIR), prompt=prompt, max_tokens=8, temperature=0, stream=True,
         stream_options={"include_usage": True}, extra_body={"cache_salt": uuid.uuid4().hex, **extra},
@@ -126,9 +127,6 @@ def ask(client: Any, prompt: str, extra: dict[str, Any]) -> Answer:
             first = time.perf_counter()
         text += "".join(choice.text for choice in event.choices)
         usage = event.usage or usage
+    assert first is not None and usage is not None, "the server streams a token at least, and the usage at the end"
     cached = usage.prompt_tokens_details.cached_tokens or 0
     return Answer(text.strip(), 1000 * (first - start), usage.prompt_tokens - cached)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

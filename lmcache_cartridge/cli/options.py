@@ -100,8 +100,8 @@ def load_model(arguments: argparse.Namespace, dtype: str | None = None) -> Causa
     with working("load the model", arguments.format):
         from ..make.model import CausalModel
 
-        dtype = dtype or getattr(arguments, "dtype", "auto")
-        return CausalModel(arguments.model, dtype=dtype, device=getattr(arguments, "device", "cpu"))
+        given = {name: value for name in ("dtype", "device") if (value := getattr(arguments, name, None)) is not None}
+        return CausalModel(arguments.model, **(given | ({"dtype": dtype} if dtype else {})))
 
 
 def check_files(*paths: Path | None) -> None:

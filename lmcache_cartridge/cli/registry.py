@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..artifact.location import is_remote
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound
@@ -161,15 +161,16 @@ def _remove(arguments: argparse.Namespace) -> None:
         removed = registry_of(arguments).remove(arguments.name)
         name, location = removed.name, removed.location
     except CartridgeNotFound:
-        name, location = arguments.name, _left(ours, arguments.name)
-        if location is None or not arguments.delete_files:
+        left = _left(ours, arguments.name)
+        if left is None or not arguments.delete_files:
             raise
+        name, location = arguments.name, left
     deleted = arguments.delete_files and Path(location).is_relative_to(ours)
     if deleted:
         shutil.rmtree(location)
-    left = "" if deleted else f"; its files stay at {location}"
+    stay = "" if deleted else f"; its files stay at {location}"
     result = {"name": name, "location": location, "files_deleted": deleted}
-    show(result, f"removed {name}{left}", arguments.format)
+    show(result, f"removed {name}{stay}", arguments.format)
 
 
 def _left(directory: Path, name: str) -> str | None:
@@ -190,7 +191,7 @@ def _list(arguments: argparse.Namespace) -> None:
         labels.setdefault(name, []).append(label)
     found = registry.all()
     current = registry.current(row.id for row in found)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "id": row.id,
             "version": row.version,

@@ -209,7 +209,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         total = len(evaluate.WAYS) * len(asked)
         shown = stack.enter_context(bar(arguments.format, total=total, unit=" answers", desc="ask"))
         answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=shown.update)
-    report = evaluate.report(location.name, answers, judge and judge.model)
+    report = evaluate.report(location.name, answers, judge.model if judge else None)
     if arguments.output:
         evaluate.write(report, answers, arguments.output)
     show(report, table(evaluate.rows(report)), arguments.format)
