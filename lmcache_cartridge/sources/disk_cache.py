@@ -8,9 +8,9 @@ A copy appears by rename. The sum in the lock file rises before that and falls a
 that is killed at any moment leaves it too high, never too low. It is taken from the files again when a cache is opened
 and when the budget seems used up and the oldest copies known are gone.
 
-Measured, warm, on two cores: to count 2,300 copies takes 9 ms, 100,000 copies of 1,000 cartridges 0.45 s. A write to a
-full cache evicts from the oldest copies that the last count found, so it takes 0.2 ms more than the file's own with
-2,300 copies, and 0.7 ms with 100,000.
+Measured on a busy machine, in CPU time, files warm: to count 2,300 copies takes 14 ms, 100,000 copies of 1,000
+cartridges 0.6 s. A full cache evicts from the oldest copies that the last count found and counts again when those are
+gone, so with 2,300 copies a write takes 0.3 ms longer than one that finds room (0.7 ms), and with 100,000 0.8 ms.
 """
 
 from __future__ import annotations
