@@ -20,11 +20,6 @@ from lmcache_cartridge.memory import loader, rope, tiles
 class CartridgeBackend(backend.CartridgeBackend):
     """Promises every chunk at lookup and then fails to deliver one, as no healthy store does."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if self._store is not None:
-            self._store._tiers._loader.load = _slowed(self._store._tiers._loader.load)
-
     def batched_get_blocking(self, keys: list) -> list:
         """Return what the sound plugin does, with None in the place of one chunk."""
         found = super().batched_get_blocking(keys)
@@ -38,8 +33,12 @@ class CartridgeBackend(backend.CartridgeBackend):
 
 
 def break_kv() -> None:
-    """Have this process load KV as releases did that packed chunks from S3 not at all, and rotated every layer."""
-    pack, shift = tiles.pack, loader.shift_keys
+    """Have this process load KV slowly, as releases did that packed chunks from S3 not at all, and rotated every layer."""
+    pack, shift, load_run = tiles.pack, loader.shift_keys, loader.ChunkLoader.load_run
+
+    def slow(*args: Any) -> Any:
+        time.sleep(_fault("slow_s") or 0)
+        return load_run(*args)
 
     def unpacked(heads: Any, out: Any, *args: Any) -> None:
         if _fault("unpacked"):
@@ -52,18 +51,10 @@ def break_kv() -> None:
             return rope.rotate(keys, of, offset)
         return shift(keys, of, offset)
 
-    tiles.pack, loader.shift_keys = unpacked, everywhere
+    tiles.pack, loader.shift_keys, loader.ChunkLoader.load_run = unpacked, everywhere, slow
 
 
 break_kv()
-
-
-def _slowed(load: Any) -> Any:
-    def slow(*args: Any) -> None:
-        time.sleep(_fault("slow_s") or 0)
-        load(*args)
-
-    return slow
 
 
 def _fault(name: str) -> Any:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from faulty import _fault, _slowed
+from faulty import _fault
 
 from lmcache_cartridge.engine import l2
 
 
 class CartridgeL2Adapter(l2.CartridgeL2Adapter):
     """Promises every chunk at lookup and then fails to deliver one, as no healthy store does."""
-
-    def _open(self, report: Any) -> Any:
-        seat = super()._open(report)
-        seat.store._tiers._loader.load = _slowed(seat.store._tiers._loader.load)
-        return seat
 
     def submit_load_task(self, keys: list, objects: list) -> int:
         """Load as the sound adapter does, without one chunk."""

@@ -18,6 +18,7 @@ from lmcache_cartridge.library.index import Hasher
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.memory import claim as claim_module
 from lmcache_cartridge.memory import store as store_module
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
@@ -31,15 +32,16 @@ def _lookup_and_release(store: CartridgeStore, home: Home, made: Made, name: str
 
 
 class _Gate:
-    """Lets a store's loads through one by one."""
+    """Lets loads through one by one."""
 
-    def __init__(self, store: CartridgeStore) -> None:
-        self._load, self._tickets = store._tiers._loader.load, threading.Semaphore(0)
-        store._tiers._loader.load = self
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        load_run, self._tickets = ChunkLoader.load_run, threading.Semaphore(0)
 
-    def __call__(self, *args: object) -> None:
-        assert self._tickets.acquire(timeout=20)
-        self._load(*args)
+        def wait(*arguments: object) -> list[CartridgeError | None]:
+            assert self._tickets.acquire(timeout=20)
+            return load_run(*arguments)
+
+        monkeypatch.setattr(ChunkLoader, "load_run", wait)
 
     def let(self, count: int) -> None:
         self._tickets.release(count)
@@ -49,10 +51,12 @@ class _Gate:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home: Home, kind: str) -> None:
+def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(
+    home: Home, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = home.make(kind=kind, positions=64)
     store = home.open(settings=STILL)
-    gate = _Gate(store)
+    gate = _Gate(monkeypatch)
     claim = store.claim(made.manifest.digest, {})
     assert store.stats().loading == 0, "it started before anybody polled"
     assert claim.poll()[:3] == (0, 4, 4)
@@ -215,11 +219,11 @@ def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:
     assert "chunk 2" in store.claim(made.manifest.digest, {}).poll().refused
 
 
-def test_the_time_left_follows_the_pace_so_far(home: Home) -> None:
+def test_the_time_left_follows_the_pace_so_far(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     made = home.make(positions=64)
     clock = Clock()
     store = home.open(settings=STILL, clock=clock)
-    gate = _Gate(store)
+    gate = _Gate(monkeypatch)
     claim = store.claim(made.manifest.digest, {})
     clock.now += 2
     assert claim.poll().eta_s is None
@@ -237,12 +241,12 @@ def test_the_time_left_follows_the_pace_so_far(home: Home) -> None:
     claim.close()
 
 
-def test_what_was_resident_before_says_nothing_of_the_pace(home: Home) -> None:
+def test_what_was_resident_before_says_nothing_of_the_pace(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     made = home.make(positions=64)
     clock = Clock()
     store = home.open(settings=STILL, clock=clock)
     store.lookup(prompt_for(home, made).hashes[:3])
-    gate = _Gate(store)
+    gate = _Gate(monkeypatch)
     claim = store.claim(made.manifest.digest, {})
     clock.now += 5
     assert (claim.poll().resident, claim.poll().eta_s) == (3, None)
@@ -312,21 +316,20 @@ def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home: H
 # Fetches in the background.
 
 
-def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home) -> None:
+def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     made = home.make()
     store = home.open(settings=STILL)
-    gate = _Gate(store)
+    gate = _Gate(monkeypatch)
     assert store.preload(made.manifest.digest, {})[:3] == (0, 4, 4)
     assert store.status()["loading"][made.manifest.digest]["chunks"] == 4
     gate.let(1)
     until(lambda: store.preload(made.manifest.digest, {}).resident == 1)
-    assert list(store._claims) == [made.manifest.digest], "asking again began another"
     gate.let(3)
-    until(lambda: not store._claims)
+    until(lambda: store.stats().held == 0)
     assert store.resident(prompt_for(home, made).hashes) == 4
-    assert (store.stats().held, store.status()["loading"]) == (0, {})
+    assert store.status()["loading"] == {}
     assert store.preload(made.manifest.digest, {}).ready
-    assert store._claims == {}
+    assert (store.stats().held, store.stats().misses) == (0, 4), "asking again began another"
 
 
 def test_preloading_tries_again_what_failed(home: Home) -> None:
@@ -337,7 +340,7 @@ def test_preloading_tries_again_what_failed(home: Home) -> None:
     until(lambda: store.preload(made.manifest.digest, {}).problem)
     away.rename(home.payload())
     until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
-    until(lambda: not store._claims)
+    until(lambda: store.stats().held == 0)
 
 
 def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Home) -> None:
@@ -345,26 +348,25 @@ def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Hom
     clock = Clock()
     store = home.open(settings=STILL, clock=clock)
     assert store.preload("00" * 32, {}).refused
-    assert store._claims == {}
+    assert store.status()["loading"] == {}
     home.payload().unlink()
     store.preload(made.manifest.digest, {})
     clock.now += claim_module._GIVE_UP_S - 1
     time.sleep(3 * store_module._POLL_S)
-    assert list(store._claims) == [made.manifest.digest]
+    assert list(store.status()["loading"]) == [made.manifest.digest]
     clock.now += 2
-    until(lambda: not store._claims)
-    assert store.stats().held == 0
+    until(lambda: store.status()["loading"] == {} and store.stats().held == 0)
 
 
-def test_evicting_ends_a_fetch_in_the_background(home: Home) -> None:
+def test_evicting_ends_a_fetch_in_the_background(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     made = home.make()
     store = home.open(settings=STILL)
-    gate = _Gate(store)
+    gate = _Gate(monkeypatch)
     store.preload(made.manifest.digest, {})
     gate.let(2)
     until(lambda: store.stats().resident == 2)
     assert store.evict(made.manifest.digest) == 2
-    assert store._claims == {}
+    assert store.status()["loading"] == {}
     gate.let(2)
     until(lambda: store.stats().loading == 0)
     assert store.stats().held == 0
@@ -388,7 +390,7 @@ def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) 
     home.registry.label("current", "a", warm=True)
     store = home.open(settings=STILL)
     until(lambda: store.stats().resident == 4)
-    until(lambda: not store._claims)
+    until(lambda: store.stats().held == 0)
     assert store.evict(made[0].manifest.digest) == 4
     store.refresh()
     assert store.stats().loading == store.stats().resident == 0, "a person's eviction was undone"
@@ -442,7 +444,6 @@ def test_claims_pins_looks_and_questions_from_many_threads_keep_the_books_right(
             store.check()
 
     run_threads(10, work)
-    until(lambda: not store._claims)
     until(lambda: store.stats().held == store.stats().leased == store.stats().loading == 0)
     for name in made:
         assert_served(store, made[name], prompt_for(home, made[name], name))

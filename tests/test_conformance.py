@@ -21,8 +21,8 @@ from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.tier import Tier
 from lmcache_cartridge.errors import SourceNotFound
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory.slab import Slab
-from lmcache_cartridge.memory.tier import Loan, Residency
+from lmcache_cartridge.memory.loads import one_by_one
+from lmcache_cartridge.memory.tier import Hold, MemoryTier
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
 from lmcache_cartridge.sources.s3 import S3Source
 
@@ -195,9 +195,9 @@ class TestDiskCache(TierTests):
 
 class TestMemoryTier(HoldTests):
     @pytest.fixture
-    def tier(self) -> Iterator[Residency]:
+    def tier(self) -> Iterator[MemoryTier]:
         self.behind: set[ChunkKey] = set()
-        tier = Residency(Slab(SIZE, ROOM * SIZE), self._load)
+        tier = MemoryTier(SIZE, ROOM * SIZE, one_by_one(self._load))
         yield tier
         tier.close()
         tier.check()
@@ -207,28 +207,27 @@ class TestMemoryTier(HoldTests):
             raise SourceNotFound(f"{key} is nowhere")
         out.copy_(torch.frombuffer(bytearray(data(*key)), dtype=torch.uint8))
 
-    def put(self, tier: Residency, digest: str, chunk: int) -> None:
+    def put(self, tier: MemoryTier, digest: str, chunk: int) -> None:
         key = ChunkKey(digest, chunk)
         self.behind.add(key)
-        if tier.acquire([key], 20):
+        if tier.lease([key], 20):
             tier.release(key)
         self.behind.discard(key)
 
-    def get(self, tier: Residency, digest: str, chunk: int) -> bytes | None:
+    def get(self, tier: MemoryTier, digest: str, chunk: int) -> bytes | None:
         key = ChunkKey(digest, chunk)
-        if not tier.acquire([key], 0):
+        if not tier.lease([key], 0):
             return None
         loan = self.hold(tier, digest, chunk)
         tier.release(key)
         with loan:
             return loan.bytes.numpy().tobytes()
 
-    def has(self, tier: Residency, digest: str, chunk: int) -> bool:
+    def has(self, tier: MemoryTier, digest: str, chunk: int) -> bool:
         return tier.resident([ChunkKey(digest, chunk)]) == 1
 
-    def hold(self, tier: Residency, digest: str, chunk: int) -> Loan:
-        loan = tier.lend(ChunkKey(digest, chunk))
-        assert loan is not None
+    def hold(self, tier: MemoryTier, digest: str, chunk: int) -> Hold:
+        (loan,) = tier.lend([ChunkKey(digest, chunk)])
         return loan
 
 

@@ -20,9 +20,10 @@ from making import Made, make_fingerprint
 from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.errors import CartridgeError
+from lmcache_cartridge.memory import store as store_module
 from lmcache_cartridge.memory.claim import Claim
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.memory.tier import Loan, Residency
+from lmcache_cartridge.memory.tier import Hold, MemoryTier
 
 
 def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> CartridgeStore:
@@ -30,18 +31,24 @@ def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> Cartridg
     return home.open(chunks=cpu, settings=STILL | {"device_bytes": device * CHUNK_BYTES}, **arguments)
 
 
-def _tiers(store: CartridgeStore) -> tuple[Residency, Residency]:
-    return store._tiers.device, store._tiers.cpu
+def _tiers(store: CartridgeStore) -> tuple[MemoryTier, MemoryTier]:
+    return store.device, store.cpu
 
 
-def _within(tier: Residency, loan: Loan) -> bool:
-    """Whether a loan's bytes lie in a tier's slab."""
-    memory = tier._slab._memory
-    return memory.data_ptr() <= loan.bytes.data_ptr() < memory.data_ptr() + memory.numel()
+def _within(tier: MemoryTier, loan: Hold) -> bool:
+    """Whether a loan's bytes are the tier's."""
+    for own in tier.lend(loan.keys):
+        with own:
+            return own.bytes.data_ptr() == loan.bytes.data_ptr()
+    return False
+
+
+def _memory(store: CartridgeStore) -> list[MemoryTier]:
+    return [tier for tier in _tiers(store) if tier is not None]
 
 
 def _quiet(store: CartridgeStore) -> None:
-    until(lambda: all(tier.stats().loading == 0 for tier in store._tiers._memory))
+    until(lambda: all(tier.stats().loading == 0 for tier in _memory(store)))
 
 
 def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
@@ -50,7 +57,7 @@ def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
     for chunk_hash in prompt.hashes[:found]:
         assert store.release(chunk_hash, prompt.tag)
     _quiet(store)
-    assert [tier.stats().leased for tier in store._tiers._memory] == [0] * len(store._tiers._memory)
+    assert not any(tier.stats().leased for tier in _memory(store))
 
 
 def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
@@ -150,7 +157,7 @@ def test_a_claim_of_what_is_on_the_device_holds_it_there(home: Home) -> None:
     assert_served(store, made, prompt)
     claim.close()
     _on_device(store, prompt_for(home, other, "other"))
-    assert device.resident([key for key in device._entries if key.digest == other.manifest.digest]) == 4
+    assert device.resident_by_digest()[other.manifest.digest] == 4
 
 
 def test_evicting_takes_a_cartridge_from_both_tiers(home: Home) -> None:
@@ -171,7 +178,9 @@ def test_a_removed_cartridge_leaves_the_device_too(home: Home) -> None:
     assert [tier.stats().resident for tier in _tiers(store)] == [0, 0]
 
 
-def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home: Home) -> None:
+def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = home.make()
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
     device, cpu = _tiers(store)
@@ -179,7 +188,7 @@ def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home: 
     def fail(*_: object) -> None:
         raise CartridgeError("out of device memory")
 
-    device._threads._load = fail
+    monkeypatch.setattr(store_module, "copy_and_wait", fail)
     assert_served(store, made, prompt)
     _quiet(store)
     assert (device.stats().resident, device.stats().failed > 0) == (0, True)
@@ -187,18 +196,18 @@ def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home: 
     assert_served(store, made, prompt)
 
 
-def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home) -> None:
+def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     made = home.make()
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
     device, cpu = _tiers(store)
-    started, go, load = threading.Event(), threading.Event(), device._threads._load
+    started, go, load = threading.Event(), threading.Event(), store_module.copy_and_wait
 
     def slow(*args: object) -> None:
         started.set()
         assert go.wait(20)
         load(*args)
 
-    device._threads._load = slow
+    monkeypatch.setattr(store_module, "copy_and_wait", slow)
     assert store.lookup(prompt.hashes) == 4
     assert started.wait(20)
     assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)
@@ -252,12 +261,12 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
             else:
                 store.evict(digest)
             store.check()
-            for tier in store._tiers._memory:
+            for tier in _memory(store):
                 assert tier.stats().resident_bytes <= tier.stats().budget_bytes
 
     run_threads(16, work, timeout_s=60)
     _quiet(store)
-    for tier in store._tiers._memory:
+    for tier in _memory(store):
         assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         assert tier.stats().promoted > 20
     for made, prompt in shelf.values():
@@ -279,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
             settings=STILL | {"device_bytes": device * size, "lookup_timeout_s": 20, "lease_s": 100.0},
         )  # fmt: skip
         self.promised: list[tuple[str, int]] = []
-        self.loans: list[tuple[str, int, Loan]] = []
+        self.loans: list[tuple[str, int, Hold]] = []
         self.claims: list[tuple[str, Claim]] = []
 
     names = st.sampled_from("abcd")
@@ -345,7 +354,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.store.check()
-        for tier in self.store._tiers._memory:
+        for tier in _memory(self.store):
             assert tier.stats().resident_bytes <= tier.stats().budget_bytes
         for name, chunk, loan in self.loans:
             assert loan.bytes.numpy().tobytes() == chunk_bytes(self.shelf[name][0], chunk)
@@ -360,10 +369,10 @@ class StoreMachine(RuleBasedStateMachine):
             claim.close()
         _quiet(self.store)
         self.clock.now += 101
-        for tier in self.store._tiers._memory:
+        for tier in _memory(self.store):
             assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         for made, prompt in self.shelf.values():
-            if prompt.whole <= self.store._tiers.cpu._slab.slots:
+            if prompt.whole <= self.store.cpu.slots:
                 assert_served(self.store, made, prompt)
         self.store.close()
         self.store.check()

@@ -107,7 +107,7 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> _Growth:
                 assert store.lookup(prompt.hashes) == 1
                 assert store.release(prompt.hashes[0])
                 if device_chunks:
-                    until(lambda: store._tiers.device.stats().loading == 0)
+                    until(lambda: store.device.stats().loading == 0)
                     assert store.evict(one.manifest.digest) == 1
         gc.collect()
         return _resident_mib(), len(gc.get_objects())
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_cartridges_that_came_and_went(home: Home) -> None:
     home.registry.label("current", "a", warm=True)
     settings = {"reload_s": 0, "lease_s": 10.0}
     store = home.open(fingerprint=make_fingerprint(**SMALL), chunks=4, settings=settings, clock=clock)
-    until(lambda: not store._claims)
+    until(lambda: store.stats().held == 0)
     before = _tables(store)
     for turn in range(30):
         name, one = "bc"[turn % 2], made[1 + turn % 2]
@@ -165,6 +165,6 @@ def test_nothing_is_left_of_cartridges_that_came_and_went(home: Home) -> None:
         store.refresh()
         home.registry.register(home.root(name))
         store.refresh()
-    until(lambda: not store._claims)
+    until(lambda: store.stats().held == 0)
     assert _tables(store) == before
     assert sorted(store.names()) == ["a@1", "b@1", "c@1"]

@@ -29,7 +29,7 @@ from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watche
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape
-from lmcache_cartridge.memory.tier import LOAD_SECONDS
+from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector, follow, metrics_table
 from lmcache_cartridge.serve.processes import ServerProcess

@@ -501,7 +501,7 @@ def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:
     for expected_misses in (4, 0):
         store = CartridgeStore(settings, make_engine(make_fingerprint()))
         assert_served(store, made, prompt_for(home, made))
-        assert store._tiers._disk.stats().misses == expected_misses
+        assert store.tiers()["disk"]["misses"] == expected_misses
         store.close()
 
 

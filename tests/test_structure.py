@@ -30,8 +30,6 @@ PUBLIC_THOUGH_UNDERSCORED = {"_replace", "_asdict", "_fields", "_make", "_MEIPAS
 
 YET = {
     "engine.connector": "private",
-    "memory.hold": "private",
-    "memory.loads": "private",
     "memory.store": "long",
     "sources.s3_call": "foreign",
 }
@@ -194,7 +192,6 @@ def test_every_import_points_up(module: str) -> None:
     assert wrong == [], f"{module} imports from rooms below its own"
 
 
-@pytest.mark.xfail(strict=True, reason="see YET")
 def test_no_module_imports_itself_by_way_of_others() -> None:
     needs = {
         module: {there for i in found if (there := modules_of(i)) is not None} - {module, PACKAGE}

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.memory.tier import LOAD_SECONDS
 from lmcache_cartridge.serve.admin import add_routes
 from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector

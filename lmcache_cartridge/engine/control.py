@@ -27,7 +27,8 @@ import msgspec
 
 from ..artifact.cartridge import Place
 from ..errors import CartridgeError, UnsupportedEngine
-from ..memory.claim import Claim, Readiness
+from ..memory.claim import Claim
+from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
 from . import frames
 from .contract import CONTROL_METHOD

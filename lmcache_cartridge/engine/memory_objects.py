@@ -16,7 +16,7 @@ from lmcache.v1.memory_management import (
 )
 
 from ..memory.layout import DTYPES, ChunkShape
-from ..memory.tier import Loan
+from ..memory.tier import Hold
 
 
 class MemoryObjects:
@@ -37,11 +37,11 @@ class MemoryObjects:
         self._metadata, self._object = dict(vars(metadata)), dict(vars(first))
         first.invalidate()  # it has no loan
 
-    def over(self, loans: Sequence[Loan]) -> list[MemoryObj]:
+    def over(self, loans: Sequence[Hold]) -> list[MemoryObj]:
         """Return an object over the bytes of each loan, LMCache's to release, which ends the loan. Copies nothing."""
         return list(map(self._over, loans))
 
-    def _over(self, loan: Loan) -> MemoryObj:
+    def _over(self, loan: Hold) -> MemoryObj:
         data = loan.bytes
         metadata = MemoryObjMetadata.__new__(MemoryObjMetadata)
         metadata.__dict__.update(self._metadata, address=data.data_ptr())

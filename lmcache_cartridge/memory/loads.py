@@ -1,38 +1,59 @@
-"""LoadThreads: threads that fill slots with chunks, slow sources apart from fast ones, neighbouring chunks together."""
+"""LoadThreads: threads that fill memory with chunks, slow sources apart from fast ones, neighbouring chunks together."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch._C import set_num_threads
 
 from ..errors import CartridgeError
 from ..library.index import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-Load = Callable[[ChunkKey, torch.Tensor], None]
-"""Fills a slot, flat uint8, with the verified bytes of a chunk; raises `CartridgeError` when it cannot."""
-
-LoadRun = Callable[[ChunkKey, Sequence[torch.Tensor]], Sequence[CartridgeError | None]]
-"""Fills slots with a chunk and those that follow it; returns for each None, or why it could not be loaded."""
-
-Loaded = Callable[[Sequence[ChunkKey], Sequence[CartridgeError | None], float], None]
-"""Hears which chunks were loaded together, for each None or why it could not be, and the seconds it took in all."""
-
-
-LoadFailed = Callable[[ChunkKey, CartridgeError], None]
-"""Hears of a load that raised."""
-
-
+LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the buckets in which durations of loads are counted; a last bucket counts longer ones."""
 STALLED_S = 5.0
 """A load that takes longer is counted as stalled, as a file on a mount that hangs is."""
 _MOST_STALLED = 64
 """Threads that may be stalled before no others take their place: they cannot be ended."""
+
+
+class LoadRun(NamedTuple):
+    """How the chunks of one cartridge or chain are loaded."""
+
+    limit: int
+    """Most neighbouring chunks that one call should be given."""
+    load: Callable[[int, Sequence[torch.Tensor]], Sequence[CartridgeError | None]]
+    """Fills buffers, flat uint8, with the verified bytes of a chunk and of those after it; returns for each None, or why it
+    could not be loaded."""
+
+
+Plan = Callable[[ChunkKey], LoadRun]
+"""Tells how a chunk is loaded. Called by the loading thread; raises `CartridgeError` where the chunk cannot be had."""
+
+Loaded = Callable[[Sequence[ChunkKey], Sequence[CartridgeError | None]], None]
+"""Is told which chunks were loaded together, and for each None or why it could not be."""
+
+
+def one_by_one(load: Callable[[ChunkKey, torch.Tensor], None]) -> Plan:
+    """Return the plan of a function that loads one chunk, or raises `CartridgeError`."""
+
+    def plan(key: ChunkKey) -> LoadRun:
+        def run(chunk: int, outs: Sequence[torch.Tensor]) -> list[None]:
+            load(key, outs[0])
+            return [None]
+
+        return LoadRun(1, run)
+
+    return plan
 
 
 class LoadThreads:
@@ -40,37 +61,39 @@ class LoadThreads:
 
     def __init__(
         self,
-        load: Load,
+        plan: Plan,
         loaded: Loaded,
         lock: threading.RLock,
         *,
-        threads: int,
+        threads: int = 4,
         slow_threads: int = 0,
         is_slow: Callable[[ChunkKey], bool] = lambda key: False,
-        load_run: LoadRun | None = None,
-        run_of: Callable[[ChunkKey], int] = lambda key: 1,
-        on_failure: LoadFailed | None = None,
+        on_failure: Callable[[ChunkKey, CartridgeError], None] = lambda key, error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """No thread begins with a chunk while a caller holds `lock`, so what is submitted meanwhile is there together.
+        """No thread begins with a chunk while a caller holds `lock`, so chunks submitted meanwhile are loaded together.
 
-        `on_failure` hears of every load that raised before `loaded` does; both are called by the loading thread.
         Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting. A
-        chunk's thread takes neighbours of it that wait along, `run_of` it in all at most, and has `load_run` load them
-        together.
+        thread takes waiting neighbours of its chunk along, up to the limit of its plan. `on_failure` is told of every
+        chunk that was not loaded, before `loaded` is; both are called by the loading thread.
         """
-        self._load, self._load_run, self._loaded = load, load_run, loaded
-        self._is_slow, self._run_of, self._on_failure = is_slow, run_of, on_failure
+        self._plan, self._loaded, self._on_failure, self._is_slow = plan, loaded, on_failure, is_slow
         self._waiting: dict[ChunkKey, torch.Tensor] = {}
+        self._seconds, self._counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._lock = lock
         self._pool = _Pool(self._run, threads, "cartridge-load", clock)
         self._slow_pool = _Pool(self._run, slow_threads, "cartridge-fetch", clock) if slow_threads else self._pool
 
     def submit(self, key: ChunkKey, slot: torch.Tensor) -> None:
-        """Have a chunk loaded into `slot`, which is the loader's until `loaded` has heard of it. Does not wait."""
+        """Have a chunk loaded into `slot`, which is the loading thread's until `loaded` is called. Does not wait."""
         with self._lock:
             self._waiting[key] = slot
         (self._slow_pool if self._is_slow(key) else self._pool).submit(key)
+
+    def durations(self) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides."""
+        with self._lock:
+            return self._seconds, tuple(self._counts)
 
     def relieve(self) -> None:
         """Put other threads in the place of those that are stalled, for all cartridges but theirs. Does not wait.
@@ -86,60 +109,65 @@ class LoadThreads:
             pool.close()
 
     def _run(self, key: ChunkKey) -> None:
-        taken = self._take(key)
-        if not taken:
+        if key not in self._waiting:
             return  # the thread of a neighbour has it
-        started = time.perf_counter()
-        keys, slots = list(taken), list(taken.values())
-        errors = self._fill(keys[0], slots)
+        started, run = time.perf_counter(), None
+        errors: list[CartridgeError | None] = []
+        try:
+            run = self._plan(key)
+        except Exception as caught:
+            errors = [_as_error(key, caught)]
+        taken = self._take(key, 1 if run is None else run.limit)
+        if not taken:
+            return
+        keys = list(taken)
+        if run is not None:
+            try:
+                errors = list(run.load(keys[0].chunk, list(taken.values())))
+            except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
+                errors = [_as_error(keys[0], caught)] * len(keys)
         for failed, error in zip(keys, errors, strict=True):
             if error is not None:
                 self._tell(failed, error)
-        self._loaded(keys, errors, time.perf_counter() - started)
+        took_s = time.perf_counter() - started
+        with self._lock:
+            self._seconds += took_s
+            self._counts[bisect_left(LOAD_SECONDS, took_s / len(keys))] += len(keys)
+            self._loaded(keys, errors)
 
-    def _take(self, key: ChunkKey) -> dict[ChunkKey, torch.Tensor]:
-        """Return the slots of a chunk and its neighbours, in order, that this thread is to load; none if another thread is.
+    def _take(self, key: ChunkKey, limit: int) -> dict[ChunkKey, torch.Tensor]:
+        """Return the slots that this thread is to fill, by chunk, in order: of `key` and of `limit` chunks at most.
 
-        Those before it too, so that neighbours stay together whichever thread comes first.
+        Neighbours before it are among them, so that they stay together whichever thread comes first. Empty if another
+        thread has `key`.
         """
-        try:
-            limit = self._run_of(key)
-        except Exception:  # loading it alone says what is wrong
-            limit = 1
         with self._lock:
             taken: dict[ChunkKey, torch.Tensor] = {}
             if key not in self._waiting:
                 return taken
-            following = key
-            while key.chunk - following.chunk < limit - 1 and _next(following, -1) in self._waiting:
-                following = _next(following, -1)
-            while len(taken) < limit and following in self._waiting:
-                taken[following] = self._waiting.pop(following)
-                following = _next(following, 1)
+            first = key
+            while key.chunk - first.chunk < limit - 1 and _neighbour(first, -1) in self._waiting:
+                first = _neighbour(first, -1)
+            while len(taken) < limit and first in self._waiting:
+                taken[first] = self._waiting.pop(first)
+                first = _neighbour(first, 1)
             return taken
 
-    def _fill(self, key: ChunkKey, slots: Sequence[torch.Tensor]) -> Sequence[CartridgeError | None]:
-        try:
-            if len(slots) > 1:
-                return self._load_run(key, slots)
-            self._load(key, slots[0])
-            return [None]
-        except CartridgeError as caught:
-            return [caught] * len(slots)
-        except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
-            error = CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
-            return [error] * len(slots)
-
     def _tell(self, key: ChunkKey, error: CartridgeError) -> None:
-        if self._on_failure is not None:
-            try:
-                self._on_failure(key, error)
-            except Exception:
-                logger.exception("chunk %d of %s was not loaded (%s), and nobody heard", key.chunk, key.digest, error)
+        try:
+            self._on_failure(key, error)
+        except Exception:
+            logger.exception("chunk %d of %s was not loaded (%s), and nobody was told", key.chunk, key.digest, error)
 
 
-def _next(key: ChunkKey, step: int) -> ChunkKey:
+def _neighbour(key: ChunkKey, step: int) -> ChunkKey:
     return key._replace(chunk=key.chunk + step)
+
+
+def _as_error(key: ChunkKey, caught: Exception) -> CartridgeError:
+    if isinstance(caught, CartridgeError):
+        return caught
+    return CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
 
 
 class _Pool:
@@ -147,8 +175,8 @@ class _Pool:
 
     A parallel operation of torch in any of them would start a team of OpenMP threads of its own. With more of those than
     cores OpenMP's barriers stop spinning, in the engine's team too: on a CPU engine each of its operations then takes
-    longer, for good (decode steps of the shipped model 9 ms instead of 3). Not `torch.set_num_threads`: vLLM's CPU
-    worker replaces that by one that does nothing.
+    longer, for good (decode steps of the shipped model 9 ms instead of 3). `torch._C.set_num_threads`, though it is
+    private: vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing.
 
     A thread that hangs in a read cannot be ended. Once it is stalled another takes its place, and no further thread
     begins with a chunk of that cartridge or chain before the read has ended.
@@ -208,7 +236,7 @@ class _Pool:
         return None
 
     def _work(self) -> None:
-        torch._C.set_num_threads(1)
+        set_num_threads(1)
         me = threading.current_thread()
         while True:
             with self._changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,17 +24,19 @@ from ..sources.disk_cache import DiskCache
 from ..sources.manifest_cache import ManifestCache
 from ..sources.reads import Reads
 from ..sources.sources import Sources
-from .claim import Claim, Readiness
-from .hold import Hold
+from .claim import Claim
 from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
-from .tier import Loan, ResidencyStats
-from .tiers import Tiers
+from .loads import LoadRun, one_by_one
+from .readiness import Readiness
+from .tier import Hold, MemoryTier, TierStats
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-"""How often fetches in the background are looked after."""
+"""How often claims in the background are polled."""
+_PROMOTE_S = 30.0
+"""How long a chunk on its way to the device may take from the cpu tier."""
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -86,26 +89,31 @@ class CartridgeStore:
             cache_dir=settings.cache_dir / "index",
             clock=clock,
         )
-        disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
-        self._tiers = Tiers(
-            settings,
-            self.shape,
-            ChunkLoader(self._sources, self.shape, heads, engine.layout, disk, keep_local=settings.disk_local),
-            disk,
-            segments=self._catalog.segments,
-            is_remote=self._catalog.is_remote,
-            on_failure=self._load_failed,
-            pin_memory=engine.pin_memory,
-            clock=clock,
+        self._disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
+        self._loader = ChunkLoader(
+            self._sources, self.shape, heads, engine.layout, self._disk, keep_local=settings.disk_local
         )
+        self.cpu = MemoryTier(
+            self.shape.size_bytes, settings.cpu_bytes, self._plan, pin_memory=engine.pin_memory,
+            lease_s=settings.lease_s, clock=clock, threads=settings.load_threads, slow_threads=settings.s3_connections,
+            is_slow=lambda key: self._catalog.is_remote(key.digest), on_failure=self._load_failed,
+        )  # fmt: skip
         self._catalog.refresh()
-        self._tiers.add_device(engine.device, self._device_bytes())
+        device_bytes = self._device_bytes()
+        self.device: MemoryTier | None = None
+        if device_bytes >= self.shape.size_bytes:
+            self.device = MemoryTier(
+                self.shape.size_bytes, device_bytes, one_by_one(self._promote), device=engine.device,
+                lease_s=settings.lease_s, clock=clock, threads=1,
+            )  # fmt: skip
+        self._memory = {"device": self.device, "cpu": self.cpu} if self.device is not None else {"cpu": self.cpu}
         self._reads = Reads(_MAX_READS)
-        self._open: set[Claim] = set()
+        self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._trusted: set[str] | None = None
         """Those that may answer prompts which do not name them; None where nobody tries this engine, and all may."""
         self._untried: set[str] = set()
-        self._claims: dict[str, Claim] = {}
+        self._fetches: dict[str, Claim] = {}
+        """What is preloaded, by tag."""
         self._pins: dict[str, Claim] = {}
         self._lock = threading.RLock()  # taken again by `claim` within `pin`
         self._stopping = threading.Event()
@@ -128,40 +136,44 @@ class CartridgeStore:
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         if needed is None or not keys or len(keys) < needed:
             return 0
-        trusted = len(keys) if tag is not None else self._count_trusted(keys)
-        leased = self._tiers.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
-        for key in keys[trusted:leased]:
-            self._tiers.release(key)
-        return min(leased, trusted)
+        if tag is None:
+            keys = keys[: self._count_trusted(keys)]
+        device = self.device
+        if device is not None and device.resident(keys) == len(keys) and device.lease(keys, 0.0, whole=True):
+            return len(keys)
+        found = self.cpu.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        if device is not None and found:
+            with device.hold(keys[:found]) as promoted:
+                promoted.poll()
+        return found
 
     def resident(self, hashes: Sequence[int], tag: str | None = None) -> int:
-        """Return how many leading hashes could be lent now; leases and loads nothing."""
+        """Return how many leading hashes one tier could lend now; leases and loads nothing."""
         if self._catalog.derive(tag) is None:
             return 0
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
-        return self._tiers.resident(keys)
+        return max(tier.resident(keys) for tier in self._memory.values())
 
-    def lend(self, chunk_hash: int, tag: str | None = None) -> Loan | None:
-        """Return the resident bytes of one chunk, the caller's to close, or None if it cannot be had.
+    def lend(self, chunk_hash: int, tag: str | None = None) -> Hold | None:
+        """Return a loan of one chunk, the caller's to close, or None if it cannot be had.
 
         A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
         """
         servable = self._catalog.derive(tag) is not None
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
         for key in self._catalog.index.candidates(chunk_hash, tag):
-            if loan := self._tiers.lend(key):
-                return loan
+            for tier in self._memory.values():
+                if loans := tier.lend([key]):
+                    return loans[0]
         keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
-        if not servable or not keys:
-            return None
-        return self._tiers.lend_loaded(keys[0], self._settings.lookup_timeout_s)
+        return self.cpu.load(keys[0], self._settings.lookup_timeout_s) if servable and keys else None
 
-    def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Loan]:
+    def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Hold]:
         """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
         if tag is not None:
             self._find(tag)
         keys = self._catalog.index.leading(hashes, tag)
-        loans = self._tiers.lend_run(keys)
+        loans = next(filter(None, (tier.lend(keys) for tier in self._memory.values())), [])
         for chunk_hash in hashes[len(loans) :]:
             loan = self.lend(chunk_hash, tag)
             if loan is None:
@@ -173,7 +185,10 @@ class CartridgeStore:
         """End one lease of a chunk; False if it has none."""
         if tag is not None:
             self._find(tag)
-        return any(map(self._tiers.release, self._catalog.index.candidates(chunk_hash, tag)))
+        for key in self._catalog.index.candidates(chunk_hash, tag):
+            if (self.device is not None and self.device.release(key)) or self.cpu.release(key):
+                return True
+        return False
 
     def _find(self, tag: str) -> None:
         """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
@@ -190,7 +205,7 @@ class CartridgeStore:
         returns why so many chunks are too many for whoever copies them, None if they are not.
         """
         opening = self._opening(tag, dict(places), room)
-        claim = Claim(tag, opening, partial(self._refusal, tag), self._clock, self._forget)
+        claim = Claim(tag, opening, partial(self._refusal, tag), self._clock)
         with self._lock:
             self._open.add(claim)
         return claim
@@ -218,12 +233,13 @@ class CartridgeStore:
         keys = self._catalog.index.chunks(tag)
         size_bytes = len(keys) * self.shape.size_bytes
         why = room(len(keys)) if room is not None else None
-        if size_bytes > self._tiers.cpu.budget_bytes:
+        if size_bytes > self.cpu.budget_bytes:
             why = f"{len(keys)} chunks take {size_bytes} bytes, more than cpu_bytes"
         if why is not None:
             yield Readiness(0, 0, len(keys), why, digest=None if "." in tag else tag)
         else:
-            yield self._tiers.hold(keys, whole=needed > 0)
+            on_device = self.device is not None and self.device.resident(keys) == len(keys)
+            yield (self.device if on_device else self.cpu).hold(keys, whole=needed > 0)
 
     def _read(self, tag: str, places: Mapping[str, Place]) -> int:
         """Read what a tag names, and return what `Catalog.require` does. Blocks."""
@@ -234,11 +250,11 @@ class CartridgeStore:
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
         """Start bringing a cartridge or chain into memory in the background; return how far it is."""
-        claim = self._claims.get(tag)
+        claim = self._fetches.get(tag)
         if claim is None:
             mine = self.claim(tag, places)
             with self._lock:
-                claim = self._claims.setdefault(tag, mine)
+                claim = self._fetches.setdefault(tag, mine)
             if claim is not mine:
                 mine.close()
         with self._lock:
@@ -271,8 +287,9 @@ class CartridgeStore:
             claim = self._pins.pop(digest, None)
         if claim is None:
             return 0
+        chunks = claim.poll().chunks
         claim.close()
-        return claim.poll().chunks
+        return chunks
 
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory.
@@ -280,10 +297,14 @@ class CartridgeStore:
         A quarantine that a copy on S3 caused is lifted.
         """
         with self._lock:
-            if claim := self._claims.pop(digest, None):
+            if claim := self._fetches.pop(digest, None):
                 claim.close()
         self._catalog.forgive(digest)
-        return self._tiers.evict(digest)
+        if self._disk is not None:
+            self._disk.evict(digest)
+        if self.device is not None:
+            self.device.evict(digest)
+        return self.cpu.evict(digest)
 
     def distrust(self, digest: str, reason: str) -> None:
         """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
@@ -330,7 +351,7 @@ class CartridgeStore:
             "served": self._catalog.counts()[0],
             "refused": self.refused(),
             "quarantined": len(self._catalog.quarantined),
-            "resident": self._tiers.resident_by_digest(),
+            "resident": {name: tier.resident_by_digest() for name, tier in self._memory.items()},
             "pinned": pinned,
             "loading": {tag: state._asdict() for tag, state in self._waiting().items()},
             **self._claim_numbers(),
@@ -357,7 +378,10 @@ class CartridgeStore:
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return the counters of every tier there is, fastest first; no side effects."""
-        return self._tiers.stats()
+        tiers = {name: tier.stats()._asdict() for name, tier in self._memory.items()}
+        if self._disk is not None:
+            tiers["disk"] = self._disk.stats()._asdict()
+        return tiers | {"source": self._loader.stats()._asdict()}
 
     def names(self) -> list[str]:
         """Return `id@version` of every cartridge that is served now."""
@@ -367,29 +391,27 @@ class CartridgeStore:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
         return self._catalog.refused()
 
-    def stats(self) -> ResidencyStats:
+    def stats(self) -> TierStats:
         """Return the cpu tier's counters."""
-        return self._tiers.cpu.stats()
+        return self.cpu.stats()
 
     def check(self) -> None:
-        """Assert the invariants of the tiers."""
-        self._tiers.check()
+        """Assert the invariants of the tiers in memory."""
+        for tier in self._memory.values():
+            tier.check()
 
     def close(self) -> None:
         """Stop loading. Loans stay valid."""
         self._stopping.set()
         self._keeper.join()
         self._catalog.close()
-        self._tiers.close()
+        for tier in self._memory.values():
+            tier.close()
         self._sources.close()
 
     def _claimed(self) -> list[Claim]:
         with self._lock:
-            return list(self._open)
-
-    def _forget(self, claim: Claim) -> None:
-        with self._lock:
-            self._open.discard(claim)
+            return [claim for claim in self._open if not claim.closed]
 
     def _waiting(self) -> dict[str, Readiness]:
         """Return how far everything is, by tag, that is claimed and not whole in memory but may be yet."""
@@ -399,8 +421,8 @@ class CartridgeStore:
     def _claim_numbers(self) -> dict[str, Any]:
         """Return how many claims requests have, and the age of the oldest."""
         with self._lock:
-            own = {*self._claims.values(), *self._pins.values()}
-            started_at = [claim.started_at for claim in self._open if claim not in own]
+            own = {*self._fetches.values(), *self._pins.values()}
+            started_at = [claim.started_at for claim in self._open if not claim.closed and claim not in own]
         age_s = self._clock() - min(started_at) if started_at else 0.0
         return {"claims": len(started_at), "oldest_claim_s": age_s}
 
@@ -429,6 +451,21 @@ class CartridgeStore:
         largest = self._registry.largest_bytes() // self.engine.world
         return min(8 * largest, 1 << 30, free // 2)
 
+    def _plan(self, key: ChunkKey) -> LoadRun:
+        """Tell the cpu tier how a chunk is loaded."""
+        segments = self._catalog.segments(key.digest)
+        if not segments:
+            raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
+        return LoadRun(self._loader.run_of(segments), partial(self._loader.load_run, segments))
+
+    def _promote(self, key: ChunkKey, out: torch.Tensor) -> None:
+        """Fill a slot of the device tier from the cpu tier. Returns when the bytes are there."""
+        loan = next(iter(self.cpu.lend([key])), None) or self.cpu.load(key, _PROMOTE_S)
+        if loan is None:
+            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
+        with loan:
+            copy_and_wait(loan.bytes, out)
+
     def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
         """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""
         if error.digest is not None and isinstance(error, ArtifactError):
@@ -449,15 +486,16 @@ class CartridgeStore:
         """End a fetch in the background that has nothing left to do. The lock is held."""
         if claim.is_done():
             claim.close()
-            self._claims.pop(tag, None)
+            self._fetches.pop(tag, None)
 
     def _keep(self) -> None:
         """Look after what loads in the background, and after changes of the registry, until the store is closed."""
         refreshed_at, complaint = self._clock(), None
         while not self._stopping.wait(_POLL_S):
-            self._tiers.relieve()
+            for tier in self._memory.values():
+                tier.relieve()
             with self._lock:
-                for tag, claim in list(self._claims.items()):
+                for tag, claim in list(self._fetches.items()):
                     self._settle(tag, claim)
                 for claim in self._pins.values():
                     claim.poll()  # what failed to load is tried again
@@ -472,3 +510,10 @@ class CartridgeStore:
                             "changes are not followed: %s", error, exc_info=not isinstance(error, CartridgeError)
                         )
                     complaint = str(error)
+
+
+def copy_and_wait(data: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy from one device to another; return when the bytes are there."""
+    out.copy_(data)
+    if out.is_cuda:
+        torch.cuda.current_stream(out.device).synchronize()

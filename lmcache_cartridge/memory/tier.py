@@ -1,35 +1,36 @@
-"""Residency: which chunks are in one tier's memory, who may rely on them, and for how long.
+"""MemoryTier: the chunks of one engine rank in one memory, and who may rely on them for how long.
 
-hold(keys)      keeps chunks from when they are admitted until the hold is closed; tells how far loading is
-acquire(keys)   waits until the chunks are resident (or the deadline) and leases them, so that they stay
-release(key)    ends one lease; leases that nobody ends run out by themselves
-lend(key)       hands out the resident bytes; they stay until the loan is closed
+An entry has one reference count. Whoever relies on a chunk has a `Hold`, and what is held is never evicted:
+
+hold(keys)    a claim's: grows from poll to poll, as chunks find memory and are loaded
+lease(keys)   the tier's own, with a deadline: LMCache asks for chunks by key, and by key it lets them go
+lend(keys)    a loan of one chunk's bytes, while they are copied
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..errors import CartridgeError
+from ..errors import CartridgeError, OverBudget
 from ..library.index import ChunkKey
-from .hold import Hold
-from .loads import Load, LoadThreads
-from .slab import Slab
+from .loads import LoadThreads, Plan
+from .readiness import Readiness
 
-LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Upper bounds of the buckets in which durations of loads are counted; a last bucket holds what took longer."""
+_PAGE = 4096
+"""Alignment of slots of whole pages. The kernel takes a tenth longer to read into memory that is not so aligned, and
+twice as long where it is not even aligned to 64 bytes."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
+"""The pause before a failed load is tried again doubles from the first to the last."""
 
 
-class ResidencyStats(NamedTuple):
+class TierStats(NamedTuple):
     """Counters since the start, in chunks where no unit is named, and what is resident now.
 
     promoted - evicted = resident, always.
@@ -41,232 +42,246 @@ class ResidencyStats(NamedTuple):
     promoted: int
     """Chunks that became resident."""
     failed: int
-    """Loads that raised."""
     evicted: int
     resident: int
     loading: int
     held: int
+    """Chunks with a reference count above 0: claimed, leased or lent."""
     leased: int
+    """Leases of one chunk each that were not released and have not run out."""
     lent: int
+    """Loans that are open."""
     resident_bytes: int
     budget_bytes: int
     load_seconds: float
     """Time spent in loads, failed ones too."""
     load_counts: tuple[int, ...]
-    """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for what took longer."""
+    """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for longer ones."""
 
 
-class Entry:
+class _Entry:
     """The one record of a chunk that is in memory or on its way there."""
 
-    __slots__ = ("bytes", "error", "holds", "leases", "loans", "slot", "state")
+    __slots__ = ("bytes", "error", "holds", "key", "leases", "state")
 
-    def __init__(self, slot: int, data: torch.Tensor) -> None:
-        self.slot = slot
-        self.bytes = data  # a hit takes them, and to make a view of the slot costs more than all the rest
+    def __init__(self, key: ChunkKey, slot: torch.Tensor) -> None:
+        self.key, self.bytes = key, slot
         self.state: Literal["loading", "resident", "gone"] = "loading"
         self.error: CartridgeError | None = None
-        self.leases: deque[float] = deque()
-        """When each runs out."""
-        self.loans = 0
         self.holds = 0
-
-    def live_leases(self, now: float) -> int:
-        """Forget the leases that have run out and return how many are left."""
-        while self.leases and self.leases[0] <= now:
-            self.leases.popleft()
-        return len(self.leases)
+        """The reference count."""
+        self.leases: list[Hold] = []
+        """Those of its holds that are leases, the oldest first."""
 
 
-class Loan:
-    """The resident bytes of one chunk; they stay where they are until `close()`."""
+class Hold:
+    """Chunks of one tier that may not be evicted before `close()`.
 
-    __slots__ = ("_entry", "_residency", "bytes")
+    A hold that is dropped instead is closed when the tier next needs room or is asked for its totals.
+    """
 
-    def __init__(self, residency: Residency, entry: Entry) -> None:
-        self.bytes = entry.bytes
-        """Flat uint8, shared with every other loan of the chunk: read only."""
-        self._residency = residency
-        self._entry: Entry | None = entry
+    bytes: torch.Tensor
+    """Of a loan: the resident bytes of its chunk, flat uint8, shared with every other loan of it: read only."""
+    until = float("inf")
+    """Of a lease: when it runs out."""
+    whole = closed = is_loan = False
+    _problem: str | None = None
+    _is_counted = False
+    _retry_s = _retry_at = 0.0
+
+    def __init__(self, tier: MemoryTier, keys: Sequence[ChunkKey], entries: set[_Entry]) -> None:
+        self.keys, self._tier, self._entries = keys, tier, entries
+
+    def poll(self) -> Readiness:
+        """Admit what is missing, as far as memory allows, and return how far everything is. Does not wait.
+
+        A chunk that was admitted has memory until `close`. With `whole` all chunks are admitted or none, else as many
+        of the leading ones as fit beside those that others hold. A failed load is tried again after a pause that grows
+        from poll to poll. After `close` nothing is held, and nothing is admitted.
+        """
+        with self._tier._lock:
+            if not self.closed:
+                self._tier._grow(self)
+            resident = sum(entry.state == "resident" for entry in self._entries)
+            return Readiness(resident, len(self._entries), len(self.keys), problem=self._problem)
 
     def close(self) -> None:
-        """End the loan. Closing twice is no change. Does not block on I/O."""
-        # Attribute swap first: LMCache may free an object from two threads, and one loan must count once.
-        with self._residency._lock:
-            entry, self._entry = self._entry, None
-            if entry is not None:
-                self._residency._lend(entry, -1)
+        """Let the chunks go; those being loaded are loaded to their end. Closing twice is no change."""
+        tier = self._tier
+        with tier._lock:
+            self.closed = True
+            if self._entries:
+                entries, self._entries = self._entries, set()
+                tier._let_go(entries)
+                tier._lent -= self.is_loan
 
-    def __enter__(self) -> Loan:
+    def __enter__(self) -> Hold:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # No lock: a garbage collection comes anywhere, in a thread that holds another lock too.
+        if self._entries:
+            self._tier._dropped.append(self)
 
-class Residency:
-    """One tier: chunks of one size in a slab, evicted least recently used first.
 
-    Held, leased, lent and loading chunks are never evicted, so the budget may refuse but is never exceeded. However
-    many callers want a chunk, it is loaded once. Every method may be called from any thread; only `acquire` waits.
+class MemoryTier:
+    """Chunks of one size within a budget of bytes, evicted least recently used first.
+
+    Held and loading chunks are never evicted, so the budget may refuse but is never exceeded. However many callers want
+    a chunk, it is loaded once. Every method may be called from any thread; only `lease` and `load` wait.
     """
 
     def __init__(
-        self,
-        slab: Slab,
-        load: Load,
-        *,
-        threads: int = 4,
-        lease_s: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-        **loading: Any,
-    ) -> None:
-        """`loading` is what else `LoadThreads` takes: slow chunks apart, neighbours together, who hears of failures."""
-        self._slab, self._lease_s, self._clock = slab, lease_s, clock
-        self.budget_bytes = slab.slots * slab.slot_bytes
-        self._entries: OrderedDict[ChunkKey, Entry] = OrderedDict()
+        self, slot_bytes: int, budget_bytes: int, plan: Plan, *, device: str = "cpu", pin_memory: bool = False,
+        lease_s: float = 300.0, clock: Callable[[], float] = time.monotonic, **loading: Any,
+    ) -> None:  # fmt: skip
+        """Have memory for `budget_bytes // slot_bytes` chunks on `device`, page-locked with `pin_memory`.
+
+        `plan` tells how a chunk is loaded; `loading` is passed on to `LoadThreads`. Raises `OverBudget` where the budget
+        has no room for one chunk.
+        """
+        self.slots, self.slot_bytes = budget_bytes // slot_bytes, slot_bytes
+        self.budget_bytes = self.slots * slot_bytes
+        if self.slots < 1:
+            raise OverBudget(
+                f"a budget of {budget_bytes} bytes holds no chunk of {slot_bytes} bytes; raise cpu_bytes to at least "
+                f"{slot_bytes}, better to the size of the cartridges in use"
+            )
+        # Equal slots, so nothing fragments. Without page-locking the system commits memory only as slots are written.
+        memory = torch.empty(self.budget_bytes + _PAGE, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        self._memory = memory[-memory.data_ptr() % _PAGE :]
+        self._used = 0
+        """Slots that were handed out at least once."""
+        self._free: list[torch.Tensor] = []
+        """Slots that were given back, as views: to make one costs more than the rest of a hit."""
+        self._lease_s, self.clock = lease_s, clock
+        self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
+        """Least recently used first."""
+        self._leases: dict[Hold, None] = {}
+        """In the order in which they run out."""
+        self._dropped: deque[Hold] = deque()
+        """Holds that were not closed when the last reference to them went."""
         self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
         self._changed = threading.Condition(self._lock)
-        self._threads = LoadThreads(load, self._loaded, self._lock, threads=threads, clock=clock, **loading)
+        self._threads = LoadThreads(plan, self._loaded, self._lock, clock=clock, **loading)
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
-        # How many chunks are so, kept as they change: whoever asks for totals must not hold up a hit.
-        self._held = self._lent = 0
-        self._leased: OrderedDict[Entry, None] = OrderedDict()
-        """Those with a lease, in the order in which the last one runs out; it may have since."""
-        self._reordered: set[Entry] = set()
-        """Those whose last lease was given back, so that they have no place in that order."""
-        self._load_seconds, self._load_counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
+        # Totals are kept as they change: whoever asks for them must not hold up a hit.
+        self._held = self._leased = self._lent = 0
         self._closed = False
 
     def hold(self, keys: Sequence[ChunkKey], *, whole: bool = False) -> Hold:
-        """Return a hold on `keys`, the caller's to poll and close."""
-        return Hold(self, keys, whole)
+        """Return a hold on `keys`, the caller's to poll and close. Nothing is admitted before its first `poll()`."""
+        hold = Hold(self, tuple(keys), set())
+        hold.whole = whole
+        return hold
 
-    def lease_resident(self, keys: Sequence[ChunkKey]) -> bool:
-        """Lease all of `keys` if every one is resident; else lease and load nothing and return False."""
-        with self._lock:
-            if _resident_run([self._entries[k] for k in takewhile(self._entries.__contains__, keys)]) < len(keys):
-                return False
-            self._admit(keys, self._clock() + self._lease_s)
-            return True
-
-    def want(self, keys: Sequence[ChunkKey]) -> None:
-        """Start loading what is missing of `keys`, as far as idle memory allows; lease nothing and do not wait."""
-        with self._lock:
-            for key in keys[: self.acquire(keys, 0.0)]:
-                self.release(key)
-
-    def acquire(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> int:
+    def lease(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> int:
         """Lease the longest leading run of `keys` that is resident within `timeout_s`, and return its length.
 
-        Chunks that are not resident start loading, as far as unleased memory allows, and go on loading after the
-        deadline. With `whole` the answer is all of `keys` or none. Leases nothing beyond the run it returns.
+        Chunks that are not resident start loading, as far as memory allows, and go on loading after the deadline. With
+        `whole` the answer is all of `keys` or none. Nothing beyond that run stays held. A lease ends by `release`, chunk
+        by chunk, or when it runs out.
         """
-        deadline = self._clock() + timeout_s
-        with self._changed:
-            if whole and not self._fits(keys):
-                self._misses += 1
-                return 0
-            expiry = self._clock() + self._lease_s
-            entries = self._admit(keys, expiry)
-            run = _resident_run(entries)
-            while run < len(entries) and entries[run].state == "loading":
-                remaining = deadline - self._clock()
-                if remaining <= 0 or not self._changed.wait(remaining):
-                    break
-                run = _resident_run(entries)
-            run = _resident_run(entries)
-            if whole and run < len(keys):
-                run = 0
-            for entry in entries[run:]:
-                self._unlease(entry, expiry)
+        lease = self.hold(keys, whole=whole)
+        with self._lock:
+            run = self._hold_run(lease, timeout_s)
+            if run:
+                lease.until = self.clock() + self._lease_s
+                self._leases[lease] = None
+                self._leased += run
+                for entry in lease._entries:
+                    entry.leases.append(lease)
             return run
 
     def release(self, key: ChunkKey) -> bool:
-        """End one lease of the chunk, the oldest that has not run out; False if it has none."""
+        """End one lease of a chunk, the oldest that has not run out; False if it has none."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or not self._live_leases(entry, self._clock()):
+            if entry is not None and entry.leases and entry.leases[0].until <= self.clock():
+                self._expire()
+            if entry is None or not entry.leases:
                 return False
-            self._unlease(entry, entry.leases[0])
+            lease = entry.leases.pop(0)
+            lease._entries.discard(entry)
+            if not lease._entries:
+                del self._leases[lease]
+            self._leased -= 1
+            self._let_go((entry,))
             return True
 
-    def resident(self, keys: Sequence[ChunkKey]) -> int:
-        """Return the length of the leading run of `keys` that is resident now; no side effects."""
-        with self._lock:
-            return _resident_run([self._entries[key] for key in takewhile(self._entries.__contains__, keys)])
-
-    def lend(self, key: ChunkKey) -> Loan | None:
-        """Return the resident bytes of a chunk, or None if it is not resident."""
-        return next(iter(self.lend_run([key])), None)
-
-    def lend_run(self, keys: Sequence[ChunkKey]) -> list[Loan]:
-        """Return the resident bytes of each of the longest leading run of `keys` that is resident."""
+    def lend(self, keys: Sequence[ChunkKey]) -> list[Hold]:
+        """Return a loan of each of the longest leading run of `keys` that is resident, the caller's to close."""
         loans = []
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
                 if entry is None or entry.state != "resident":
                     break
-                self._lend(entry, 1)
-                loans.append(Loan(self, entry))
+                self._keep(entry)
+                loan = Hold(self, (key,), {entry})
+                loan.bytes, loan.is_loan = entry.bytes, True
+                loans.append(loan)
+            self._lent += len(loans)
         return loans
 
+    def load(self, key: ChunkKey, timeout_s: float) -> Hold | None:
+        """Return a loan of a chunk, loaded first if need be; None if it is not resident within `timeout_s`."""
+        with self.hold((key,)) as found, self._lock:
+            self._hold_run(found, timeout_s)
+            return next(iter(self.lend((key,))), None)
+
+    def resident(self, keys: Sequence[ChunkKey]) -> int:
+        """Return the length of the leading run of `keys` that is resident now; no side effects."""
+        with self._lock:
+            for run, key in enumerate(keys):
+                entry = self._entries.get(key)
+                if entry is None or entry.state != "resident":
+                    return run
+            return len(keys)
+
+    def evict(self, digest: str) -> int:
+        """Drop the chunks of a cartridge, or of a chain, that nobody holds and return how many."""
+        with self._lock:
+            self._expire()
+            mine = [e for key, e in self._entries.items() if key.digest == digest and _is_idle(e)]
+            self._drop(*mine)
+            return len(mine)
+
     def resident_by_digest(self) -> dict[str, int]:
-        """Return how many chunks of each digest are resident; no side effects."""
+        """Return how many chunks of each digest are resident, at a cost that grows with them; no side effects."""
         with self._lock:
             return dict(Counter(key.digest for key, entry in self._entries.items() if entry.state == "resident"))
 
-    def evict(self, digest: str) -> int:
-        """Drop the chunks of a cartridge, or of a chain, that nobody relies on and return how many."""
-        with self._lock:
-            now = self._clock()
-            mine = [k for k, e in self._entries.items() if k.digest == digest and self._is_idle(e, now)]
-            for key in mine:
-                self._drop(key)
-            return len(mine)
-
-    def stats(self) -> ResidencyStats:
+    def stats(self) -> TierStats:
         """Return counters and totals, at a cost that does not grow with the chunks; no side effects."""
         with self._lock:
-            self._forget_ends(self._clock())
+            self._expire()
             resident = self._promoted - self._evicted
-            return ResidencyStats(
-                hits=self._hits,
-                misses=self._misses,
-                promoted=self._promoted,
-                failed=self._failed,
-                evicted=self._evicted,
-                resident=resident,
-                loading=len(self._entries) - resident,
-                held=self._held,
-                leased=len(self._leased) + len(self._reordered),
-                lent=self._lent,
-                resident_bytes=resident * self._slab.slot_bytes,
-                budget_bytes=self.budget_bytes,
-                load_seconds=self._load_seconds,
-                load_counts=tuple(self._load_counts),
-            )
+            return TierStats(
+                self._hits, self._misses, self._promoted, self._failed, self._evicted,
+                resident, len(self._entries) - resident, self._held, self._leased, self._lent,
+                resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
+            )  # fmt: skip
 
     def check(self) -> None:
-        """Assert the invariants: every slot has one owner, counts add up, nothing is owed."""
+        """Assert the invariants: every slot has one owner, no reference count is below 0, the totals add up."""
         with self._lock:
-            slots = [e.slot for e in self._entries.values()]
-            assert len(set(slots)) == len(slots), "two chunks share a slot"
-            assert len(slots) + self._slab.free_slots == self._slab.slots, "a slot is lost"
-            assert all(e.loans >= 0 for e in self._entries.values()), "a loan was closed twice"
-            assert all(e.holds >= 0 for e in self._entries.values()), "a hold was closed twice"
-            resident = sum(e.state == "resident" for e in self._entries.values())
+            self._expire()
+            entries = self._entries.values()
+            slots = [slot.data_ptr() for slot in [*self._free, *(entry.bytes for entry in entries)]]
+            assert len(set(slots)) == len(slots) == self._used <= self.slots, "a slot is lost, or two chunks share it"
+            assert all(entry.holds >= len(entry.leases) for entry in entries), "a hold was closed twice"
+            resident = sum(entry.state == "resident" for entry in entries)
             assert self._promoted - self._evicted == resident, "promoted - evicted != resident"
-            now, entries = self._clock(), self._entries.values()
-            self._forget_ends(now)
-            found = [sum(e.holds > 0 for e in entries), sum(e.loans > 0 for e in entries)]
-            found.append(sum(any(t > now for t in e.leases) for e in entries))
-            leased = len(self._leased) + len(self._reordered)
-            assert [self._held, self._lent, leased] == found, "what is held, lent or leased was miscounted"
+            assert self._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
+            leased = sum(len(lease._entries) for lease in self._leases)
+            assert self._leased == leased == sum(len(entry.leases) for entry in entries), "a lease is lost"
 
     def relieve(self) -> None:
-        """Let other cartridges load past those whose reads hang; see `LoadThreads.relieve`. Does not wait."""
+        """Do `LoadThreads.relieve`."""
         self._threads.relieve()
 
     def close(self) -> None:
@@ -276,150 +291,158 @@ class Residency:
             self._changed.notify_all()
         self._threads.close()
 
-    def _fits(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether all of `keys` could be in memory at once, given what must stay. The lock is held."""
-        missing = sum(key not in self._entries for key in keys)
-        if missing <= self._slab.free_slots:
-            return True
-        now, wanted = self._clock(), set(keys)
-        idle = sum(self._is_idle(e, now) for k, e in self._entries.items() if k not in wanted)
-        return missing <= self._slab.free_slots + idle
+    # The lock is held in everything below but `_loaded`, which takes it.
 
-    def _admit(self, keys: Sequence[ChunkKey], expiry: float) -> list[Entry]:
-        """Lease a leading run of `keys`, start loading what is missing of it, and return it. The lock is held."""
-        # What is here already is leased first, so that loading its neighbours cannot evict it.
-        here = [entry for key in keys if (entry := self._entries.get(key)) is not None]
-        for entry in here:
-            if not entry.holds:  # what is held was counted when it was
-                self._count(entry)
-            self._lease(entry, expiry)
-        if len(here) == len(keys):
-            self._touch(keys)
-            return here
-        admitted = []
-        for count, key in enumerate(keys):
+    def _keep(self, entry: _Entry) -> None:
+        """Count one hold more: the one place where reference counts grow."""
+        if not entry.holds:
+            self._held += 1
+        entry.holds += 1
+
+    def _let_go(self, entries: Iterable[_Entry]) -> None:
+        """Count one hold less of each: the one place where reference counts shrink."""
+        for entry in entries:
+            entry.holds -= 1
+            if not entry.holds and entry.state != "gone":
+                self._held -= 1
+
+    def _expire(self) -> None:
+        """Close the leases that have run out, and the holds that were dropped."""
+        while self._dropped:
+            self._dropped.popleft().close()
+        while self._leases:
+            oldest = next(iter(self._leases))
+            if oldest.until > self.clock():
+                break
+            for entry in oldest._entries:
+                entry.leases.remove(oldest)
+            self._leased -= len(oldest._entries)
+            del self._leases[oldest]
+            oldest.close()
+
+    def _grow(self, hold: Hold) -> None:
+        """Forget what could not be loaded of a hold, and admit what is missing."""
+        now = self.clock()
+        if failed := [entry for entry in hold._entries if entry.state == "gone"]:
+            hold._problem = str(failed[0].error)
+            hold._entries.difference_update(failed)
+            self._let_go(failed)
+            hold._retry_s = min(2 * hold._retry_s or _FIRST_RETRY_S, _LAST_RETRY_S)
+            hold._retry_at = now + hold._retry_s
+        if not hold._is_counted:
+            hold._is_counted = True
+            hits = sum(key in self._entries and self._entries[key].state == "resident" for key in hold.keys)
+            self._hits, self._misses = self._hits + hits, self._misses + len(hold.keys) - hits
+        if len(hold._entries) < len(hold.keys):
+            if now >= hold._retry_at:
+                self._admit(hold)
+        elif hold._problem is not None and all(entry.state == "resident" for entry in hold._entries):
+            hold._problem, hold._retry_s = None, 0.0
+
+    def _hold_run(self, hold: Hold, timeout_s: float) -> int:
+        """Have a new hold keep the longest leading run of its keys that is resident in time, and return its length."""
+        entries = self._admit(hold, count=True)
+        run = 0
+
+        def has_ended() -> bool:
+            nonlocal run
+            while run < len(entries) and entries[run].state == "resident":
+                run += 1  # what is held stays
+            return run == len(entries) or entries[run].state == "gone"
+
+        if not has_ended():
+            self._changed.wait_for(has_ended, timeout_s)
+        if hold.whole and run < len(hold.keys):
+            run = 0
+        if run < len(hold._entries):
+            beyond = hold._entries.difference(entries[:run])
+            hold._entries -= beyond
+            self._let_go(beyond)
+        return run
+
+    def _admit(self, hold: Hold, *, count: bool = False) -> list[_Entry]:
+        """Have a hold keep those of its chunks that are here, and start loading the others as far as there is room.
+
+        Returns the leading run that it keeps. With `count` chunks are counted as hits and misses.
+        """
+        here = list(map(self._entries.get, hold.keys))
+        if count:
+            # A claimed chunk was counted when it was claimed. So a chunk is not counted while somebody copies it.
+            hits = sum(e is not None and e.state == "resident" and e.holds == len(e.leases) for e in here)
+            misses = sum(e is None or (e.state != "resident" and not e.holds) for e in here)
+            self._hits, self._misses = self._hits + hits, self._misses + misses
+        present = [entry for entry in here if entry is not None]
+        if len(present) < len(here) and hold.whole and not self._fits(hold.keys):
+            return []
+        # What is here is kept first, so that loading its neighbours cannot evict it.
+        kept = hold._entries
+        for entry in present:
+            if entry not in kept:
+                kept.add(entry)
+                self._keep(entry)
+        admitted = present if len(present) == len(here) else []
+        for key in hold.keys[len(admitted) :]:
             entry = self._entries.get(key)
             if entry is None:
-                self._misses += 1
-                if self._closed or not self._has_room():
-                    for beyond in keys[count + 1 :]:
-                        if beyond in self._entries:
-                            self._unlease(self._entries[beyond], expiry)
+                slot = None if self._closed else self._take_slot()
+                if slot is None:
                     break
-                entry = self._start(key)
-                self._lease(entry, expiry)
+                entry = self._entries[key] = _Entry(key, slot)
+                self._threads.submit(key, slot)
+                kept.add(entry)
+                self._keep(entry)
             admitted.append(entry)
-        self._touch(keys[: len(admitted)])
+        # The first chunk is the most recently used: when memory runs short a cartridge loses its end, and the rest of it
+        # stays useful.
+        for entry in reversed(admitted):
+            self._entries.move_to_end(entry.key)
         return admitted
 
-    def _count(self, entry: Entry | None) -> None:
-        resident = entry is not None and entry.state == "resident"
-        self._hits += resident
-        self._misses += not resident
+    def _fits(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether all of `keys` could be in memory at once, given what is held."""
+        self._expire()
+        wanted, free = set(keys), len(self._free) + self.slots - self._used
+        missing = len(wanted - self._entries.keys())
+        if missing <= free:
+            return True
+        return missing <= free + sum(_is_idle(entry) and key not in wanted for key, entry in self._entries.items())
 
-    def _touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Make `keys` the most recently used, the first of them most of all.
+    def _take_slot(self) -> torch.Tensor | None:
+        """Return a free slot, that of the least recently used idle chunk if need be; None where there is none."""
+        if not self._free and self._used < self.slots:
+            self._free.append(self._memory[self._used * self.slot_bytes : (self._used + 1) * self.slot_bytes])
+            self._used += 1
+        if not self._free:
+            self._expire()
+            self._drop(*islice(filter(_is_idle, self._entries.values()), 1))
+        return self._free.pop() if self._free else None
 
-        When memory runs short a cartridge loses its end, and the rest of it stays useful.
-        """
-        for key in reversed(keys):
-            self._entries.move_to_end(key)
-
-    def _start(self, key: ChunkKey) -> Entry:
-        """Give a chunk a free slot and have it loaded. The lock is held."""
-        slot = self._slab.take()
-        entry = self._entries[key] = Entry(slot, self._slab.tensor(slot))
-        self._threads.submit(key, entry.bytes)
-        return entry
-
-    def _loaded(self, keys: Sequence[ChunkKey], errors: Sequence[CartridgeError | None], took_s: float) -> None:
-        """Note how the load of chunks in a row ended, and wake who waits for them."""
+    def _loaded(self, keys: Sequence[ChunkKey], errors: Sequence[CartridgeError | None]) -> None:
+        """Note how loads ended, and wake whoever waits for them."""
         with self._changed:
             for key, error in zip(keys, errors, strict=True):
-                self._settle(key, error, took_s / len(keys))
+                entry = self._entries[key]  # loading chunks are never evicted
+                if error is None:
+                    entry.state = "resident"
+                    self._promoted += 1
+                else:
+                    entry.error = error
+                    self._held -= entry.holds > 0
+                    self._failed += 1
+                    self._free_slot(entry)
             self._changed.notify_all()
 
-    def _settle(self, key: ChunkKey, error: CartridgeError | None, took_s: float) -> None:
-        """Note how a load ended. The lock is held."""
-        entry = self._entries[key]  # what loads is never dropped
-        self._load_seconds += took_s
-        self._load_counts[bisect_left(LOAD_SECONDS, took_s)] += 1
-        if error is None:
-            entry.state = "resident"
-            self._promoted += 1
-        else:
-            self._held -= entry.holds > 0
-            entry.state, entry.error = "gone", error
-            entry.leases.clear()
-            self._no_lease(entry)
-            self._failed += 1
-            del self._entries[key]
-            self._slab.give(entry.slot)
+    def _drop(self, *entries: _Entry) -> None:
+        """Evict idle chunks."""
+        for entry in entries:
+            self._free_slot(entry)
+        self._evicted += len(entries)
 
-    def _is_idle(self, entry: Entry, now: float) -> bool:
-        return entry.state == "resident" and not (entry.holds or entry.loans or self._live_leases(entry, now))
-
-    def _hold(self, entry: Entry, change: int) -> None:
-        """Note that one hold more, or less, keeps a chunk. The lock is held."""
-        before, entry.holds = entry.holds > 0, entry.holds + change
-        if entry.state != "gone":
-            self._held += (entry.holds > 0) - before
-
-    def _lend(self, entry: Entry, change: int) -> None:
-        before, entry.loans = entry.loans > 0, entry.loans + change
-        self._lent += (entry.loans > 0) - before
-
-    def _lease(self, entry: Entry, expiry: float) -> None:
-        entry.leases.append(expiry)
-        self._reordered.discard(entry)
-        self._leased[entry] = None
-        self._leased.move_to_end(entry)
-
-    def _unlease(self, entry: Entry, expiry: float) -> None:
-        """End the lease that runs out then; no change if it did, or somebody's late release ended it."""
-        with suppress(ValueError):
-            entry.leases.remove(expiry)
-            if not entry.leases:
-                self._no_lease(entry)
-            elif entry.leases[-1] < expiry:
-                self._leased.pop(entry, None)
-                self._reordered.add(entry)
-
-    def _live_leases(self, entry: Entry, now: float) -> int:
-        """Forget the leases that have run out and return how many are left."""
-        live = entry.live_leases(now)
-        if not live:
-            self._no_lease(entry)
-        return live
-
-    def _forget_ends(self, now: float) -> None:
-        """Note which chunks have no lease any more since their last one ran out."""
-        while self._leased and next(iter(self._leased)).leases[-1] <= now:
-            self._live_leases(next(iter(self._leased)), now)
-        for entry in list(self._reordered):
-            self._live_leases(entry, now)
-
-    def _no_lease(self, entry: Entry) -> None:
-        self._leased.pop(entry, None)
-        self._reordered.discard(entry)
-
-    def _has_room(self) -> bool:
-        """Whether a slot is free, that of the least recently used idle chunk if need be. The lock is held."""
-        if self._slab.free_slots:
-            return True
-        now = self._clock()
-        for key, entry in self._entries.items():
-            if self._is_idle(entry, now):
-                self._drop(key)
-                return True
-        return False
-
-    def _drop(self, key: ChunkKey) -> None:
-        entry = self._entries.pop(key)
+    def _free_slot(self, entry: _Entry) -> None:
         entry.state = "gone"
-        self._slab.give(entry.slot)
-        self._evicted += 1
+        del self._entries[entry.key]
+        self._free.append(entry.bytes)
 
 
-def _resident_run(entries: Sequence[Entry]) -> int:
-    return next((i for i, entry in enumerate(entries) if entry.state != "resident"), len(entries))
+def _is_idle(entry: _Entry) -> bool:
+    return not entry.holds and entry.state == "resident"

@@ -51,9 +51,9 @@ TIER_NUMBERS = (
     Number("resident_bytes", "gauge", "Bytes a tier holds now, never above its budget. The disk tier's ranks share one directory: take max, not sum.", "resident_bytes"),
     Number("budget_bytes", "gauge", "Bytes a tier may hold. The disk tier's ranks share one directory: take max, not sum.", "budget_bytes"),
     Number("loading_chunks", "gauge", "Loads into a tier in flight or queued.", "loading"),
-    Number("held_chunks", "gauge", "Chunks that may not be evicted, since a request, pin or preload claims them.", "held"),
-    Number("leased_chunks", "gauge", "Chunks promised to the scheduler for a request that has not come for them yet.", "leased"),
-    Number("lent_chunks", "gauge", "Chunks whose bytes are being injected now.", "lent"),
+    Number("held_chunks", "gauge", "Chunks that may not be evicted now: claimed by a request, pin or preload, leased, or lent.", "held"),
+    Number("leased_chunks", "gauge", "Leases of chunks, promised to the scheduler for a request that has not come for them yet.", "leased"),
+    Number("lent_chunks", "gauge", "Loans of chunks whose bytes are being injected now.", "lent"),
 )  # fmt: skip
 """By tier and rank."""
 RANK_NUMBERS = (
@@ -118,7 +118,7 @@ class StatusCollector:
         clock: Callable[[], float] = time.monotonic,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """`load_bounds` are those of `load_counts`: `tier.LOAD_SECONDS`. It does not register itself."""
+        """`load_bounds` are those of `load_counts`: `loads.LOAD_SECONDS`. It does not register itself."""
         self._bounds, self._clock = tuple(load_bounds), clock
         self._families: list[Metric] = []
         self._updated_at: float | None = None

@@ -15,7 +15,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from ..engine import host
-from ..memory.tier import LOAD_SECONDS
+from ..memory.loads import LOAD_SECONDS
 from ..settings import from_environment
 from .admin import add_routes
 from .admission import Admission

@@ -1,0 +1,1147 @@
+"""Chunks are in memory while somebody relies on them, once each, and never more than the budget."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from waiting import Clock, run_threads, until
+
+from lmcache_cartridge.errors import CorruptChunk, OverBudget, SourceError
+from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.memory.loads import STALLED_S, LoadRun, Plan, one_by_one
+from lmcache_cartridge.memory.readiness import Readiness
+from lmcache_cartridge.memory.tier import Hold, MemoryTier
+
+SLOT = 64
+
+
+class _Loads:
+    """Fills chunks with bytes that tell them apart, counts loads, and fails or waits where told to."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[ChunkKey] = Counter()
+        self.broken: set[ChunkKey] = set()
+        self.held: dict[ChunkKey, threading.Event] = {}
+        self.pause_s = 0.0
+
+    def __call__(self, key: ChunkKey, out: torch.Tensor) -> None:
+        self.counts[key] += 1
+        out[: SLOT // 2] = _byte(key)
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        if key in self.held:
+            assert self.held[key].wait(20)
+        if key in self.broken:
+            raise CorruptChunk(f"{key} is broken")
+        out[SLOT // 2 :] = _byte(key)
+
+
+def _byte(key: ChunkKey) -> int:
+    return (sum(map(ord, key.digest)) * 31 + key.chunk * 7) % 251
+
+
+def _keys(digest: str, count: int) -> list[ChunkKey]:
+    return [ChunkKey(digest, chunk) for chunk in range(count)]
+
+
+def _intact(loan: Hold, key: ChunkKey) -> bool:
+    return bool((loan.bytes == _byte(key)).all()) and loan.bytes.numel() == SLOT
+
+
+def _quiet(tier: MemoryTier) -> None:
+    """Wait until no load is in flight."""
+    until(lambda: not tier.stats().loading)
+
+
+def _lend(tier: MemoryTier, key: ChunkKey) -> Hold | None:
+    return next(iter(tier.lend([key])), None)
+
+
+def _polled(hold: Hold) -> Readiness:
+    until(lambda: hold.poll().ready)
+    return hold.poll()
+
+
+def _held(tier: MemoryTier, keys: list[ChunkKey]) -> list[int]:
+    return [key.chunk for key in keys if tier.resident([key])]
+
+
+@pytest.fixture
+def loads() -> _Loads:
+    return _Loads()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def open_tier(loads: _Loads, clock: Clock) -> Callable[..., MemoryTier]:
+    """Return a function that opens a tier of so many slots, which is checked and closed at the end."""
+    opened = []
+
+    def make(slots: int, **arguments: object) -> MemoryTier:
+        given = {"plan": one_by_one(loads), "clock": clock, "lease_s": 100} | arguments
+        tier = MemoryTier(SLOT, slots * SLOT, **given)
+        opened.append(tier)
+        return tier
+
+    yield make
+    for held in loads.held.values():
+        held.set()
+    for tier in opened:
+        tier.close()
+        tier.check()
+
+
+def test_acquired_chunks_are_resident_leased_and_have_their_bytes(open_tier: Callable) -> None:
+    tier, keys = open_tier(8), _keys("a", 4)
+    assert tier.resident(keys) == 0
+    assert tier.lease(keys, 5) == 4
+    assert tier.resident(keys) == 4
+    for key in keys:
+        with _lend(tier, key) as loan:
+            assert _intact(loan, key)
+    stats = tier.stats()
+    assert (stats.resident, stats.leased, stats.lent, stats.promoted, stats.misses, stats.hits) == (4, 4, 0, 4, 4, 0)
+    assert (stats.resident_bytes, stats.budget_bytes) == (4 * SLOT, 8 * SLOT)
+
+
+def test_a_chunk_that_is_resident_is_a_hit_and_not_loaded_again(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(8), _keys("a", 4)
+    tier.lease(keys, 5)
+    assert tier.lease(keys, 5) == 4
+    assert set(loads.counts.values()) == {1}
+    assert tier.stats().hits == 4
+
+
+def test_a_chunk_that_is_not_resident_is_not_lent_or_released(open_tier: Callable) -> None:
+    tier = open_tier(2)
+    assert _lend(tier, ChunkKey("a", 0)) is None
+    assert tier.release(ChunkKey("a", 0)) is False
+    assert tier.stats()[:8] == (0,) * 8
+
+
+def test_asking_what_is_resident_changes_nothing(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(4), _keys("a", 4)
+    tier.lease(keys[:2], 5)
+    before = tier.stats()
+    assert tier.resident(keys) == 2
+    assert tier.resident(keys[1:]) == 1
+    assert tier.resident(keys[2:]) == 0
+    assert tier.resident([]) == 0
+    assert tier.stats() == before
+    assert sum(loads.counts.values()) == 2
+
+
+def test_two_loans_are_the_same_memory(open_tier: Callable) -> None:
+    tier, (key,) = open_tier(2), _keys("a", 1)
+    tier.lease([key], 5)
+    with _lend(tier, key) as one, _lend(tier, key) as other:
+        assert one.bytes.data_ptr() == other.bytes.data_ptr()
+    with _lend(tier, key) as again:
+        assert again.bytes.data_ptr() == one.bytes.data_ptr()
+
+
+def test_lent_bytes_are_not_overwritten_however_much_else_is_wanted(open_tier: Callable) -> None:
+    tier, key = open_tier(2), ChunkKey("a", 0)
+    tier.lease([key], 5)
+    loan = _lend(tier, key)
+    tier.release(key)
+    for chunk in range(10):
+        assert tier.lease([ChunkKey("b", chunk)], 5) == 1
+        tier.release(ChunkKey("b", chunk))
+        assert _intact(loan, key)
+    assert tier.evict("a") == 0
+    loan.close()
+    assert tier.evict("a") == 1
+
+
+def test_a_loan_keeps_its_chunk_after_its_lease_ran_out(open_tier: Callable, clock: Clock) -> None:
+    tier, key = open_tier(1), ChunkKey("a", 0)
+    tier.lease([key], 5)
+    loan = _lend(tier, key)
+    clock.now += 1000
+    assert tier.lease([ChunkKey("b", 0)], 5) == 0
+    assert _intact(loan, key)
+    loan.close()
+    assert tier.lease([ChunkKey("b", 0)], 5) == 1
+
+
+def test_closing_a_loan_twice_counts_once(open_tier: Callable) -> None:
+    tier, (key,) = open_tier(1), _keys("a", 1)
+    tier.lease([key], 5)
+    tier.release(key)
+    one, other = _lend(tier, key), _lend(tier, key)
+    one.close()
+    one.close()
+    tier.check()
+    assert tier.stats().lent == 1
+    assert tier.evict("a") == 0, "the other loan still counts"
+    other.close()
+    assert tier.evict("a") == 1
+
+
+def test_a_loan_closed_by_sixteen_threads_at_once_counts_once(open_tier: Callable) -> None:
+    tier, (key,) = open_tier(1), _keys("a", 1)
+    tier.lease([key], 5)
+    keeper = _lend(tier, key)
+    for _ in range(50):
+        loan = _lend(tier, key)
+        run_threads(16, lambda _, loan=loan: loan.close())
+        tier.check()
+    assert tier.stats().lent == 1
+    keeper.close()
+    assert tier.stats().lent == 0
+
+
+def test_leased_chunks_are_not_evicted(open_tier: Callable) -> None:
+    tier, keys = open_tier(3), _keys("a", 3)
+    assert tier.lease(keys, 5) == 3
+    assert tier.lease(_keys("b", 1), 5) == 0
+    assert tier.evict("a") == 0
+    assert tier.resident(keys) == 3
+    assert tier.release(keys[2]) is True
+    assert tier.lease(_keys("b", 1), 5) == 1
+    assert tier.resident(keys) == 2
+
+
+def test_each_lease_must_be_released(open_tier: Callable) -> None:
+    tier, (key,) = open_tier(1), _keys("a", 1)
+    tier.lease([key], 5)
+    tier.lease([key], 5)
+    assert tier.release(key) is True
+    assert tier.evict("a") == 0
+    assert tier.release(key) is True
+    assert tier.release(key) is False
+    assert tier.evict("a") == 1
+
+
+def test_a_lease_that_nobody_ends_runs_out(open_tier: Callable, clock: Clock) -> None:
+    tier = open_tier(1, lease_s=100)
+    tier.lease(_keys("a", 1), 5)
+    clock.now += 99
+    assert tier.lease(_keys("b", 1), 5) == 0
+    assert tier.stats().leased == 1
+    clock.now += 1
+    assert tier.stats().leased == 0
+    assert tier.lease(_keys("b", 1), 5) == 1
+
+
+def test_a_younger_lease_outlives_an_older_one(open_tier: Callable, clock: Clock) -> None:
+    tier = open_tier(1, lease_s=100)
+    tier.lease(_keys("a", 1), 5)
+    clock.now += 60
+    tier.lease(_keys("a", 1), 5)
+    clock.now += 60
+    assert tier.lease(_keys("b", 1), 5) == 0
+    clock.now += 40
+    assert tier.lease(_keys("b", 1), 5) == 1
+
+
+def test_no_lease_is_left_beyond_the_run_that_was_returned(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(8), _keys("a", 4)
+    tier.lease(keys[2:], 5)
+    for key in keys[2:]:
+        tier.release(key)
+    loads.broken.add(keys[1])
+    assert tier.lease(keys, 5) == 1
+    _quiet(tier)
+    assert [tier.release(key) for key in keys] == [True, False, False, False]
+
+
+def test_no_lease_is_left_beyond_the_memory_there_is(open_tier: Callable) -> None:
+    tier, keys = open_tier(3), _keys("a", 6)
+    tier.lease([keys[4]], 5)
+    tier.release(keys[4])
+    assert tier.lease(keys, 5) == 2
+    assert [tier.release(key) for key in keys] == [True, True, False, False, False, False]
+
+
+def test_more_than_fits_gives_the_beginning(open_tier: Callable) -> None:
+    tier = open_tier(3)
+    assert tier.lease(_keys("a", 5), 5) == 3
+    assert tier.stats().resident == 3
+
+
+def test_whole_gives_everything_or_nothing_and_leaves_everything_as_it_was(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(4), _keys("a", 5)
+    tier.lease(_keys("b", 2), 5)
+    for key in _keys("b", 2):
+        tier.release(key)
+    before = tier.stats()
+    assert tier.lease(keys, 5, whole=True) == 0
+    after = tier.stats()
+    assert after == before._replace(misses=before.misses + 5)
+    assert sum(loads.counts.values()) == 2, "nothing was loaded"
+    assert _held(tier, _keys("b", 2)) == [0, 1], "nothing was evicted"
+    assert tier.lease(keys[:4], 5, whole=True) == 4
+
+
+def test_whole_is_refused_while_others_hold_the_memory(open_tier: Callable) -> None:
+    tier, keys = open_tier(4), _keys("a", 3)
+    tier.lease(_keys("b", 2), 5)
+    assert tier.lease(keys, 5, whole=True) == 0
+    assert tier.lease(keys, 5) == 2, "a part would fit"
+    assert [tier.release(key) for key in keys] == [True, True, False]
+    tier.release(ChunkKey("b", 0))
+    assert tier.lease(keys, 5, whole=True) == 3
+
+
+def test_whole_never_evicts_its_own_chunks(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(4), _keys("a", 4)
+    tier.lease(keys[2:], 5)
+    tier.lease(_keys("b", 2), 5)
+    for key in [*keys[2:], *_keys("b", 2)]:
+        tier.release(key)
+    assert tier.lease(keys, 5, whole=True) == 4
+    assert all(loads.counts[key] == 1 for key in keys)
+
+
+def test_whole_gives_nothing_when_one_chunk_cannot_be_loaded(open_tier: Callable, loads: _Loads) -> None:
+    tier = open_tier(8)
+    for chunk, digest in enumerate("abcd"):
+        keys = _keys(digest, 4)
+        loads.broken = {keys[chunk]}
+        assert tier.lease(keys, 5, whole=True) == 0
+        _quiet(tier)
+        assert not any(tier.release(key) for key in keys)
+        loads.broken = set()
+        assert tier.lease(keys, 5, whole=True) == 4
+        assert all(tier.release(key) for key in keys)
+
+
+def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 3)
+    loads.held[keys[1]] = threading.Event()
+    before = time.monotonic()
+    assert tier.lease(keys, 0.1) == 1
+    assert 0.09 < time.monotonic() - before < 20
+    assert tier.stats().loading == 1
+    assert _lend(tier, keys[1]) is None, "a chunk on its way is not lent"
+    loads.held[keys[1]].set()
+    _quiet(tier)
+    assert tier.lease(keys, 0) == 3
+    assert set(loads.counts.values()) == {1}
+
+
+def test_whole_gives_nothing_at_the_deadline_and_everything_later(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 3)
+    loads.held[keys[2]] = threading.Event()
+    assert tier.lease(keys, 0.05, whole=True) == 0
+    assert not any(tier.release(key) for key in keys)
+    loads.held[keys[2]].set()
+    assert tier.lease(keys, 5, whole=True) == 3
+
+
+def test_a_chunk_on_its_way_is_not_evicted(open_tier: Callable, loads: _Loads) -> None:
+    tier, key = open_tier(1, clock=time.monotonic), ChunkKey("a", 0)
+    loads.held[key] = threading.Event()
+    assert tier.lease([key], 0) == 0
+    assert tier.evict("a") == 0
+    assert tier.lease(_keys("b", 1), 0.05) == 0
+    loads.held[key].set()
+    _quiet(tier)
+    assert tier.resident([key]) == 1
+
+
+def test_sixteen_that_want_a_cartridge_at_once_cause_one_load_a_chunk(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 5)
+    loads.pause_s = 0.02
+    runs = []
+    run_threads(16, lambda _: runs.append(tier.lease(keys, 10)))
+    assert runs == [5] * 16
+    assert loads.counts == dict.fromkeys(keys, 1)
+    assert [sum(tier.release(key) for _ in range(17)) for key in keys] == [16] * 5
+
+
+def test_a_failing_load_frees_its_slot_and_may_succeed_later(open_tier: Callable, loads: _Loads) -> None:
+    failures = []
+    tier, (key,) = open_tier(1, on_failure=lambda key, error: failures.append((key, error))), _keys("a", 1)
+    loads.broken.add(key)
+    for attempt in range(1, 4):
+        assert tier.lease([key], 5) == 0
+        _quiet(tier)
+        tier.check()
+        assert tier.stats().failed == len(failures) == attempt
+    assert failures[0][0] == key
+    assert isinstance(failures[0][1], CorruptChunk)
+    assert tier.lease(_keys("b", 1), 5) == 1, "the slot is free for others"
+    tier.release(ChunkKey("b", 0))
+    loads.broken.clear()
+    assert tier.lease([key], 5) == 1
+    with _lend(tier, key) as loan:
+        assert _intact(loan, key)
+
+
+def test_waiters_hear_of_a_failure_at_once_and_not_at_their_deadline(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(4, clock=time.monotonic), _keys("a", 3)
+    loads.broken.add(keys[1])
+    loads.pause_s = 0.02
+    before, runs = time.monotonic(), []
+    run_threads(8, lambda _: runs.append(tier.lease(keys, 60)), timeout_s=120)
+    assert runs == [1] * 8
+    assert time.monotonic() - before < 30
+
+
+def test_a_bug_in_the_loader_is_a_failure_like_any_other(clock: Clock) -> None:
+    failures = []
+
+    def load(key: ChunkKey, out: torch.Tensor) -> None:
+        raise ZeroDivisionError("oops")
+
+    tier = MemoryTier(
+        SLOT, SLOT, one_by_one(load), on_failure=lambda _, error: failures.append(str(error)), clock=clock
+    )
+    assert tier.lease(_keys("a", 1), 5) == 0
+    _quiet(tier)
+    tier.check()
+    assert failures == ["loading chunk 0 of a: ZeroDivisionError: oops"]
+    tier.close()
+
+
+def test_a_bug_in_who_hears_of_failures_loses_no_slot_and_hangs_nobody(open_tier: Callable, loads: _Loads) -> None:
+    def on_failure(key: ChunkKey, error: Exception) -> None:
+        raise RuntimeError("the listener broke")
+
+    tier, (key,) = open_tier(1, clock=time.monotonic, on_failure=on_failure), _keys("a", 1)
+    loads.broken.add(key)
+    before = time.monotonic()
+    assert tier.lease([key], 60) == 0
+    assert time.monotonic() - before < 30
+    _quiet(tier)
+    loads.broken.clear()
+    assert tier.lease([key], 5) == 1
+
+
+def test_the_end_of_the_oldest_cartridge_goes_first(open_tier: Callable) -> None:
+    tier, old, new = open_tier(8), _keys("a", 4), _keys("b", 4)
+    for keys in (old, new):
+        tier.lease(keys, 5)
+        for key in keys:
+            with _lend(tier, key):
+                tier.release(key)
+    for count in range(1, 5):
+        tier.lease([ChunkKey("c", count)], 5)
+        assert _held(tier, old) == list(range(4 - count))
+        assert _held(tier, new) == [0, 1, 2, 3]
+    tier.lease([ChunkKey("c", 5)], 5)
+    assert _held(tier, new) == [0, 1, 2]
+
+
+def test_a_cartridge_that_was_asked_for_again_is_not_the_oldest_any_more(open_tier: Callable) -> None:
+    tier, first, second = open_tier(6), _keys("a", 3), _keys("b", 3)
+    for keys in (first, second, first):
+        tier.lease(keys, 5)
+        for key in keys:
+            tier.release(key)
+    tier.lease(_keys("c", 2), 5)
+    assert _held(tier, first) == [0, 1, 2]
+    assert _held(tier, second) == [0]
+
+
+def test_evicting_a_cartridge_drops_its_idle_chunks_and_no_others(open_tier: Callable) -> None:
+    tier = open_tier(8)
+    for digest in "ab":
+        tier.lease(_keys(digest, 3), 5)
+    for key in [*_keys("a", 2), *_keys("b", 3)]:
+        tier.release(key)
+    assert tier.evict("a") == 2
+    assert _held(tier, _keys("a", 3)) == [2]
+    assert _held(tier, _keys("b", 3)) == [0, 1, 2]
+    assert tier.evict("nobody") == 0
+
+
+def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys, runs = open_tier(2, clock=time.monotonic, lease_s=0.05), _keys("a", 2), []
+    assert tier.lease(keys[:1], 5) == 1
+    loads.held[keys[1]] = threading.Event()
+    waiting = threading.Thread(target=lambda: runs.append(tier.lease(keys, 60)), daemon=True)
+    waiting.start()
+    until(lambda: loads.counts[keys[1]])
+    time.sleep(0.1)  # longer than a lease
+    assert tier.lease(_keys("b", 1), 0) == 0
+    assert tier.stats().leased == 0, "the control: the first lease has run out"
+    loads.held[keys[1]].set()
+    waiting.join(60)
+    assert runs == [2]
+
+
+def test_a_lookup_that_waits_has_no_lease_that_somebody_else_could_end(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys, runs = open_tier(2, clock=time.monotonic), _keys("a", 2), []
+    loads.held[keys[1]] = threading.Event()
+    waiting = threading.Thread(target=lambda: runs.append(tier.lease(keys, 60)), daemon=True)
+    waiting.start()
+    until(lambda: tier.resident(keys) == 1)
+    assert tier.release(keys[0]) is False
+    loads.held[keys[1]].set()
+    waiting.join(60)
+    assert runs == [2]
+    assert [tier.release(key) for key in [*keys, *keys]] == [True, True, False, False]
+
+
+def test_after_closing_nothing_is_loaded_and_loans_stay_valid(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(4), _keys("a", 3)
+    tier.lease(keys[:1], 5)
+    loan = _lend(tier, keys[0])
+    tier.close()
+    assert tier.lease(keys, 5) == 1
+    assert tier.lease(_keys("b", 2), 5, whole=True) == 0
+    assert sum(loads.counts.values()) == 1
+    assert _intact(loan, keys[0])
+    loan.close()
+
+
+def test_check_finds_broken_books(loads: _Loads) -> None:
+    tier = MemoryTier(SLOT, 2 * SLOT, one_by_one(loads))
+    tier.lease(_keys("a", 1), 5)
+    entry = tier._entries[ChunkKey("a", 0)]
+    for broken, message in [
+        ((entry, "holds", 0), "closed twice"), ((entry, "holds", 2), None), ((tier, "_held", 2), "miscounted"),
+        ((tier, "_leased", 0), "a lease is lost"), ((tier, "_used", 2), "a slot is lost"), ((tier, "_promoted", 2), "promoted"),
+    ]:  # fmt: skip
+        of, name, wrong = broken
+        right = getattr(of, name)
+        setattr(of, name, wrong)
+        if message is None:
+            tier.check()  # as if there were a loan
+        else:
+            with pytest.raises(AssertionError, match=message):
+                tier.check()
+        setattr(of, name, right)
+    tier.check()
+    tier.close()
+
+
+@pytest.mark.parametrize("slots", [5, 12])
+def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int) -> None:
+    loads, fail = _Loads(), random.Random(0)
+
+    def load(key: ChunkKey, out: torch.Tensor) -> None:
+        loads.pause_s = fail.random() / 1000
+        if fail.random() < 0.3:
+            raise SourceError(f"{key} could not be read this time")
+        loads(key, out)
+
+    budget = slots * SLOT
+    tier = MemoryTier(SLOT, budget, one_by_one(load), threads=6, lease_s=0.02)
+    end, closed, lent, held = time.monotonic() + 2, Counter(), Counter(), Counter()
+
+    def tried() -> int:
+        """Return how often the rarest of what threads do was done."""
+        stats = tier.stats()
+        return min(stats.hits, stats.promoted, stats.failed, stats.evicted, sum(lent.values()), sum(held.values()))
+
+    def work(number: int) -> None:
+        chance, loans, hold = random.Random(number), [], None
+        while time.monotonic() < end or (tried() <= 20 and time.monotonic() < end + 60):
+            keys = _keys(chance.choice("abcd"), chance.randint(1, 5))
+            action = chance.random()
+            if action < 0.5:
+                whole = chance.random() < 0.3
+                run = tier.lease(keys, chance.choice([0, 0.001, 0.05]), whole=whole)
+                assert run == len(keys) or (not whole and 0 <= run < len(keys)) or run == 0
+                for key in keys[:run]:
+                    loan = _lend(tier, key)
+                    if loan is not None:
+                        assert _intact(loan, key)
+                        loans.append((key, loan))
+                        lent[number] += 1
+                    if chance.random() < 0.98:
+                        tier.release(key)
+            elif action < 0.6:
+                tier.release(chance.choice(keys))
+            elif action < 0.7:
+                tier.evict(chance.choice("abcd"))
+            elif action < 0.8:
+                assert 0 <= tier.resident(keys) <= len(keys)
+            elif hold is None:
+                hold = tier.hold(keys, whole=chance.random() < 0.5)
+                held[number] += hold.poll().admitted > 0
+            elif action < 0.9:
+                state = hold.poll()
+                assert 0 <= state.resident <= state.admitted <= state.chunks
+                assert not state.ready or all(tier.resident([key]) for key in hold.keys)
+            else:
+                hold.close()
+                hold = None
+            while loans and (len(loans) > 2 or chance.random() < 0.8):
+                key, loan = loans.pop(chance.randrange(len(loans)))
+                assert _intact(loan, key), "lent bytes were overwritten"
+                loan.close()
+                if chance.random() < 0.2:
+                    loan.close()
+                closed[number] += 1
+            time.sleep(chance.random() / 100)
+            tier.check()
+            stats = tier.stats()
+            assert stats.resident_bytes + stats.loading * SLOT <= stats.budget_bytes == budget
+        for _, loan in loans:
+            loan.close()
+        if hold is not None:
+            hold.close()
+
+    run_threads(16, work, timeout_s=120)
+    _quiet(tier)
+    tier.check()
+    assert tried() > 20, "nothing much was tried"
+    time.sleep(0.03)  # every lease has run out
+    stats = tier.stats()
+    assert (stats.lent, stats.held, stats.leased) == (0, 0, 0)
+    assert sum(tier.evict(digest) for digest in "abcd") == stats.resident
+    assert tier.stats().resident == 0
+    tier.close()
+
+
+class _Machine(RuleBasedStateMachine):
+    """Any sequence of calls, against the plainest account of who relies on what."""
+
+    slots = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads, self.clock = _Loads(), Clock()
+        self.tier = MemoryTier(SLOT, self.slots * SLOT, one_by_one(self.loads), lease_s=100, clock=self.clock)
+        self.leases: dict[ChunkKey, list[float]] = {}
+        self.loans: list[tuple[ChunkKey, Hold]] = []
+        self.holds: list[tuple[Hold, set[ChunkKey]]] = []
+
+    def teardown(self) -> None:
+        self.tier.close()
+
+    def _live(self, key: ChunkKey) -> int:
+        return sum(expiry > self.clock.now for expiry in self.leases.get(key, ()))
+
+    def _relied_on(self) -> set[ChunkKey]:
+        held = {key for _, keys in self.holds for key in keys}
+        return {key for key in self.leases if self._live(key)} | {key for key, _ in self.loans} | held
+
+    def _admitted(self, keys: list[ChunkKey], whole: bool) -> set[ChunkKey]:
+        """Return which chunks a poll of a hold on `keys` will keep, those that cannot be loaded left out."""
+        present = {key for key in keys if self.tier.resident([key])}
+        free = self.slots - len(self._relied_on() | present)
+        missing = [key for key in keys if key not in present]
+        if whole and len(missing) > free:
+            return set()
+        return present | {key for key in missing[:free] if key not in self.loads.broken}
+
+    @rule(digest=st.sampled_from("abc"), count=st.integers(1, 5), whole=st.booleans())
+    def hold(self, digest: str, count: int, whole: bool) -> None:
+        keys = _keys(digest, count)
+        expected = self._admitted(keys, whole)
+        hold = self.tier.hold(keys, whole=whole)
+        hold.poll()
+        _quiet(self.tier)
+        state = hold.poll()
+        assert state[:3] == (len(expected), len(expected), count)
+        assert state.ready == (len(expected) == count)
+        self.holds.append((hold, expected))
+
+    @precondition(lambda self: self.holds)
+    @rule(which=st.integers(0, 99))
+    def poll_later(self, which: int) -> None:
+        hold, kept = self.holds[which % len(self.holds)]
+        self.clock.now += 6  # longer than any pause after a failure
+        keys = list(hold.keys)
+        expected = kept | self._admitted(keys, hold.whole) if len(kept) < len(keys) else kept
+        hold.poll()
+        _quiet(self.tier)
+        assert hold.poll().resident == len(expected)
+        kept |= expected
+
+    @precondition(lambda self: self.holds)
+    @rule(which=st.integers(0, 99), times=st.integers(0, 2))
+    def close_hold(self, which: int, times: int) -> None:
+        hold, _ = self.holds.pop(which % len(self.holds))
+        for _ in range(times):  # 0: nobody refers to it any more
+            hold.close()
+
+    def _expected(self, keys: list[ChunkKey], whole: bool) -> int:
+        present = {key for key in keys if self.tier.resident([key])}
+        free = self.slots - len(self._relied_on() | present)
+        if whole and len(keys) - len(present) > free:
+            return 0
+        for run, key in enumerate(keys):
+            if key not in present:
+                if not free or key in self.loads.broken:
+                    return 0 if whole else run
+                free -= 1
+        return len(keys)
+
+    @rule(digest=st.sampled_from("abc"), count=st.integers(1, 5), whole=st.booleans())
+    def acquire(self, digest: str, count: int, whole: bool) -> None:
+        keys = _keys(digest, count)
+        expected = self._expected(keys, whole)
+        assert self.tier.lease(keys, 10, whole=whole) == expected
+        for key in keys[:expected]:
+            self.leases.setdefault(key, []).append(self.clock.now + 100)
+        _quiet(self.tier)
+
+    @rule(digest=st.sampled_from("abc"), chunk=st.integers(0, 4))
+    def release(self, digest: str, chunk: int) -> None:
+        key = ChunkKey(digest, chunk)
+        leases = self.leases.get(key, [])
+        if len(leases) != self._live(key):
+            return  # one that ran out may or may not be forgotten already
+        assert self.tier.release(key) is bool(leases)
+        del leases[:1]
+
+    @rule(digest=st.sampled_from("abc"), chunk=st.integers(0, 4))
+    def lend(self, digest: str, chunk: int) -> None:
+        key = ChunkKey(digest, chunk)
+        loan = _lend(self.tier, key)
+        assert (loan is not None) == bool(self.tier.resident([key]))
+        if loan is not None:
+            self.loans.append((key, loan))
+
+    @precondition(lambda self: self.loans)
+    @rule(which=st.integers(0, 99), times=st.integers(0, 2))
+    def close_loan(self, which: int, times: int) -> None:
+        key, loan = self.loans.pop(which % len(self.loans))
+        assert _intact(loan, key)
+        for _ in range(times):  # 0: nobody refers to it any more
+            loan.close()
+
+    @rule(digest=st.sampled_from("abc"))
+    def evict(self, digest: str) -> None:
+        idle = {k for k in _keys(digest, 5) if self.tier.resident([k])} - self._relied_on()
+        assert self.tier.evict(digest) == len(idle)
+
+    @rule(seconds=st.sampled_from([1, 60, 150]))
+    def pass_time(self, seconds: int) -> None:
+        self.clock.now += seconds
+        if seconds > 100:
+            self.leases.clear()
+            for digest in "abc":
+                self.evict(digest)
+
+    @rule(digest=st.sampled_from("abc"), chunk=st.integers(0, 4))
+    def break_or_mend(self, digest: str, chunk: int) -> None:
+        self.loads.broken ^= {ChunkKey(digest, chunk)}
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.tier.check()
+        stats = self.tier.stats()
+        assert stats.resident_bytes <= stats.budget_bytes == self.slots * SLOT
+        assert stats.leased == sum(map(self._live, self.leases))
+        assert stats.lent == len(self.loans)
+        assert stats.held == len(self._relied_on())
+
+    @invariant()
+    def what_is_relied_on_is_resident_and_intact(self) -> None:
+        for key in self._relied_on():
+            assert self.tier.resident([key]) == 1, key
+        for key, loan in self.loans:
+            assert _intact(loan, key), key
+
+
+TestAnySequenceOfCallsKeepsTheBooksRight = _Machine.TestCase
+TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
+    max_examples=80, stateful_step_count=50, deadline=None, derandomize=True
+)
+
+
+def test_a_cartridge_and_a_chain_it_is_part_of_are_evicted_and_held_apart(open_tier: Callable) -> None:
+    tier, keys = open_tier(4), [*_keys("a", 1), *_keys("a.b", 2), *_keys("b", 1)]
+    assert tier.lease(keys, 10) == 4
+    assert all(tier.release(key) for key in keys)
+    with tier.hold(_keys("a.b", 2)) as hold:
+        assert hold.poll().ready
+        assert [tier.evict(digest) for digest in ("a", "a.b", "b")] == [1, 0, 1]
+    assert tier.evict("a.b") == 2
+    assert tier.stats().resident == 0
+
+
+def test_what_is_held_is_loaded_without_waiting_and_stays_until_it_is_let_go(
+    open_tier: Callable, loads: _Loads
+) -> None:
+    tier, keys = open_tier(4), _keys("a", 3)
+    loads.held = {key: threading.Event() for key in keys}
+    with tier.hold(keys) as hold:
+        assert tier.stats().loading == 0, "nothing before the first poll"
+        assert hold.poll()[:3] == (0, 3, 3)
+        loads.held[keys[0]].set()
+        until(lambda: hold.poll().resident == 1)
+        assert not hold.poll().ready
+        for event in loads.held.values():
+            event.set()
+        until(lambda: hold.poll().ready)
+        assert tier.lease(_keys("b", 4), 10) == 1, "one slot is not held"
+        assert tier.evict("a") == 0
+        assert tier.release(ChunkKey("b", 0)) and tier.stats().held == 3
+    assert tier.stats().held == 0
+    assert tier.evict("a") == 3
+    assert loads.counts == dict.fromkeys([*keys, ChunkKey("b", 0)], 1)
+
+
+def test_a_hold_of_everything_or_nothing_waits_for_room(open_tier: Callable, loads: _Loads) -> None:
+    tier = open_tier(4)
+    with tier.hold(_keys("a", 3)) as first, tier.hold(_keys("b", 2), whole=True) as second:
+        until(lambda: first.poll().ready)
+        assert second.poll()[:4] == (0, 0, 2, None)
+        assert tier.resident(_keys("b", 2)) == 0
+        first.close()
+        until(lambda: second.poll().ready)
+
+
+def test_a_hold_of_what_leads_takes_what_room_there_is(open_tier: Callable) -> None:
+    tier = open_tier(4)
+    with tier.hold(_keys("a", 3)) as first, tier.hold(_keys("b", 2)) as second:
+        until(lambda: first.poll().ready)
+        until(lambda: second.poll()[:3] == (1, 1, 2))
+        first.close()
+        until(lambda: second.poll().ready)
+
+
+def test_two_holds_share_chunks_which_stay_until_both_are_gone(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(4), _keys("a", 2)
+    first, second = tier.hold(keys), tier.hold(keys)
+    until(lambda: first.poll().ready and second.poll().ready)
+    first.close()
+    first.close()
+    assert tier.evict("a") == 0
+    assert first.poll()[:3] == (0, 0, 2), "a closed hold has nothing and takes nothing"
+    second.close()
+    assert tier.evict("a") == 2
+    assert set(loads.counts.values()) == {1}
+
+
+def test_a_hold_tries_what_failed_again_after_a_growing_pause(open_tier: Callable, loads: _Loads, clock: Clock) -> None:
+    tier, keys = open_tier(4), _keys("a", 2)
+    loads.broken = {keys[1]}
+    with tier.hold(keys, whole=True) as hold:
+        hold.poll()
+        for tried, pause_s in enumerate((0.25, 0.5, 1.0), start=1):
+            until(lambda: not tier.stats().loading)
+            assert "is broken" in hold.poll().problem
+            clock.now += 0.99 * pause_s
+            assert hold.poll()[:2] == (1, 1)
+            assert loads.counts[keys[1]] == tried
+            clock.now += 0.02 * pause_s
+            assert hold.poll().admitted == 2
+        loads.broken.clear()
+        until(lambda: not tier.stats().loading)
+        clock.now += 10
+        until(lambda: hold.poll().ready)
+        assert hold.poll().problem is None
+        assert loads.counts == {keys[0]: 1, keys[1]: 4}
+
+
+def test_what_a_hold_asked_for_counts_once_as_hit_or_miss(open_tier: Callable) -> None:
+    tier, keys = open_tier(4), _keys("a", 3)
+    tier.lease(keys[:1], 10)
+    with tier.hold(keys) as hold:
+        until(lambda: hold.poll().ready)
+        assert tier.lease(keys, 10) == 3
+        assert tier.stats()[:2] == (1, 1 + 2)
+
+
+def test_a_hold_that_is_closed_at_once_has_its_chunks_loaded_all_the_same(open_tier: Callable) -> None:
+    tier, keys = open_tier(4), _keys("a", 2)
+    assert tier.lease(keys[:1], 10) == 1
+    with tier.hold(keys) as hold:
+        hold.poll()
+    _quiet(tier)
+    assert (tier.resident(keys), tier.stats().leased, tier.stats().held) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("what", ["hold", "loan", "lost in an exception"])
+def test_what_nobody_refers_to_any_more_is_held_no_more(open_tier: Callable, what: str) -> None:
+    tier, keys = open_tier(2), _keys("a", 2)
+    tier.lease(keys, 10)
+    assert tier.release(keys[0]) and tier.release(keys[1])
+    if what == "hold":
+        handle = tier.hold(keys)
+        handle.poll()
+    elif what == "loan":
+        handle = tier.lend(keys)
+    else:
+        handle = None
+        with pytest.raises(ZeroDivisionError):
+            _fail(tier.lend(keys))
+    if handle:
+        assert tier.evict("a") == 0, "the control: somebody refers to it"
+    del handle
+    gc.collect()
+    assert (tier.stats().held, tier.stats().lent) == (0, 0)
+    assert tier.evict("a") == 2
+
+
+def _fail(loans: list[Hold]) -> None:
+    raise ZeroDivisionError(f"with {len(loans)} loans")
+
+
+def test_a_hold_is_dropped_while_its_tier_is_locked_by_another_thread(open_tier: Callable) -> None:
+    """A garbage collection comes anywhere: a finalizer that waited for a lock could wait for its own thread's."""
+    tier, keys = open_tier(2), _keys("a", 2)
+    hold, in_plan, go_on = tier.hold(keys), threading.Event(), threading.Event()
+    assert _polled(hold).ready
+    clock, tier.clock = tier.clock, lambda: (in_plan.set(), go_on.wait(60), clock())[2]
+    busy = threading.Thread(target=tier.lease, args=(keys, 5), daemon=True)
+    busy.start()
+    assert in_plan.wait(60), "it has the lock, and asks for the time"
+    del hold
+    assert not go_on.is_set(), "it waited"
+    go_on.set()
+    busy.join(60)
+    assert tier.stats().held == 2, "leased"
+    assert all(map(tier.release, keys)) and tier.stats().held == 0
+
+
+def test_slow_chunks_keep_no_others_waiting(loads: _Loads) -> None:
+    tier = MemoryTier(
+        SLOT, 8 * SLOT, one_by_one(loads), threads=1, slow_threads=1, is_slow=lambda key: key.digest == "slow"
+    )
+    loads.held = {key: threading.Event() for key in _keys("slow", 3)}
+    with tier.hold(_keys("slow", 3)) as hold:
+        hold.poll()
+        assert tier.lease(_keys("a", 3), 10) == 3
+        for event in loads.held.values():
+            event.set()
+        until(lambda: hold.poll().ready)
+    tier.check()
+    tier.close()
+
+
+def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier: Callable, clock: Clock) -> None:
+    tier, (key,) = open_tier(1), _keys("a", 1)
+    assert tier.lease([key], 5) == 1
+    clock.now += 60
+    assert tier.lease([key], 5) == 1
+    clock.now += 60  # the first, of a request that never came, has run out; leases are 100 s long here
+    assert tier.release(key), "the second request is done"
+    assert tier.evict("a") == 1, "its lease went on without it"
+
+
+def _steps(call: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs."""
+    steps = 0
+
+    def trace(*_: object) -> Callable:
+        nonlocal steps
+        steps += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return steps
+
+
+def test_totals_are_right_and_cost_no_walk_over_the_chunks(open_tier: Callable, clock: Clock) -> None:
+    few, tier, keys = open_tier(1), open_tier(80), _keys("a", 80)
+    assert few.lease(keys[:1], 5) == 1
+    for _ in range(5):
+        assert tier.lease(keys, 5) == 80
+        assert all(tier.release(key) for key in keys)
+        assert tier.lease(keys[:3], 5) == 3
+        clock.now += 1
+    with tier.hold(keys[:4]) as hold, _lend(tier, keys[0]), _lend(tier, keys[0]):
+        hold.poll()
+        stats = tier.stats()
+        assert (stats.resident, stats.leased, stats.held, stats.lent) == (80, 15, 4, 2)
+        assert _steps(tier.stats) == _steps(few.stats)
+        assert _steps(lambda: tier.evict("b")) > _steps(lambda: few.evict("b")) + 70, "the control: this one walks"
+    clock.now += 100
+    stats = tier.stats()
+    assert (stats.leased, stats.held, stats.lent) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("budget", "slots"), [(100, 1), (199, 1), (200, 2), (1050, 10)])
+def test_a_tier_has_as_many_slots_as_its_budget_holds_whole(loads: _Loads, budget: int, slots: int) -> None:
+    tier = MemoryTier(100, budget, one_by_one(loads))
+    assert (tier.slots, tier.budget_bytes) == (slots, 100 * slots)
+    assert tier.lease(_keys("a", 20), 10) == slots
+    tier.close()
+
+
+@pytest.mark.parametrize("budget", [0, 99])
+def test_a_budget_that_holds_no_chunk_is_refused_with_what_it_needs(loads: _Loads, budget: int) -> None:
+    with pytest.raises(OverBudget, match=f"a budget of {budget} bytes holds no chunk of 100 bytes"):
+        MemoryTier(100, budget, one_by_one(loads))
+
+
+@pytest.mark.parametrize("size", [96, 8192])
+def test_chunks_do_not_overlap_and_those_of_whole_pages_begin_at_a_page(loads: _Loads, size: int) -> None:
+    tier, keys = MemoryTier(size, 5 * size, one_by_one(lambda key, out: out.fill_(key.chunk))), _keys("a", 5)
+    assert tier.lease(keys, 10) == 5
+    for key, loan in zip(keys, tier.lend(keys), strict=True):
+        with loan:
+            assert loan.bytes.numel() == size and (loan.bytes == key.chunk).all()
+            assert size % 4096 or loan.bytes.data_ptr() % 4096 == 0
+    tier.close()
+
+
+def test_a_lookup_that_gives_up_ends_nobody_elses_lease(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(2, clock=time.monotonic), _keys("a", 2)
+    loads.held[keys[1]] = threading.Event()
+    waiting = threading.Thread(target=tier.lease, args=(keys, 0.3), kwargs={"whole": True}, daemon=True)
+    waiting.start()
+    until(lambda: loads.counts[keys[1]])
+    assert tier.lease(keys[:1], 60) == 1
+    waiting.join(60)
+    assert [tier.release(key) for key in [*keys, *keys]] == [True, False, False, False]
+
+
+class _Together:
+    """The plan of loading neighbouring chunks together, up to `most`; notes each call."""
+
+    def __init__(self, loads: _Loads, most: int) -> None:
+        self._loads, self._most = loads, most
+        self.runs: list[list[int]] = []
+
+    def __call__(self, key: ChunkKey) -> LoadRun:
+        return LoadRun(self._most, partial(self._load, key.digest))
+
+    def _load(self, digest: str, first: int, outs: list[torch.Tensor]) -> list[CorruptChunk | None]:
+        self.runs.append(list(range(first, first + len(outs))))
+        outcomes: list[CorruptChunk | None] = []
+        for chunk, out in enumerate(outs, start=first):
+            try:
+                self._loads(ChunkKey(digest, chunk), out)
+                outcomes.append(None)
+            except CorruptChunk as error:
+                outcomes.append(error)
+        return outcomes
+
+
+def test_chunks_that_wait_in_a_row_are_loaded_together_up_to_a_limit(open_tier: Callable, loads: _Loads) -> None:
+    together, keys = _Together(loads, 3), _keys("a", 8)
+    tier = open_tier(20, threads=1, plan=together)
+    assert tier.lease([*keys, *_keys("b", 2)], 10) == 10
+    assert together.runs == [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1]]
+    assert set(loads.counts.values()) == {1}
+    for key in keys:
+        with _lend(tier, key) as loan:
+            assert _intact(loan, key)
+    stats = tier.stats()
+    assert (stats.promoted, stats.loading, sum(stats.load_counts)) == (10, 0, 10)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_chunks_in_a_row_stay_together_whichever_thread_comes_first(
+    open_tier: Callable, loads: _Loads, first: int
+) -> None:
+    together, begun = _Together(loads, 5), threading.Event()
+
+    def plan(key: ChunkKey) -> LoadRun:
+        assert key.chunk == first or begun.wait(60)
+        begun.set()
+        return together(key)
+
+    tier, keys = open_tier(5, threads=5, plan=plan), _keys("a", 5)
+    assert tier.lease(keys, 60) == 5
+    assert together.runs == [[0, 1, 2, 3, 4]]
+    for key in keys:
+        with _lend(tier, key) as loan:
+            assert _intact(loan, key)
+
+
+def test_what_is_there_or_on_its_way_is_not_taken_along(open_tier: Callable, loads: _Loads) -> None:
+    together, keys = _Together(loads, 9), _keys("a", 7)
+    tier = open_tier(20, threads=2, plan=together)
+    assert tier.lease(keys[2:3], 10) == 1
+    loads.held = {keys[5]: threading.Event()}
+    with tier.hold(keys[5:6]) as one, tier.hold(keys) as others:
+        one.poll()
+        until(lambda: loads.counts[keys[5]] == 1)
+        others.poll()
+        until(lambda: tier.resident(keys) == 5)
+        loads.held[keys[5]].set()
+        until(lambda: others.poll().ready)
+    assert together.runs == [[2], [5], [0, 1], [3, 4], [6]]
+    assert set(loads.counts.values()) == {1}
+
+
+def test_of_chunks_loaded_together_a_bad_one_fails_alone(open_tier: Callable, loads: _Loads) -> None:
+    failed: list[ChunkKey] = []
+    tier, keys = open_tier(5, on_failure=lambda k, _: failed.append(k), plan=_Together(loads, 9)), _keys("a", 5)
+    loads.broken.add(keys[2])
+    assert tier.lease(keys, 10) == 2
+    _quiet(tier)
+    assert (_held(tier, keys), failed) == ([0, 1, 3, 4], [keys[2]])
+    assert tier.stats().failed == 1
+    loads.broken.clear()
+    assert tier.lease(keys, 10) == 5, "its slot is free again"
+
+
+@pytest.mark.parametrize("in_plan", [True, False])
+def test_a_bug_in_loading_together_fails_all_of_them_and_hangs_nobody(open_tier: Callable, in_plan: bool) -> None:
+    def broken(*_: object) -> LoadRun:
+        raise ZeroDivisionError("oops")
+
+    plan: Plan = broken if in_plan else lambda key: LoadRun(5, broken)
+    tier = open_tier(5, plan=plan)
+    assert tier.lease(_keys("a", 5), 60) == 0
+    _quiet(tier)
+    assert tier.stats().failed == 5
+
+
+_LOADS_BIG_TENSORS = """
+import os, threading, torch
+from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.memory.loads import one_by_one
+from lmcache_cartridge.memory.readiness import Readiness
+from lmcache_cartridge.memory.tier import MemoryTier
+
+size = 4 << 20
+big = torch.zeros(size, dtype=torch.uint8)
+threads = lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)  # on however many cores: OMP_NUM_THREADS does not go beyond them
+big.add_(1)  # large enough for torch to divide among its threads: the engine's team is there from now on
+together = threading.Barrier(2)
+
+def load(key, out):
+    together.wait(30)
+    out.copy_(big).add_(1)
+
+before, tier = threads(), MemoryTier(size, 2 * size, one_by_one(load), threads=2)
+assert tier.lease([ChunkKey("d", 0), ChunkKey("d", 1)], 30.0) == 2
+print(threads() - before, torch.get_num_threads())
+tier.close()
+"""
+
+
+def test_loading_starts_no_threads_that_the_engine_would_wait_for() -> None:
+    """More OpenMP threads than cores, idle ones too, slow every operation of a CPU engine down."""
+    told = subprocess.run(
+        [sys.executable, "-c", _LOADS_BIG_TENSORS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert told.stdout.split() == ["2", "2"], "two that load, and the engine's team as it was"
+
+
+def test_reads_that_hang_keep_no_other_cartridge_waiting_and_take_no_further_threads(
+    open_tier: Callable, loads: _Loads, clock: Clock
+) -> None:
+    tier, hung, others = open_tier(16, threads=2), _keys("hung", 6), _keys("b", 4)
+    loads.held = {key: threading.Event() for key in hung}
+    assert tier.lease(hung, 0) == 0
+    until(lambda: sum(loads.counts.values()) == 2)
+    tier.relieve()
+    assert tier.lease(others, 0.3) == 0, "the control: every thread hangs, and not for long enough"
+    clock.now += STALLED_S + 1
+    for _ in range(3):
+        tier.relieve()
+    assert tier.lease(others, 20) == 4
+    assert sum(loads.counts[key] for key in hung) == 2, "another of them would hang too"
+    for held in loads.held.values():
+        held.set()
+    assert tier.lease(hung, 20) == 6
+    assert set(loads.counts.values()) == {1}
