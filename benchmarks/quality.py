@@ -41,11 +41,12 @@ from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.cli.show import size
 from lmcache_cartridge.errors import CartridgeNotFound
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import evaluate, plot, stored
-from lmcache_cartridge.make.ask import ModelAsker, ServerAsker
-from lmcache_cartridge.make.chat import Server
+from lmcache_cartridge.make import evaluate, plot
+from lmcache_cartridge.make.ask import WAYS, ModelAsker, ServerAsker
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, save
+from lmcache_cartridge.make.server import Server
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -225,14 +226,18 @@ def serve_and_ask(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[st
             for row in rows:
                 asker = ServerAsker(server, cartridge(sheet, row), sheet.document.text, "chat")
                 plain = row == rows[0]
-                ways = evaluate.WAYS if plain else ("cartridge",)
-                for way, given in evaluate.ask_all(asker, asked, 4, ways=ways, progress=bar.update).items():
+                ways = WAYS if plain else ("cartridge",)
+                for way, given in evaluate.ask_all(
+                    asker, asked, 4, ways=ways, progress=lambda *_: bar.update()
+                ).items():
                     name = {"no prefix": NO_PREFIX, "document": FULL}.get(way, row)
                     found = sheet.results.setdefault(name, {})
                     found["exact"] = share(given)
                     found |= by_wording(given)
                 twin = ServerAsker(server, f"{cartridge(sheet, row)}-int8", sheet.document.text, "chat")
-                given = evaluate.ask_all(twin, asked, 4, ways=("cartridge",), progress=bar.update)["cartridge"]
+                given = evaluate.ask_all(twin, asked, 4, ways=("cartridge",), progress=lambda *_: bar.update())[
+                    "cartridge"
+                ]
                 sheet.results[row]["int8"] = share(given)
 
 
@@ -255,7 +260,7 @@ def ask_offline(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str]
         asked = evaluate.pick(sheet.questions, limit)
         for row in rows:
             root = Path(registry.find(cartridge(sheet, row)).location)
-            kv = stored.read_kv(reading.load_manifest(root), root)
+            kv = read_kv(reading.load_manifest(root), root)
             found = evaluate.ask_all(ModelAsker(model, [], kv, "chat"), asked, 4, ways=("cartridge",))
             sheet.results[row]["hf"] = share(found["cartridge"])
 

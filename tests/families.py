@@ -28,8 +28,8 @@ from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.settings import Settings
@@ -90,7 +90,7 @@ def write(model: CausalModel, root: Path, ids: list[int]) -> Cartridge:
     )  # fmt: skip
     with writer:
         for kv in model.prefill(ids, 32):
-            writer.write(stored.pack(kv, model.fingerprint))
+            writer.write(pack(kv, model.fingerprint))
         manifest = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
     return Cartridge(manifest, root, str(root))
 

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import pack
 
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
 
@@ -47,7 +47,7 @@ def register_kv(
     )  # fmt: skip
     with writer:
         for chunk in kv.split(like.payload.chunk_tokens, dim=2):
-            writer.write(stored.pack(chunk, like.fingerprint))
+            writer.write(pack(chunk, like.fingerprint))
         writer.commit(Provenance(tool="test", created="2026-11-21T00:00:00+00:00"))
     return registry.register(root / cartridge_id)
 

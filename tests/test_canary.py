@@ -35,7 +35,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import canary as make_canary
 from lmcache_cartridge.make.canary import in_another_layout
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.stored import as_served
+from lmcache_cartridge.make.payload import as_served
 from lmcache_cartridge.memory.rope import shift_keys
 
 # The models are tiny, and threads that contend with each other make them slower.
@@ -85,7 +85,8 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     draw = random.Random(seed)
     ids = [draw.randrange(10, 640) for _ in range(POSITIONS)]
     kv = torch.cat(list(rounded.prefill(ids, POSITIONS)), dim=2)
-    canary = make_canary.make(rounded, kv, ids, CHUNK, int8=True)
+    small = as_served(kv, rounded.fingerprint, "int8", CHUNK)
+    canary = make_canary.make(rounded, kv, ids, CHUNK, int8=small)
     return Tiny(rounded, exact, ids, kv, canary)
 
 
@@ -141,7 +142,7 @@ def test_an_engine_that_rounds_otherwise_passes(tiny: Tiny) -> None:
     assert passes(tiny.model, tiny.kv, tiny.canary)
     assert passes(tiny.exact, tiny.kv, tiny.canary)
     for seed in range(10, 16):
-        with make_canary._rounding(tiny.model) as again:
+        with make_canary.rounding(tiny.model) as again:
             again(seed, 1)
             assert passes(tiny.model, tiny.kv, tiny.canary), seed
 
@@ -149,7 +150,7 @@ def test_an_engine_that_rounds_otherwise_passes(tiny: Tiny) -> None:
 def test_a_canary_made_in_float32_passes_an_engine_in_bfloat16(tiny: Tiny) -> None:
     model = copy.copy(tiny.model)  # as training on a CPU computes
     model.model = tiny.exact.model
-    canary = make_canary.make(model, tiny.kv, None, CHUNK, int8=False, questions=[tiny.ids[100:130]])
+    canary = make_canary.make(model, tiny.kv, None, CHUNK, questions=[tiny.ids[100:130]])
     assert passes(tiny.model, tiny.kv, canary)
     assert not passes(tiny.model, tiny.kv.flip(3), canary)
 

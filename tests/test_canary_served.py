@@ -23,9 +23,9 @@ from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import canary as make_canary
-from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.train import trained
+from lmcache_cartridge.make.payload import pack
+from lmcache_cartridge.make.write import write_trained
 from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -106,14 +106,14 @@ def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
     )
     options: dict[str, Any] = {"cartridge_id": name, "version": 1, "chunk_tokens": CHUNK}
     if name.startswith("t"):
-        trained.write(model, kv, root, made, **options)
+        write_trained(model, kv, root, made, **options)
         return
     with ArtifactWriter(
         root, kind="prefill", fingerprint=model.fingerprint, token_ids=torch.tensor(ids).numpy(), **options
     ) as writer:
         for chunk in kv.split(CHUNK, dim=2):
-            writer.write(stored.pack(chunk, model.fingerprint))
-        canary = None if name == "plain" else make_canary.make(model, kv, ids, CHUNK, int8=False)
+            writer.write(pack(chunk, model.fingerprint))
+        canary = None if name == "plain" else make_canary.make(model, kv, ids, CHUNK)
         writer.commit(made, canary)
 
 

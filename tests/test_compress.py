@@ -21,9 +21,9 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CorruptChunk
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import stored
-from lmcache_cartridge.make.compress import compress
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import read_kv
+from lmcache_cartridge.make.write import compress
 
 CLOSE = 0.02
 """Largest error of int8 on this model's KV, relative to the norm of K or V of a layer; 0.007 measured."""
@@ -72,7 +72,7 @@ def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(run: _Cli,
     assert 0.5 < small["bytes"] / plain["bytes"] < 0.6
     (one, at_one), (two, at_two) = run.artefact("plain"), run.artefact("small")
     assert two.payload.encoding == "int8" and one.tokens == two.tokens
-    assert 0 < _apart(stored.read_kv(two, at_two), stored_kv(at_one)) < CLOSE
+    assert 0 < _apart(read_kv(two, at_two), stored_kv(at_one)) < CLOSE
     assert run("verify", "small")[0]["sound"]
     assert run("describe", "small")["payload"]["encoding"] == "int8"
     assert run("describe", "plain")["payload"]["encoding"] == "plain"
@@ -134,7 +134,7 @@ def test_import_stores_int8(run: _Cli, tmp_path: Path) -> None:
     run(*common, "--id", "small", "--payload", "int8")
     manifest, root = run.artefact("small")
     assert manifest.payload.encoding == "int8"
-    assert 0 < _apart(stored.read_kv(manifest, root), kv) < CLOSE
+    assert 0 < _apart(read_kv(manifest, root), kv) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
@@ -200,7 +200,7 @@ def test_export_writes_what_is_served_and_says_so(run: _Cli, tmp_path: Path, she
     back = run("import", str(tmp_path / "out"), "--model", MODEL, "--id", "back", "--chunk-size", "64")
     plain, at = run.artefact("back")
     assert (back["kind"], plain.payload.encoding) == ("prefill", "plain")
-    assert torch.equal(stored_kv(at), stored.read_kv(manifest, root))
+    assert torch.equal(stored_kv(at), read_kv(manifest, root))
 
 
 def test_text_for_people_says_what_export_did(run: _Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

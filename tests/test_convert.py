@@ -27,10 +27,9 @@ from lmcache_cartridge.artifact.manifest import Origin
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import CartridgeError, ForeignFormatError, ModelMismatch
-from lmcache_cartridge.make.foreign import convert
-from lmcache_cartridge.make.foreign.convert import Imported
+from lmcache_cartridge.make.foreign.convert import Imported, import_
+from lmcache_cartridge.make.foreign.recognise import recognise
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.ordinary import ordinary_ids
 
 P = 64
 QUESTION = "Q: blood of Tehor? A:"
@@ -48,8 +47,8 @@ def ids(model: CausalModel) -> list[int]:
 
 def bring(model: CausalModel, path: Path, root: Path, *, drop_frozen: bool = False, **options: Any) -> Imported:
     """Import a path as the command line does, without a registry."""
-    found = convert.recognise(path, drop_frozen=drop_frozen)
-    return convert.build(model, found, root, cartridge_id="it", version=1, **{"chunk_tokens": 16} | options)
+    found = recognise(path, drop_frozen=drop_frozen)
+    return import_(model, found, root, cartridge_id="it", version=1, **{"chunk_tokens": 16} | options)
 
 
 def _flat(kv: torch.Tensor, path: Path) -> Path:
@@ -139,13 +138,13 @@ def test_identity_tokens_are_ordinary_words(model: CausalModel, tmp_path: Path) 
 
 def test_no_special_added_or_mark_like_token_is_ordinary() -> None:
     model = CausalModel(str(MODEL_DIR))
-    before = set(ordinary_ids(model).tolist())
+    before = set(model.ordinary_ids().tolist())
     assert before and not before & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
     special, added = sorted(before)[100:102]
     model.tokenizer.add_special_tokens({"pad_token": model.tokenizer.convert_ids_to_tokens(special)})
     model.tokenizer.add_tokens([model.tokenizer.convert_ids_to_tokens(added), "<tool>", "beyond the vocabulary"])
-    assert before - set(ordinary_ids(model).tolist()) == {special, added}
-    assert max(ordinary_ids(model)) < model.fingerprint.vocab_size
+    assert before - set(model.ordinary_ids().tolist()) == {special, added}
+    assert max(model.ordinary_ids()) < model.fingerprint.vocab_size
 
 
 # What the ids are decides the kind.
@@ -230,16 +229,16 @@ def test_as_many_positions_as_heads_are_refused_until_somebody_says_which(
     torch.save(list(zip(keys, values, strict=True)), tmp_path / "a.pt")
     with pytest.raises(ForeignFormatError, match=r"fits heads before positions and positions before heads.*--axes"):
         bring(model, tmp_path / "a.pt", tmp_path / "out")
-    assert bring(model, tmp_path / "a.pt", tmp_path / "out", reading=axes).axes == axes
+    assert bring(model, tmp_path / "a.pt", tmp_path / "out", axes=axes).axes == axes
     assert torch.equal(stored_kv(tmp_path / "out"), kv)
 
 
 def test_axes_that_the_shapes_contradict_are_refused(model: CausalModel, tmp_path: Path) -> None:
     path = foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt")
     with pytest.raises(ModelMismatch, match=r"shape \(1, 2, 64, 64\).*has \(1, p, 2, 64\)"):
-        bring(model, path, tmp_path / "out", reading="THD")
+        bring(model, path, tmp_path / "out", axes="THD")
     with pytest.raises(ForeignFormatError, match="is THD"):
-        bring(model, foreign.peft_adapter(foreign.random_kv(P), tmp_path / "b"), tmp_path / "out", reading="HTD")
+        bring(model, foreign.peft_adapter(foreign.random_kv(P), tmp_path / "b"), tmp_path / "out", axes="HTD")
 
 
 # Refusals, each with what was expected and what was found.

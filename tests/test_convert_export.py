@@ -24,8 +24,9 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.foreign import convert
+from lmcache_cartridge.make.foreign.convert import import_
 from lmcache_cartridge.make.foreign.export import card, export
+from lmcache_cartridge.make.foreign.recognise import recognise
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import from_mapping
 
@@ -45,8 +46,8 @@ def ids(model: CausalModel) -> list[int]:
 
 
 def _back(model: CausalModel, directory: Path, root: Path, **options: Any) -> Manifest:
-    found = convert.recognise(directory)
-    return convert.build(model, found, root, cartridge_id="back", version=7, **options).manifest
+    found = recognise(directory)
+    return import_(model, found, root, cartridge_id="back", version=7, **options).manifest
 
 
 @pytest.mark.parametrize("form", FORMS)

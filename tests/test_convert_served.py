@@ -20,8 +20,8 @@ from lmcache_cartridge.artifact.int8 import record
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -135,7 +135,7 @@ def _damage_steps(settings: Settings, name: str, damage: Callable[[np.ndarray], 
 
 def _stored(served: Served, name: str) -> torch.Tensor:
     root = Path(Registry(served.settings.registry_path).find(name).location)
-    return stored.read_kv(reading.load_manifest(root), root)
+    return read_kv(reading.load_manifest(root), root)
 
 
 def _worst(served: Served, first: tuple[str, ...], second: tuple[str, ...]) -> float:

@@ -22,12 +22,12 @@ from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS, ModelAsker
-from lmcache_cartridge.make.chat import Server
 from lmcache_cartridge.make.evaluate import Answer, pick, report, rows, same
-from lmcache_cartridge.make.judge import PROMPT, Judge, read_score
+from lmcache_cartridge.make.progress import silent
 from lmcache_cartridge.make.questions import Question, ServerWriter, save, self_study
-from lmcache_cartridge.make.train import trained
+from lmcache_cartridge.make.server import PROMPT, Judge, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
+from lmcache_cartridge.make.write import write_trained
 from lmcache_cartridge.serve.launch import free_port, plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     positions = len(made.ids) // 2 // CHUNK * CHUNK
     kv = prefilled(made.model, made.ids)[:, :, :positions]
     for name, document in (("half", made.ids), ("bare", None)):
-        trained.write(
+        write_trained(
             made.model, kv, path / "cartridges" / name, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
             cartridge_id=name, version=1, chunk_tokens=CHUNK, document_ids=document,
         )  # fmt: skip
@@ -176,7 +176,7 @@ def test_the_ways_differ_in_the_prefix_only(home: Home) -> None:
             ),
             with_kwargs=True,
         )
-        asker.ask(way, ["ward of Mora?"], 1, lambda count: None)
+        asker.ask(way, ["ward of Mora?"], 1, silent)
         hook.remove()
     own = len(school.model.question_ids("ward of Mora?", "chat"))
     assert lengths["no prefix"] == [(1 + own, 0)]
@@ -232,7 +232,7 @@ def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate: Any, server: st
     kv = prefilled(home.school.model, home.school.ids)[:, :, :CHUNK]
     other = home.path / "other"
     root = other / "cartridges" / "new"
-    trained.write(home.school.model, kv, root, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
+    write_trained(home.school.model, kv, root, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
                   cartridge_id="new", version=1, chunk_tokens=CHUNK, document_ids=home.school.ids)  # fmt: skip
     Registry(other / "registry.sqlite").register(root)
     ran = evaluate("new", "--home", str(other), "--server", server)

@@ -147,7 +147,7 @@ def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks() -> None:
 
     document = "word " * 2000
     counted = []
-    found = self_study(write, document, 5, seed=1, progress=lambda done, total: counted.append((done, total)))
+    found = self_study(write, document, 5, seed=1, progress=lambda what, done, total: counted.append((done, total)))
     assert found == [Question(f"what of {i}?") for i in range(1, 6)]
     assert counted == [(i, 5) for i in range(1, 6)]
     assert all(text in document for text, _, _ in shown)

@@ -24,13 +24,12 @@ from lmcache_cartridge.cli import train as training
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import stored
-from lmcache_cartridge.make.ordinary import ordinary_ids
+from lmcache_cartridge.make.foreign.peft import from_peft, to_peft
+from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, read, save
-from lmcache_cartridge.make.train import lesson, retention, trained
+from lmcache_cartridge.make.train import lesson, retention
 from lmcache_cartridge.make.train.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
 from lmcache_cartridge.make.train.job import HELD_OUT, QUESTIONS
-from lmcache_cartridge.make.train.packed import pack, unpack
 from lmcache_cartridge.make.train.packing import Example, answer_logits, pack_examples
 from lmcache_cartridge.make.train.retention import Answered, Retention, count
 from lmcache_cartridge.make.train.sweep import RATES
@@ -45,6 +44,7 @@ from lmcache_cartridge.make.train.trainer import (
     positions_of,
     wrap,
 )
+from lmcache_cartridge.make.write import write_trained
 
 P = 32
 RECIPE = Recipe(steps=80, batch=32, rate=0.3, warmup=5, check_every=20, jitter=5)
@@ -254,10 +254,10 @@ def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(
     made: School, run: Any, tmp_path: Path
 ) -> None:
     kv = run[1].kv
-    manifest = trained.write(
+    manifest = write_trained(
         made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16, document_ids=made.ids
     )
-    found = stored.read_kv(manifest, tmp_path / "a")
+    found = read_kv(manifest, tmp_path / "a")
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, kv.bfloat16())
     peft = wrap(made.model, found)
@@ -304,14 +304,14 @@ def test_half_of_the_questions_stand_where_they_are_served_and_the_others_furthe
 
 def test_packing_for_peft_is_undone_exactly() -> None:
     kv = torch.randn(2, 3, 5, 2, 4)
-    assert torch.equal(unpack(pack(kv), layers=3, kv_heads=2), kv)
-    assert torch.equal(pack(kv)[4].view(3, 2, 2, 4)[1, 0], kv[0, 1, 4]), "K of layer 1 before its V, as PEFT has it"
+    assert torch.equal(from_peft(to_peft(kv), layers=3, kv_heads=2), kv)
+    assert torch.equal(to_peft(kv)[4].view(3, 2, 2, 4)[1, 0], kv[0, 1, 4]), "K of layer 1 before its V, as PEFT has it"
 
 
 @pytest.mark.parametrize("kv", [torch.zeros(2, 3, 32, 2, 32), torch.zeros(2, 2, 32, 2, 64), torch.zeros(3, 32, 2, 64)])
 def test_kv_of_another_shape_is_not_written(made: School, tmp_path: Path, kv: torch.Tensor) -> None:
     with pytest.raises(ArtifactError, match="shape"):
-        trained.write(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
+        write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -319,11 +319,11 @@ def test_kv_that_is_not_finite_is_not_written(made: School, tmp_path: Path) -> N
     kv = initial_kv("random", made.model, made.ids, P, 0)
     kv[1, 2, 3, 1, 4] = math.inf
     with pytest.raises(ArtifactError, match="not finite"):
-        trained.write(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
+        write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
 
 
 def test_no_mark_of_the_tokenizer_is_an_identity_token(made: School) -> None:
-    ids = set(ordinary_ids(made.model).tolist())
+    ids = set(made.model.ordinary_ids().tolist())
     texts = made.model.tokenizer.convert_ids_to_tokens(range(640))
     assert {text for i, text in enumerate(texts) if i not in ids} == {"<s>", "</s>", "<pad>", "<unk>"}
 
@@ -352,7 +352,7 @@ def test_vocab_is_a_prefill_of_ordinary_words(made: School) -> None:
     kv = initial_kv("vocab", made.model, made.ids, P, 0)
     drawn = tokens_of(made.model, kv, range(640))
     assert None not in drawn
-    assert set(drawn[1:]) <= set(ordinary_ids(made.model).tolist())
+    assert set(drawn[1:]) <= set(made.model.ordinary_ids().tolist())
     assert len(set(drawn)) > 0.8 * P
     assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
 
@@ -459,7 +459,7 @@ def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made: School, t
         asked = []
         found = lesson.prepare(
             made.model, made.ids, questions, form="chat", top_k=top_k, answer_tokens=2, directory=tmp_path,
-            progress=lambda done, total: asked.append(done),
+            progress=lambda what, done, total: asked.append(done),
         )  # fmt: skip
         return found, asked
 

@@ -21,8 +21,8 @@ from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import stored
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.settings import Settings
 
 # The model is tiny, and threads that contend with a server's made it 10 to 100 times slower.
@@ -104,7 +104,7 @@ def save(
     )  # fmt: skip
     with writer:
         for chunk in prefill(model, list(ids)).split(chunk_tokens, dim=2):
-            writer.write(stored.pack(chunk, model.fingerprint))
+            writer.write(pack(chunk, model.fingerprint))
         return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
 
 

@@ -20,7 +20,7 @@ from .options import (
     next_version,
     registry_of,
 )
-from .show import fields, progress, show, size, warn, working
+from .show import bars, fields, show, size, warn, working
 
 if TYPE_CHECKING:
     from ..library.registry import Location, Registry
@@ -103,11 +103,11 @@ def _build(arguments: argparse.Namespace) -> None:
     from ..make import prefill
 
     version, root = next_version(arguments, registry)
-    with progress("prefill", " tokens", arguments.format) as shown:
+    with bars(arguments.format) as progress:
         manifest = prefill.build(
             model, arguments.document, root, cartridge_id=arguments.id, version=version,
             chunk_tokens=arguments.chunk_size, canary=arguments.canary or prefill.CANARY, encoding=arguments.payload,
-            progress=shown,
+            progress=progress,
         )  # fmt: skip
     registry.register(root, promote=arguments.promote)
     canary = manifest.provenance.canary
@@ -142,19 +142,20 @@ def _warnings_of(positions: int) -> list[str]:
 def _import(arguments: argparse.Namespace) -> None:
     registry = _checked(arguments)
     with working("read the checkpoint", arguments.format):
-        from ..make.foreign import adapter, convert
-        from ..make.foreign.axes import READINGS
+        from ..make.foreign.convert import import_
+        from ..make.foreign.fit import READINGS
+        from ..make.foreign.recognise import locate, recognise
 
-        path = adapter.locate(arguments.path)
-        foreign = convert.recognise(path, drop_frozen=arguments.drop_frozen)
+        path = locate(arguments.path)
+        foreign = recognise(path, drop_frozen=arguments.drop_frozen)
     foreign = foreign._replace(name=None if path == Path(arguments.path) else arguments.path)
     model = load_model(arguments)
     version, root = next_version(arguments, registry)
-    with progress("import", " positions", arguments.format) as shown:
-        imported = convert.build(
+    with bars(arguments.format) as progress:
+        imported = import_(
             model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
-            document=arguments.document, reading=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
-            progress=shown,
+            document=arguments.document, axes=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
+            progress=progress,
         )  # fmt: skip
     manifest = registry.register(root, promote=arguments.promote)
     if arguments.label:
@@ -190,11 +191,11 @@ def _compress(arguments: argparse.Namespace) -> None:
     check_id(arguments.id)
     registry = registry_of(arguments)
     before = _local(registry, arguments.name)
-    from ..make.compress import compress
+    from ..make.write import compress
 
     version, root = next_version(arguments, registry)
-    with progress("compress", " chunks", arguments.format) as shown:
-        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=shown)
+    with bars(arguments.format) as progress:
+        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
     registry.register(root, promote=arguments.promote)
     result = {
         "name": manifest.name,
@@ -210,10 +211,10 @@ def _compress(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     root = Path(_local(registry_of(arguments), arguments.name).location)
-    with working("export", arguments.format):
-        from ..make.foreign.export import export
+    from ..make.foreign.export import export
 
-        manifest = export(root, arguments.to, arguments.output, base_model=arguments.base_model)
+    with bars(arguments.format) as progress:
+        manifest = export(root, arguments.to, arguments.output, base_model=arguments.base_model, progress=progress)
     result = {"name": manifest.name, "format": arguments.to, "output": str(arguments.output)}
     text = f"{manifest.name} as {arguments.to} in {arguments.output}"
     if manifest.payload is not None and manifest.payload.encoding != "plain":

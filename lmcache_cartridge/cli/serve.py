@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CartridgeError, SettingsError
 from .options import NAME, Verb, registry_of, root_of, settings_of
-from .show import show, table, working
+from .show import bars, show, table, working
 
 
 def add(verb: Verb) -> None:
@@ -156,13 +156,13 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 def _validate(arguments: argparse.Namespace) -> int:
     from ..artifact import reading
-    from ..make.chat import Server
+    from ..make.server import Server
     from ..make.validate import validate
 
     location = registry_of(arguments, read_only=True).find(arguments.name)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
-    with Server(arguments.server) as server, working(f"ask {arguments.server}", arguments.format):
-        rows = validate(manifest, server)
+    with Server(arguments.server) as server, bars(arguments.format) as progress:
+        rows = validate(manifest, server, progress)
     passed = all(row.passed for row in rows)
     result = {
         "name": manifest.name,

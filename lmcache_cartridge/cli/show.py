@@ -6,7 +6,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..make.progress import Bars
 
 
 def size(count: int) -> str:
@@ -80,6 +84,13 @@ def progress(label: str, unit: str, form: str, **options: Any) -> Iterator[Calla
             shown.update(done - shown.n)
 
         yield update
+
+
+def bars(form: str) -> Bars:
+    """Return a context manager that shows a bar for each thing that is done, as `bar` does."""
+    from ..make.progress import Bars
+
+    return Bars(partial(bar, form))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from .options import (
     registry_of,
     settings_of,
 )
-from .show import bar, fields, say, show, size, table, working
+from .show import bar, bars, fields, say, show, size, table, working
 
 if TYPE_CHECKING:
     from ..library.registry import Location
@@ -179,16 +179,22 @@ def _train(arguments: argparse.Namespace) -> None:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     check_dtype(arguments)
     check_files(arguments.document, arguments.questions, arguments.template, arguments.held_out)
-    settings, registry = settings_of(arguments), registry_of(arguments)
     with working("load torch", arguments.format):
-        from ..make.train.job import Job, Task
+        from ..make.train.job import Task, train
         from ..make.train.trainer import Recipe
 
     values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
-    job = Job(task, settings, registry, say=partial(say, form=arguments.format), bar=partial(bar, arguments.format))
-    result = job.run(restart=arguments.restart, accept=arguments.accept, promote=arguments.promote)
+    result = train(
+        task,
+        settings_of(arguments),
+        restart=arguments.restart,
+        accept=arguments.accept,
+        promote=arguments.promote,
+        say=partial(say, form=arguments.format),
+        bar=partial(bar, arguments.format),
+    )
     show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
 
 
@@ -197,8 +203,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     check_files(arguments.questions, arguments.document)
     location = registry_of(arguments, read_only=True).find(arguments.name)
     from ..make import evaluate, questions
-    from ..make.chat import Server
-    from ..make.judge import Judge
+    from ..make.server import Judge, Server
 
     asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
     with ExitStack() as stack:
@@ -206,9 +211,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if arguments.judge_url:
             judge = Judge(stack.enter_context(Server(arguments.judge_url, arguments.judge_model)))
         asker = _asker(arguments, location, stack)
-        total = len(evaluate.WAYS) * len(asked)
-        shown = stack.enter_context(bar(arguments.format, total=total, unit=" answers", desc="ask"))
-        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=shown.update)
+        progress = stack.enter_context(bars(arguments.format))
+        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=progress)
     report = evaluate.report(location.name, answers, judge.model if judge else None)
     if arguments.output:
         evaluate.write(report, answers, arguments.output)
@@ -219,8 +223,8 @@ def _asker(arguments: argparse.Namespace, location: Location, stack: ExitStack) 
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from ..artifact import reading
     from ..make.ask import ModelAsker, ServerAsker
-    from ..make.chat import Server
     from ..make.questions import text_of
+    from ..make.server import Server
 
     root = local_root(location)
     manifest = reading.load_manifest(root, location.digest)
@@ -235,13 +239,14 @@ def _asker(arguments: argparse.Namespace, location: Location, stack: ExitStack) 
         return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
-    from ..make import stored
+    from ..make.payload import read_kv
 
-    for _ in reading.verify(root):
-        pass
+    with bars(arguments.format) as progress:
+        for done, total in reading.verify(root):
+            progress("verify", done, total)
     model = load_model(arguments, manifest.fingerprint.dtype)
     if differences := manifest.fingerprint.differences(model.fingerprint):
         raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
     if isinstance(document, str):
         document = model.encode(document, special=True)
-    return ModelAsker(model, document, stored.read_kv(manifest, root), arguments.ask_as)
+    return ModelAsker(model, document, read_kv(manifest, root), arguments.ask_as)

@@ -1,13 +1,18 @@
-"""Askers: put questions to a model three ways, here with transformers or on a running server."""
+"""Asking a model questions three ways: without a prefix, after the document, and after the cartridge.
+
+Here with transformers, or on a running server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..errors import SourceError
-from .chat import Server
+from .progress import Progress
+from .server import Server
 
 if TYPE_CHECKING:
     import torch
@@ -17,15 +22,15 @@ if TYPE_CHECKING:
 Way = Literal["no prefix", "document", "cartridge"]
 WAYS: tuple[Way, ...] = ("no prefix", "document", "cartridge")
 
-Progress = Callable[[int], None]
-"""Called with how many answers have come since it was called last."""
-
 
 class Asker(Protocol):
     """Answers questions greedily."""
 
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
-        """Return the answers, `tokens` long at most, without surrounding spaces. Blocks until all are there."""
+        """Return the answers, `tokens` long at most, without surrounding spaces. Blocks until all are there.
+
+        `progress` counts those of this way.
+        """
 
 
 class ModelAsker:
@@ -42,11 +47,10 @@ class ModelAsker:
         if way == "document" and way not in self._kv:
             from .train.initial import prefilled  # here, since a server is asked without torch
 
-            self._kv[way] = prefilled(self._model, self._document).to(self._model.model.dtype)
+            self._kv[way] = prefilled(self._model, self._document, progress).to(self._model.model.dtype)
         start = self._model.encode("", special=True) if way == "no prefix" else []
         prompts = [[*start, *self._model.question_ids(question, self._form)] for question in questions]
-        answers = self._model.answers_after(self._kv[way], prompts, tokens)
-        progress(len(questions))
+        answers = self._model.answers_after(self._kv[way], prompts, tokens, partial(progress, way))
         return [self._model.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
 
 
@@ -68,14 +72,12 @@ class ServerAsker:
 
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
         """As `Asker` says. Raises `SourceError` at the first request that the server refuses."""
-
-        def one(question: str) -> str:
-            answer = self._ask(way, question, tokens)
-            progress(1)
-            return answer
-
+        answers = []
         with ThreadPoolExecutor(self._connections) as pool:
-            return list(pool.map(one, questions))
+            for answer in pool.map(lambda question: self._ask(way, question, tokens), questions):
+                answers.append(answer)
+                progress(way, len(answers), len(questions))
+        return answers
 
     def _ask(self, way: Way, question: str, tokens: int) -> str:
         own = self._question(question)

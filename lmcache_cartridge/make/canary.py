@@ -18,8 +18,8 @@ from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift_keys
-from . import stored
 from .model import CausalModel
+from .progress import Progress, silent
 
 ANSWER = 8
 """Tokens of an answer."""
@@ -48,24 +48,29 @@ def make(
     document: Sequence[int] | None,
     chunk_tokens: int,
     *,
-    int8: bool,
+    int8: torch.Tensor | None = None,
     questions: Sequence[list[int]] = (),
+    progress: Progress = silent,
 ) -> ServedCanary | None:
     """Return the canary of canonical KV `[2, L, T, H, D]` as it is served, which `document` are the tokens of.
 
-    `questions` are further candidates. `int8` also measures what int8 does to the KV, for `compress`, which has no model.
-    Takes some thirty short forward passes. None where the model's context has no room for a question.
+    `questions` are further candidates. `int8` is the KV as int8 gives it back: what that changes is measured for
+    `compress`, which has no model. Takes some thirty short forward passes. None where the model's context has no room
+    for a question.
     """
     kv = kv.to(model.model.dtype)
     rows = _candidates(model, document, questions)
     if not _fits(model, kv.shape[2]) or not rows:
         return None
+    progress("canary", 0, 2)
     after, sensitivity = _best(model, kv, rows, _damages(kv, chunk_tokens))
-    if int8:
-        small = stored.as_served(kv.to(DTYPES[model.fingerprint.dtype]), model.fingerprint, "int8", chunk_tokens)
-        measured = _differences(model, small.to(kv.dtype), after)
+    if int8 is not None:
+        measured = _differences(model, int8.to(kv.dtype), after)
         after = [msgspec.structs.replace(each, int8=round(n, 4)) for each, n in zip(after, measured, strict=True)]
-    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(_behind(model, kv, rows)))
+    progress("canary", 1, 2)
+    behind = _behind(model, kv, rows)
+    progress("canary", 2, 2)
+    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(behind))
 
 
 def _best(
@@ -83,21 +88,21 @@ def _best(
 
 def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Asked]:
     """Return questions after the cartridge and itself, moved behind it; none where the model cannot have that."""
-    positions, layers = kv.shape[2], kv.shape[1]
-    if not _fits(model, 2 * positions):
+    positions, layers, rope = kv.shape[2], kv.shape[1], model.fingerprint.rope
+    if rope is None or not _fits(model, 2 * positions):
         return []
+    still = () if isinstance(rope.layers, msgspec.UnsetType) else rope.layers
     try:
-        moved = torch.cat([kv, torch.stack([shift_keys(kv[0], model.fingerprint.rope, positions), kv[1]])], dim=2)
+        moved = torch.cat([kv, torch.stack([shift_keys(kv[0], rope, positions), kv[1]])], dim=2)
     except UnsupportedModel:
         return []
 
     def damages() -> Iterator[torch.Tensor]:
-        still = model.fingerprint.rope.layers
         layers_tried = sorted({round((layers - 1) * n / (_DAMAGED - 1)) for n in range(_DAMAGED)})
         for layer in layers_tried:
             damaged = moved.clone()
             # A layer that rotates is left where it was, one that does not is rotated.
-            wrong = kv[0, layer] if layer in still else rotate(kv[0, layer], model.fingerprint.rope, positions)
+            wrong = kv[0, layer] if layer in still else rotate(kv[0, layer], rope, positions)
             damaged[0, layer, positions:] = wrong
             yield damaged
 
@@ -131,7 +136,7 @@ def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> lis
     found = [each[-ANSWER:] for each in _logprobs(model, kv, ids)]
     best = [each.topk(min(TOP, each.shape[1])) for each in found]
     apart: list[list[torch.Tensor]] = []
-    with _rounding(model) as again:
+    with rounding(model) as again:
         for draw, coarse in enumerate(_DRAWS):
             again(draw, coarse)
             drawn = _logprobs(model, kv, ids)
@@ -213,7 +218,7 @@ def _choose(seen: Sequence[Sequence[float]]) -> list[int]:
 
 
 @contextmanager
-def _rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
+def rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
     """Have each matrix product of the model come out as another engine might round it.
 
     Call what it yields with a seed, and how much coarser than its dtype the engine is.
@@ -244,8 +249,10 @@ def _rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
 
 def in_int8(canary: ServedCanary | None) -> ServedCanary | None:
     """Return a plain cartridge's canary for its int8 copy, what was measured of int8 as noise; None if nothing was."""
-    measured = [each.int8 for each in canary.after] if canary else [None]
-    if None in measured:
+    if canary is None:
+        return None
+    measured = [each.int8 for each in canary.after if each.int8 is not None]
+    if len(measured) < len(canary.after) or not measured:
         return None
     most = max(measured)
     after, behind = ([_noisier(each, most) for each in part] for part in (canary.after, canary.behind))

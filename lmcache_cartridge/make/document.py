@@ -12,17 +12,22 @@ from .model import CausalModel
 
 
 class Document(NamedTuple):
-    """A text file, its text and its ids as a prompt begins."""
+    """A text file as a model reads it."""
 
     path: Path
     text: str
     ids: list[int]
+    """As a prompt begins: with BOS where the tokenizer adds one."""
     blake3: str
     """Of the file's bytes."""
 
 
-def read(model: CausalModel, path: Path) -> Document:
-    """Return the document in a file. Raises `ArtifactError` for one that is no UTF-8 text, empty, or has no tokens."""
+def read_document(model: CausalModel, path: Path, *, must_fit: bool = True) -> Document:
+    """Return the document in a file.
+
+    Raises `ArtifactError` for one that is no UTF-8 text, is empty, or has no tokens; with `must_fit` also where the
+    model's context has no room for it and a question.
+    """
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8")
@@ -33,14 +38,8 @@ def read(model: CausalModel, path: Path) -> Document:
     ids = model.encode(text, special=True)
     if not ids:
         raise ArtifactError(f"{path} has no tokens")
-    return Document(path, text, ids, blake3(raw).hexdigest())
-
-
-def read_fitting(model: CausalModel, path: Path) -> Document:
-    """Return the document in a file as `read` does; `ArtifactError` too where the model's context has no room for it."""
-    document = read(model, path)
-    if model.context_tokens and len(document.ids) >= model.context_tokens:
+    if must_fit and model.context_tokens and len(ids) >= model.context_tokens:
         raise ArtifactError(
-            f"{path} has {len(document.ids)} tokens; the model's context is {model.context_tokens}, less the question"
+            f"{path} has {len(ids)} tokens; the model's context is {model.context_tokens}, less the question"
         )
-    return document
+    return Document(path, text, ids, blake3(raw).hexdigest())

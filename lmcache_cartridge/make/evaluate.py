@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from ..errors import CartridgeError
 from . import plot
-from .ask import WAYS, Asker, Progress, Way
-from .judge import HIGHEST, Judge
+from .ask import WAYS, Asker, Way
+from .progress import Progress, silent
 from .questions import Question
+from .server import HIGHEST, Judge
 
 REPORT, PICTURE = "evaluation.json", "evaluation.png"
 
@@ -53,22 +54,25 @@ def ask_all(
     *,
     ways: Sequence[Way] = WAYS,
     judge: Judge | None = None,
-    progress: Progress = lambda count: None,
+    progress: Progress = silent,
 ) -> dict[Way, list[Answer]]:
-    """Return the answers each way; with a judge, each is scored too. `progress` counts answers."""
+    """Return the answers each way; with a judge, each is scored too. `questions` are those that `pick` lets pass."""
     found: dict[Way, list[Answer]] = {}
     for way in ways:
         replies = asker.ask(way, [question.text for question in questions], tokens, progress)
-        found[way] = [
-            Answer(q.text, q.answer, got, judge.score(q.text, q.answer, got) if judge else None)
-            for q, got in zip(questions, replies, strict=True)
-        ]
+        found[way] = []
+        for number, (question, got) in enumerate(zip(questions, replies, strict=True), 1):
+            expected = question.answer or ""
+            score = judge.score(question.text, expected, got) if judge else None
+            found[way].append(Answer(question.text, expected, got, score))
+            if judge:
+                progress(f"judge {way}", number, len(questions))
     return found
 
 
 def report(name: str, answers: Mapping[Way, Sequence[Answer]], judge: str | None) -> dict[str, Any]:
     """Return the result for programs: the shares, the judge's mean over what it scored, and how much it did not."""
-    ways = {}
+    ways: dict[Way, dict[str, Any]] = {}
     for way, given in answers.items():
         scores = [answer.score for answer in given if answer.score is not None]
         ways[way] = {"exact": sum(answer.exact for answer in given) / len(given)}

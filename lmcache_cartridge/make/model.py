@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
@@ -28,6 +30,8 @@ _SAME = 0.1
 not rotated it is about 1."""
 _IDS = range(1, 9)
 """Tokens to try a model with."""
+_MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
+"""Texts that templates, tools and images use as marks even where a tokenizer does not list them as special."""
 
 
 def _is_first(first: torch.Tensor, second: torch.Tensor, found: torch.Tensor) -> bool | None:
@@ -62,9 +66,10 @@ class CausalModel:
         self.device = torch.device(device)
         self._check_config(directory)  # before the weights are read, which may take minutes
         wanted = dtype if dtype == "auto" else DTYPES[dtype]
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
-        self.model.to(self.device).eval().requires_grad_(False)
-        self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
+        torch.nn.Module.to(self.model, self.device)  # PreTrainedModel's is typed for nothing but itself
+        self.model.eval().requires_grad_(False)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self.fingerprint = self._fingerprint(directory)
         self._copies = self._copies_of_heads()
         if (rope := self.fingerprint.rope) is not None:
@@ -102,7 +107,8 @@ class CausalModel:
 
         Raises `UnsupportedModel` where the cache is not what the fingerprint says engines have.
         """
-        cache, shape = DynamicCache(), self.fingerprint
+        shape = self.fingerprint
+        cache: Any = DynamicCache()
         self.model(input_ids=torch.tensor([_IDS], device=self.device), past_key_values=cache, logits_to_keep=1)
         found = {plane.shape[1::2] for layer in cache.layers for plane in (layer.keys, layer.values)}
         copies = cache.layers[0].keys.shape[1] // shape.kv_heads
@@ -133,7 +139,8 @@ class CausalModel:
 
     def _keys(self, start: int) -> torch.Tensor:
         """Return the keys `[L, T, H * D]` of a few tokens at `start` and the positions after it."""
-        ids, cache = torch.tensor([_IDS], device=self.device), DynamicCache()
+        ids = torch.tensor([_IDS], device=self.device)
+        cache: Any = DynamicCache()
         at = start + torch.arange(len(_IDS), device=self.device)[None]
         self.model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers]).cpu()
@@ -144,6 +151,16 @@ class CausalModel:
         if special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids = ids[:-1]
         return ids
+
+    def ordinary_ids(self) -> np.ndarray:
+        """Return the ids that identity tokens are drawn from: words that mean nothing to a server.
+
+        No special, added or mark-like token, and no id that the tokenizer does not use.
+        """
+        taken = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        size = min(len(self.tokenizer), self.fingerprint.vocab_size)
+        texts = self.tokenizer.convert_ids_to_tokens(list(range(size)))
+        return np.array([i for i, text in enumerate(texts) if text and i not in taken and not _MARK.fullmatch(text)])
 
     @torch.inference_mode()
     def prefill(self, ids: list[int], slice_tokens: int) -> Iterator[torch.Tensor]:
@@ -183,26 +200,35 @@ class CausalModel:
         return max(1, min(64, ROWS_BYTES // (kv.nbytes + 1)))
 
     @torch.no_grad()
-    def answers_after(self, kv: torch.Tensor | None, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    def answers_after(
+        self,
+        kv: torch.Tensor | None,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[list[int]]:
         """Return the greedy continuation of each prompt after canonical KV, or after nothing; the end token left out.
 
-        Prompts of one length share a forward pass, so that no padding changes anything.
+        Prompts of one length share a forward pass, so that no padding changes anything. `progress` counts prompts.
         """
         lengths: dict[int, list[int]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             lengths[len(prompt)].append(index)
         found: list[list[int]] = [[] for _ in prompts]
-        size = 64 if kv is None else self.rows_after(kv)
+        size, done = 64 if kv is None else self.rows_after(kv), 0
         for same in lengths.values():
             for start in range(0, len(same), size):
                 part = same[start : start + size]
                 for index, answer in zip(part, self._continue(kv, [prompts[i] for i in part], tokens), strict=True):
                     found[index] = answer
+                done += len(part)
+                progress(done, len(prompts))
         return found
 
     def _continue(self, kv: torch.Tensor | None, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
         cache = DynamicCache() if kv is None else self.cache(kv, len(prompts))
-        ids, new = torch.tensor(prompts, device=self.device), []
+        ids = torch.tensor(prompts, device=self.device)
+        new: list[torch.Tensor] = []
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         ends = torch.tensor(self.end_ids, device=self.device)
         while len(new) < tokens and not ended.all():

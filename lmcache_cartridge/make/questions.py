@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..artifact import files
 from ..errors import CartridgeError
-from .chat import Server
+from .progress import Progress, silent
 
 if TYPE_CHECKING:
     from .model import CausalModel
+    from .server import Server
 
 MAX_TEMPLATE_QUESTIONS = 100_000
 SLICE_CHARACTERS = (400, 4000)
@@ -28,8 +30,6 @@ INSTRUCTIONS = (
 )
 RULES = "Write only the question, on one line. Name what it is about, since the reader will not see which part you saw."
 
-Progress = Callable[[int, int], None]
-"""Called with (done, in all)."""
 Writer = Callable[[str, str, int], str]
 """Called with (text, instruction, seed); returns what a model wrote."""
 
@@ -71,13 +71,9 @@ def read(path: Path) -> list[Question]:
 
 def save(questions: Sequence[Question], path: Path) -> None:
     """Write questions as `read` reads them, whole or not at all."""
+    rows = (json.dumps({"question": q.text, "answer": q.answer}, ensure_ascii=False) + "\n" for q in questions)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        "".join(json.dumps({"question": q.text, "answer": q.answer}, ensure_ascii=False) + "\n" for q in questions),
-        encoding="utf-8",
-    )
-    partial.replace(path)
+    files.replace(path, [row.encode() for row in rows])
 
 
 def from_template(path: Path, document: str) -> list[Question]:
@@ -110,9 +106,7 @@ def from_template(path: Path, document: str) -> list[Question]:
     return distinct(made)
 
 
-def self_study(
-    write: Writer, document: str, count: int, seed: int, progress: Progress = lambda done, total: None
-) -> list[Question]:
+def self_study(write: Writer, document: str, count: int, seed: int, progress: Progress = silent) -> list[Question]:
     """Let a model write `count` questions about random slices of a document; the same slices for the same seed.
 
     A reply that is empty or was written before is asked for again, three times as many as are wanted in all; so there
@@ -123,7 +117,7 @@ def self_study(
         draw = random.Random(f"self-study {seed} {attempt}")
         if text := first_line(write(cut(document, draw), draw.choice(INSTRUCTIONS), draw.getrandbits(31))):
             found[text] = None
-        progress(len(found), count)
+        progress("self-study", len(found), count)
         if len(found) == count:
             break
     if not found:
@@ -166,9 +160,13 @@ class ModelWriter:
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
             out = self._model.model.generate(
-                rows, attention_mask=torch.ones_like(rows), do_sample=True, temperature=0.7,
-                max_new_tokens=self._tokens, pad_token_id=next(iter(self._model.end_ids), 0),
-            )  # fmt: skip
+                rows,
+                attention_mask=torch.ones_like(rows),
+                do_sample=True,
+                temperature=0.7,
+                max_new_tokens=self._tokens,
+                pad_token_id=next(iter(self._model.end_ids), 0),
+            )
         return self._model.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
 
 

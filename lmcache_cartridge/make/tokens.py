@@ -13,7 +13,7 @@ from blake3 import blake3
 from ..artifact.manifest import Manifest, Provenance
 from ..artifact.writing import ArtifactWriter
 from ..errors import ArtifactError, ForeignFormatError
-from .foreign import pytorch
+from .foreign.pickle import load
 from .model import CausalModel
 
 IDS = "prefix_token_ids.json"
@@ -47,9 +47,13 @@ def write(
     """Write ids that `source` holds as an artefact without KV. Raises `ArtifactError` for ids the model has not."""
     check_vocabulary(model, ids, source)
     writer = ArtifactWriter(
-        root, cartridge_id=cartridge_id, version=version, kind="tokens", fingerprint=model.fingerprint,
+        root,
+        cartridge_id=cartridge_id,
+        version=version,
+        kind="tokens",
+        fingerprint=model.fingerprint,
         token_ids=np.array(ids),
-    )  # fmt: skip
+    )
     with writer:
         return writer.commit(provenance)
 
@@ -65,7 +69,7 @@ def read_token_ids(source: Path) -> list[int]:
     """Return the list under `token_ids` in a JSON or `.pt` file. Nothing in the file is executed."""
     if not source.is_file() or source.stat().st_size > MAX_FILE_BYTES:
         raise ArtifactError(f"{source}: no such file, or larger than {MAX_FILE_BYTES} bytes")
-    content = read_json(source) if source.suffix == ".json" else pytorch.load(source)
+    content = read_json(source) if source.suffix == ".json" else load(source)
     if not isinstance(content, dict) or "token_ids" not in content:
         raise ArtifactError(f"{source}: no `token_ids` at its top level")
     if content.get("kv_cache") is not None:

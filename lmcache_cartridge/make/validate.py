@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ..artifact.canary import Asked, Comparison, compare
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SourceError
-from .chat import Server
+from .progress import Progress, silent
+from .server import Server
 
 _TOP = 20
 _PREFIX = "token_id:"
@@ -30,7 +31,7 @@ class Row(NamedTuple):
     problem: str | None
 
 
-def validate(manifest: Manifest, server: Server) -> list[Row]:
+def validate(manifest: Manifest, server: Server, progress: Progress = silent) -> list[Row]:
     """Ask all questions of a cartridge's canary of a server that serves it under its `id@version`, and compare.
 
     A request that the server refuses is a row that did not pass. Raises `CartridgeError` for a cartridge without one.
@@ -41,7 +42,11 @@ def validate(manifest: Manifest, server: Server) -> list[Row]:
         )
     asked = [("alone", 1, each) for each in manifest.canary.after]
     asked += [("behind itself", 2, each) for each in manifest.canary.behind]
-    return [_ask(manifest.name, server, *each) for each in asked]
+    rows = []
+    for place, times, each in asked:
+        rows.append(_ask(manifest.name, server, place, times, each))
+        progress("validate", len(rows), len(asked))
+    return rows
 
 
 def _ask(name: str, server: Server, place: str, times: int, asked: Asked) -> Row:

@@ -10,8 +10,8 @@ import torch
 
 from ...errors import ForeignFormatError
 from ..tokens import DOCUMENT_IDS, IDS, ids_beside, plain_ids, read_json
-from . import pytorch
-from .found import Foreign, Pairs
+from . import pickle
+from .formats import Foreign, Pairs
 
 _FLAT = re.compile(r"layers\.(\d{1,4})\.attention\.prefix\.(keys|values)")
 _NAMES = (("k", "v"), ("key", "value"), ("keys", "values"))
@@ -24,7 +24,7 @@ def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
     A frozen prefix is the attention sink and stays in front, unless `drop_frozen`. Raises `ForeignFormatError` for
     a file in no known form.
     """
-    content = pytorch.load(path)
+    content = pickle.load(path)
     form, segments = _parse(path, content)
     inside = content if isinstance(content, dict) else {}
     ids = plain_ids(inside["token_ids"], path) if inside.get("token_ids") is not None else None
@@ -36,9 +36,8 @@ def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
     if not segments and ids is None:
         raise ForeignFormatError(f"{path}: neither KV nor token ids in it")
     document_ids = ids_beside(path.parent, DOCUMENT_IDS)
-    return Foreign(
-        form, path, segments, token_ids=ids, document_ids=document_ids, base_model=_base_model(path, inside),
-    )  # fmt: skip
+    base = _base_model(path, inside)
+    return Foreign(form, path, segments, token_ids=ids, document_ids=document_ids, base_model=base)
 
 
 def _base_model(path: Path, inside: dict[Any, Any]) -> str | None:
@@ -65,10 +64,10 @@ def _parse(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]]:
         return "{token_ids, kv_cache, metadata}", segments
     if "token_ids" in content:
         return "{token_ids}", ()
-    names = ", ".join(sorted(str(name)[:40] if isinstance(name, str | int) else type(name).__name__
-                             for name in list(content)[:8]))  # fmt: skip
+    first = list(content)[:8]
+    names = sorted(str(name)[:40] if isinstance(name, str | int) else type(name).__name__ for name in first)
     raise ForeignFormatError(
-        f"{path}: no known form of KV; it has {names or 'nothing'}, and trainable_keys, a list of (K, V), "
+        f"{path}: no known form of KV; it has {', '.join(names) or 'nothing'}, and trainable_keys, a list of (K, V), "
         "layers.N.attention.prefix.keys or token_ids was expected"
     )
 
@@ -97,8 +96,9 @@ def _tensors(path: Path, value: Any, name: str) -> list[torch.Tensor]:
     if isinstance(value, torch.nn.ParameterList):
         # Its own methods are not used: the file may have put anything in their place.
         parameters = vars(value).get("_parameters")
-        numbered = isinstance(parameters, dict) and set(parameters) == {str(i) for i in range(len(parameters))}
-        value = [parameters[str(i)] for i in range(len(parameters))] if numbered else "?"
+        value = "?"
+        if isinstance(parameters, dict) and set(parameters) == {str(i) for i in range(len(parameters))}:
+            value = [parameters[str(i)] for i in range(len(parameters))]
     value = [] if value is None else value
     if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
         raise ForeignFormatError(f"{path}: {name} is not a list of tensors")

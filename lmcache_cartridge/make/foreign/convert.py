@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
+import torch
 from blake3 import blake3
 
-from ...artifact.identity import Identity
 from ...artifact.manifest import Manifest, Origin
-from ...artifact.writing import ArtifactWriter
 from ...errors import ForeignFormatError
-from .. import canary, stored, tokens
-from ..document import read
+from .. import tokens
+from ..document import read_document
 from ..model import CausalModel
-from ..ordinary import ordinary_ids
-from . import adapter, axes, checkpoint
-from .found import Foreign
-from .kv import ForeignKV
+from ..progress import Progress, silent
+from ..write import write_kv
+from .fit import ForeignKV, settle
+from .formats import Foreign
 
 FIRST_LAYER = {"bfloat16": 0.02, "float16": 0.003, "float32": 0.0005}
 """How far the K or V of one position of layer 0 may be from a plain forward pass's, relative to its norm.
@@ -32,9 +29,6 @@ EVERY_LAYER = {"bfloat16": 0.1, "float16": 0.02, "float32": 0.005}
 USUAL_CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 SINK = 4
 """More frozen positions than these are hardly an attention sink alone."""
-
-Progress = Callable[[int, int], None]
-"""Called with (positions written, positions in all)."""
 
 
 class Imported(NamedTuple):
@@ -53,35 +47,7 @@ class Imported(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def recognise(path: Path, *, drop_frozen: bool = False) -> Foreign:
-    """Return what a foreign file or directory holds. Raises `ForeignFormatError` for one in no known format."""
-    if path.is_dir():
-        if (path / "manifest.json").is_file():
-            raise ForeignFormatError(f"{path}: is a cartridge already; `lmcache-cartridge register` takes it as it is")
-        if (path / adapter.CONFIG).is_file():
-            if drop_frozen:
-                raise ForeignFormatError(f"{path}: a PEFT adapter keeps no frozen positions apart")
-            return adapter.read(path)
-        path = _only_file(path)
-    if path.suffix == ".json":
-        return Foreign("token ids in JSON", path, token_ids=tokens.read_ids(path))
-    if path.name == adapter.WEIGHTS:
-        raise ForeignFormatError(f"{path}: give the directory, which has {adapter.CONFIG} too")
-    return checkpoint.read(path, drop_frozen=drop_frozen)
-
-
-def _only_file(directory: Path) -> Path:
-    found = sorted(directory.glob("*.pt")) or sorted(directory.glob(tokens.IDS))
-    if (named := directory / "cartridge.pt") in found or len(found) == 1:
-        return named if named in found else found[0]
-    files = ", ".join(path.name for path in found[:8])
-    raise ForeignFormatError(
-        f"{directory}: {f'several checkpoints, {files}; name one' if files else 'no known format'}; a directory has "
-        f"{adapter.CONFIG}, one .pt file, or {tokens.IDS}"
-    )
-
-
-def build(
+def import_(
     model: CausalModel,
     foreign: Foreign,
     root: Path,
@@ -90,61 +56,68 @@ def build(
     version: int,
     chunk_tokens: int = 256,
     document: Path | None = None,
-    reading: str | None = None,
+    axes: str | None = None,
     rounding: bool = False,
     encoding: str = "plain",
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
 ) -> Imported:
-    """Write what `foreign` holds as an artefact of `model` at `root`.
+    """Write what `foreign` holds, as `recognise` found it, as an artefact of `model` at `root`.
 
     It is a prefill cartridge if it has token ids whose forward pass gives its KV but for rounding, else a trained
-    one, which carries the ids of the text file `document` if that is given. `reading` names the order of its axes
-    where shapes leave that open; `rounding` allows a dtype that does not hold every value. Raises `ModelMismatch` or
-    `ForeignFormatError`, and leaves nothing behind.
+    one, which carries the ids of the text file `document` if that is given. `axes` names the order of its axes where
+    shapes leave that open, a key of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Raises
+    `ModelMismatch` or `ForeignFormatError`, and leaves nothing behind. Registers nothing.
     """
     if not foreign.segments:
         if document is not None:
             raise ForeignFormatError(f"{foreign.source}: token ids alone are a document; leave --document out")
         manifest = tokens.write(
-            model, foreign.token_ids, root, model.provenance("import", origin=_origin(foreign)), source=foreign.source,
-            cartridge_id=cartridge_id, version=version,
-        )  # fmt: skip
-        return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS,
-                        _model_warnings(model, foreign))  # fmt: skip
-    order, layers = axes.settle(foreign, model.fingerprint, reading)
+            model,
+            tokens.plain_ids(foreign.token_ids, foreign.source),
+            root,
+            model.provenance("import", origin=_origin(foreign)),
+            source=foreign.source,
+            cartridge_id=cartridge_id,
+            version=version,
+        )
+        warnings = _model_warnings(model, foreign)
+        return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS, warnings)
+    order, layers = settle(foreign, model.fingerprint, axes)
     kv = ForeignKV(foreign, layers, model.fingerprint, rounding)
     _check_length(model, foreign, kv.positions)
-    evidence, prefill = _judge(model, foreign, kv, chunk_tokens)
+    evidence, prefill = _judge(model, foreign, kv, chunk_tokens, progress)
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
-    about = read(model, document) if document else None
+    about = read_document(model, document, must_fit=False) if document else None
     document_ids = about.ids if about else foreign.document_ids
     tokens.check_vocabulary(model, document_ids or [], foreign.source)
-    writer = ArtifactWriter(
-        root, cartridge_id=cartridge_id, version=version, kind="prefill" if prefill else "trained",
-        fingerprint=model.fingerprint, chunk_tokens=chunk_tokens,
-        token_ids=np.array(foreign.token_ids) if prefill else Identity(kv.positions, ordinary_ids(model)),
-        document_ids=None if prefill or document_ids is None else np.array(document_ids), encoding=encoding,
-    )  # fmt: skip
-    with writer:
-        for start, chunk in kv.chunks(chunk_tokens):
-            writer.write(stored.pack(chunk, model.fingerprint, encoding))
-            progress(start + chunk.shape[2], kv.positions)
-        named = {"document": document.name, "document_blake3": about.blake3} if about else {}
-        served = stored.read_payload(writer.payload, model.fingerprint, encoding)
-        about_ids = foreign.token_ids if prefill else document_ids
-        manifest = writer.commit(
-            model.provenance("import", origin=_origin(foreign), **named),
-            canary.make(model, served, about_ids, chunk_tokens, int8=encoding == "plain"),
-        )
+    named = {"document": about.path.name, "document_blake3": about.blake3} if about else {}
+    manifest = write_kv(
+        model,
+        kv.chunks(chunk_tokens),
+        root,
+        lambda kv: model.provenance("import", origin=_origin(foreign), **named),
+        cartridge_id=cartridge_id,
+        version=version,
+        positions=kv.positions,
+        token_ids=foreign.token_ids if prefill else None,
+        document_ids=None if prefill else document_ids,
+        chunk_tokens=chunk_tokens,
+        encoding=encoding,
+        progress=progress,
+    )
     warnings = (
-        *_model_warnings(model, foreign), *_frozen_warnings(foreign, order),
-        *_document_warnings(model, None if prefill else document_ids), *_chunk_warnings(manifest, chunk_tokens),
-    )  # fmt: skip
+        *_model_warnings(model, foreign),
+        *_frozen_warnings(foreign, order),
+        *_document_warnings(model, None if prefill else document_ids),
+        *_chunk_warnings(manifest, chunk_tokens),
+    )
     return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
 
 
-def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: int) -> tuple[str, bool]:
+def _judge(
+    model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: int, progress: Progress
+) -> tuple[str, bool]:
     """Return the evidence for the kind of a cartridge, and whether it is prefill."""
     ids = foreign.token_ids
     if ids is None:
@@ -152,12 +125,14 @@ def _judge(model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: in
     if len(ids) != kv.positions:
         raise ForeignFormatError(f"{foreign.source}: {len(ids)} token ids for KV of {kv.positions} positions")
     tokens.check_vocabulary(model, ids, foreign.source)
-    worst, apart, size = 0.0, 0.0, 0.0
-    for (_, found), computed in zip(kv.chunks(chunk_tokens), model.prefill(ids, chunk_tokens), strict=True):
+    worst, apart, size, done = 0.0, torch.zeros(1), torch.zeros(1), 0
+    for found, computed in zip(kv.chunks(chunk_tokens), model.prefill(ids, chunk_tokens), strict=True):
         exact = computed.double().flatten(3)
         squares, norms = (found.double().flatten(3) - exact).square().sum(-1), exact.square().sum(-1)
         worst = max(worst, float((squares[:, 0] / norms[:, 0].clamp_min(1e-12)).max().sqrt()))
         apart, size = apart + squares.sum(-1), size + norms.sum(-1)
+        done += found.shape[2]
+        progress("compare", done, kv.positions)
     whole = float((apart / size).max().sqrt())
     dtypes = [dtype for dtype in (*kv.source_dtypes, model.fingerprint.dtype) if dtype in FIRST_LAYER]
     first, every = (max(limits[dtype] for dtype in dtypes) for limits in (FIRST_LAYER, EVERY_LAYER))
@@ -179,12 +154,13 @@ def _check_length(model: CausalModel, foreign: Foreign, positions: int) -> None:
 
 def _origin(foreign: Foreign) -> Origin:
     digest = blake3().update_mmap(foreign.source).hexdigest()
-    return Origin(foreign.form, foreign.name or foreign.source.name, digest, foreign.base_model and _public(foreign))
+    return Origin(
+        foreign.form, foreign.name or foreign.source.name, digest, foreign.base_model and _public(foreign.base_model)
+    )
 
 
-def _public(foreign: Foreign) -> str:
+def _public(named: str) -> str:
     """Return the name of the model that a checkpoint says it is for, without the directories of another machine."""
-    named = foreign.base_model
     return named if named.count("/") == 1 and not named.startswith((".", "/", "~")) else Path(named).name
 
 

@@ -4,59 +4,52 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import uuid
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from ... import __version__
-from ...artifact import reading
+from ...artifact import files, reading
 from ...artifact.manifest import Manifest
 from ...errors import ArtifactError, CartridgeExists, SettingsError
-from .. import stored
+from ..payload import read_kv
+from ..progress import Progress, silent
 from ..tokens import DOCUMENT_IDS, IDS
-from ..train import packed
-from .adapter import TENSOR, WEIGHTS
+from .peft import TENSOR, WEIGHTS, to_peft
 
 CHECKPOINT = "cartridge.pt"
 FROZEN = 1
 """Positions that count as frozen: the attention sink. HazyResearch's loader refuses a checkpoint with none."""
 
 
-def export(root: Path, form: str, output: Path, *, base_model: str | None = None) -> Manifest:
+def export(
+    root: Path, form: str, output: Path, *, base_model: str | None = None, progress: Progress = silent
+) -> Manifest:
     """Write the KV of the artefact at `root` to the new directory `output` and return its manifest.
 
     `peft` is an adapter directory for `PeftModel.from_pretrained`; `hazy` a checkpoint for HazyResearch's
     `TrainableCache.from_pretrained`. `base_model` is the Hub id to name. What a prefill cartridge's token ids were, and
     a trained one's document, lie beside it, so that an import gives the same cartridge. What is stored in int8 is
-    written in the model's dtype, as it is served. Raises `CartridgeExists`
-    unless `output` is new or empty, `ArtifactError` for a corrupt artefact or one without KV; leaves nothing then.
+    written in the model's dtype, as it is served. Raises `CartridgeExists` unless `output` is new or empty,
+    `ArtifactError` for a corrupt artefact or one without KV; leaves nothing then.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CartridgeExists(f"{output} is there and not empty; export writes to a new directory")
-    for _ in reading.verify(root):
-        pass
+    for done, total in reading.verify(root):
+        progress("verify", done, total)
     manifest = reading.load_manifest(root)
     if manifest.payload is None:
         raise ArtifactError(f"cartridge {manifest.name}: has token ids but no KV to export")
     base = base_model or manifest.provenance.model or manifest.fingerprint.architecture
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.parent / f".{output.name}.{uuid.uuid4().hex}.partial"
-    partial.mkdir()
-    try:
-        kv = stored.read_kv(manifest, root)
-        {"peft": _peft, "hazy": _hazy}[form](manifest, kv, base, partial)
+    with files.replacing(output) as partial:
+        partial.mkdir()
+        {"peft": _peft, "hazy": _hazy}[form](manifest, read_kv(manifest, root), base, partial)
         if manifest.kind == "prefill":
             (partial / IDS).write_text(json.dumps(reading.load_token_ids(manifest, root).tolist()))
         if (document := reading.load_document_ids(manifest, root)) is not None:
             (partial / DOCUMENT_IDS).write_text(json.dumps(document.tolist()))
-        if output.is_dir():
-            output.rmdir()
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 
@@ -72,7 +65,7 @@ def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> N
         token_dim=shape.kv_heads * shape.head_size, num_transformer_submodules=1,
     )  # fmt: skip
     config.save_pretrained(str(directory))
-    save_file({TENSOR: packed.pack(kv).contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file({TENSOR: to_peft(kv).contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / "README.md").write_text(card(manifest, base))
 
 
@@ -142,7 +135,7 @@ A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to sta
 | --- | --- |
 | positions | {manifest.positions} |
 | layers, KV heads, head size | {shape.layers}, {shape.kv_heads}, {shape.head_size} |
-| dtype | {shape.dtype}{", exported from int8" if manifest.payload.encoding == "int8" else ""} |
+| dtype | {shape.dtype}{", exported from int8" if manifest.payload and manifest.payload.encoding == "int8" else ""} |
 | digest | `{manifest.digest}` |
 | made | {origin.created}, {origin.tool} |
 {_facts(manifest)}| exported by | lmcache-cartridge {__version__} |

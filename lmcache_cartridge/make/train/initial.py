@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CartridgeError
 from ..model import CausalModel
-from ..ordinary import ordinary_ids
+from ..progress import Progress, silent
 
 FROZEN = 1
 """Leading positions that training leaves alone: models use the first one as an attention sink."""
@@ -44,9 +44,13 @@ def initial_kv(init: str, model: CausalModel, ids: list[int], positions: int, se
     return INITIALS[init](Source(model, ids, positions, torch.Generator().manual_seed(seed)))
 
 
-def prefilled(model: CausalModel, ids: list[int]) -> torch.Tensor:
+def prefilled(model: CausalModel, ids: list[int], progress: Progress = silent) -> torch.Tensor:
     """Return the canonical float32 KV of `ids`, computed block by block."""
-    return torch.cat(list(model.prefill(ids, BLOCK_TOKENS)), dim=2).float()
+    blocks = []
+    for block in model.prefill(ids, BLOCK_TOKENS):
+        blocks.append(block)
+        progress("prefill", min(len(blocks) * BLOCK_TOKENS, len(ids)), len(ids))
+    return torch.cat(blocks, dim=2).float()
 
 
 def _random(source: Source) -> torch.Tensor:
@@ -56,7 +60,7 @@ def _random(source: Source) -> torch.Tensor:
 
 
 def _vocab(source: Source) -> torch.Tensor:
-    ordinary = torch.as_tensor(ordinary_ids(source.model))
+    ordinary = torch.as_tensor(source.model.ordinary_ids())
     drawn = ordinary[torch.randint(len(ordinary), (source.positions - FROZEN,), generator=source.random)]
     return prefilled(source.model, [*source.ids[:FROZEN], *drawn.tolist()])
 

@@ -6,26 +6,31 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from blake3 import blake3
+from tqdm import tqdm
 
+from ...artifact import files
 from ...artifact.manifest import Manifest, Training
 from ...errors import CanaryFailed, CartridgeError, CartridgeExists
 from ...library.registry import Registry
 from ...settings import Settings
 from .. import plot, questions
-from ..chat import Server
-from ..document import read_fitting
+from ..document import read_document
 from ..model import CausalModel
+from ..payload import as_served
+from ..progress import Bar, Bars
 from ..questions import ModelWriter, Question, ServerWriter, Writer
-from ..stored import as_served
-from . import lesson, retention, trained
+from ..server import Server
+from ..write import write_trained
+from . import lesson, retention
 from .initial import initial_kv
 from .retention import Retention
 from .sweep import Try, find_rate
@@ -39,8 +44,7 @@ _CANARIES = 6
 ACCEPT = 0.8
 """Share of what the document adds to the answers of held-out questions that a cartridge must keep to be registered."""
 
-Bar = Callable[..., Any]
-"""tqdm, or what looks like it."""
+_NO_BAR = partial(tqdm, disable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,7 @@ class Job:
                 f"`lmcache-cartridge remove {self.task.id}@{self.version} --delete-files`"
             )
         model, recipe = self._model()
-        document = read_fitting(model, self.task.document)
+        document = read_document(model, self.task.document)
         ids = document.ids
         positions = self._positions(len(ids))
         kv = initial_kv(self.task.init, model, ids, positions, recipe.seed)
@@ -109,7 +113,7 @@ class Job:
         form = self.task.form or ("chat" if model.tokenizer.chat_template else "text")
         to_train, held_out = self._questions(model, document.text, form)
         self.say(f"{len(to_train)} questions to train on, {len(held_out)} held out")
-        with self._progress("teacher", "question") as progress:
+        with Bars(self.bar) as progress:
             lessons = lesson.prepare(
                 model, ids, [*to_train, *held_out], form=form, top_k=self.task.top_k,
                 answer_tokens=self.task.answer_tokens, teach=recipe.objective == "distill",
@@ -128,15 +132,24 @@ class Job:
             retention.measure(model, kv, lessons, trainer.held_out, result.score.answered), trainer, result, accept
         )
         if not self.root.exists():  # else a run that ended before it could register it wrote it
-            trained.write(
-                model, result.kv, self.root,
-                model.provenance(
-                    "train", document=document.path.name, document_blake3=document.blake3,
-                    training=self._training(trainer, result, len(to_train), len(held_out), kept),
-                ),
-                cartridge_id=self.task.id, version=self.version, chunk_tokens=self.task.chunk_tokens, document_ids=ids,
-                encoding=self.task.payload, questions=[model.question_ids(q.text, form) for q in held_out[:_CANARIES]],
-            )  # fmt: skip
+            training = self._training(trainer, result, len(to_train), len(held_out), kept)
+            provenance = model.provenance(
+                "train", document=document.path.name, document_blake3=document.blake3, training=training
+            )
+            with Bars(self.bar) as progress:
+                write_trained(
+                    model,
+                    result.kv,
+                    self.root,
+                    provenance,
+                    cartridge_id=self.task.id,
+                    version=self.version,
+                    chunk_tokens=self.task.chunk_tokens,
+                    document_ids=ids,
+                    encoding=self.task.payload,
+                    questions=[model.question_ids(q.text, form) for q in held_out[:_CANARIES]],
+                    progress=progress,
+                )
         manifest = self.registry.register(self.root, promote=promote)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
         return self._summary(manifest, trainer, result, len(ids), kept)
@@ -152,9 +165,9 @@ class Job:
     def _positions(self, tokens: int) -> int:
         task = self.task
         positions = positions_of(tokens, task.chunk_tokens, compress=task.compress, positions=task.positions)
-        asked = (
-            f"{task.positions} positions" if task.positions else f"{tokens / task.compress:.1f} ({task.compress:g}x)"
-        )
+        asked = f"{task.positions} positions"
+        if task.positions is None and task.compress is not None:
+            asked = f"{tokens / task.compress:.1f} ({task.compress:g}x)"
         self.say(
             f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x; asked for {asked}, "
             f"rounded to whole chunks of {task.chunk_tokens}, which is what an engine serves"
@@ -167,8 +180,6 @@ class Job:
         for name in ("questions", "template", "held_out"):
             path = getattr(self.task, name)
             task[name] = path and blake3(path.read_bytes()).hexdigest()
-        if self.task.payload == "plain":  # as claims had it before there was another
-            del task["payload"]
         fingerprint = blake3(msgspec.json.encode(model.fingerprint)).hexdigest()
         claim = json.loads(json.dumps(task | {"document": document, "model": fingerprint}))
         path = self.directory / RUN
@@ -182,7 +193,7 @@ class Job:
             self.say(f"going on with the training in {self.directory}")
         else:
             self.directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(claim, indent=2), encoding="utf-8")
+            files.replace(path, [json.dumps(claim, indent=2).encode()])
 
     def _questions(self, model: CausalModel, text: str, form: str) -> tuple[list[Question], list[Question]]:
         """Return the questions to train on and those held out: as drawn before, if this run was interrupted."""
@@ -206,7 +217,7 @@ class Job:
                 write: Writer = ModelWriter(model, form)
                 if task.writer_url:
                     write = ServerWriter(stack.enter_context(Server(task.writer_url, task.writer_model)))
-                progress = stack.enter_context(self._progress("self-study", "question"))
+                progress = stack.enter_context(Bars(self.bar))
                 found += questions.self_study(write, text, task.self_study, task.recipe.seed, progress)
         return questions.distinct(found)
 
@@ -270,16 +281,6 @@ class Job:
             )
         return None if kept is None else round(kept, 4)
 
-    @contextmanager
-    def _progress(self, name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-        with self.bar(unit=f" {unit}s", desc=name) as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            yield progress
-
     def _training(
         self, trainer: Trainer, result: Result, questions: int, held_out: int, kept: float | None
     ) -> Training:
@@ -298,7 +299,7 @@ class Job:
             "promoted": manifest.name in self.registry.current([manifest.id]),
             "positions": manifest.positions,
             "compression": round(tokens / manifest.positions, 2),
-            "bytes": manifest.payload.size_bytes,
+            "bytes": manifest.payload_bytes,
             "digest": manifest.digest,
             "init": self.task.init,
             "objective": self.task.recipe.objective,
@@ -313,6 +314,25 @@ class Job:
             "seconds": round(result.seconds, 1),
             "losses": str(self.directory / LOSS),
         }
+
+
+def train(
+    task: Task,
+    settings: Settings,
+    *,
+    restart: bool = False,
+    accept: float = ACCEPT,
+    promote: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+    bar: Bar = _NO_BAR,
+) -> dict[str, Any]:
+    """Train what `task` says, register it in the registry of `settings`, and return what came out, as `Job.run` does.
+
+    Blocks for as long as training takes: minutes to hours. `say` is told what is done a line at a time, `bar` makes
+    progress bars, as tqdm does; without them it is silent.
+    """
+    job = Job(task, settings, Registry(settings.registry_path), say=say, bar=bar)
+    return job.run(restart=restart, accept=accept, promote=promote)
 
 
 def _reason(result: Result) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,17 +14,16 @@ from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ...artifact import files
 from ...errors import CartridgeError
 from ..model import CausalModel
+from ..progress import Progress, silent
 from ..questions import Question
 from .initial import prefilled
 from .packing import Example, answer_logits, pack_examples, target_rows
 
 BATCH = 16
 """Questions the teacher answers in one forward pass."""
-
-Progress = Callable[[int, int], None]
-"""Called with (done, in all)."""
 
 
 class Lesson(NamedTuple):
@@ -46,45 +46,50 @@ def prepare(
     answer_tokens: int,
     teach: bool = True,
     directory: Path | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
 ) -> Lesson:
     """Return the lesson of `questions` on the document `ids`; `top_k` 0 keeps all of the teacher's predictions.
 
     The document's KV is computed once, block by block, and shared by all questions. Answers that lack are the
     teacher's own, greedily, `answer_tokens` at most. With a `directory` a lesson is kept there and found again.
     """
-    key = blake3(msgspec.json.encode(
-        (model.fingerprint, str(model.model.dtype), ids, list(map(tuple, questions)), form, top_k, answer_tokens, teach)
-    )).hexdigest()  # fmt: skip
+    asked = (ids, list(map(tuple, questions)), form, top_k, answer_tokens, teach)
+    key = blake3(msgspec.json.encode((model.fingerprint, str(model.model.dtype), *asked))).hexdigest()
     path = directory / f"{key}.safetensors" if directory else None
     if path and path.exists():
         return _load(path)
     prompts = [model.question_ids(question.text, form) for question in questions]
     kv = None
     if teach or any(question.answer is None for question in questions):
-        kv = prefilled(model, ids).to(model.model.dtype)
-    answers = _answers(model, kv, questions, prompts, answer_tokens)
+        kv = prefilled(model, ids, progress).to(model.model.dtype)
+    answers = _answers(model, kv, questions, prompts, answer_tokens, progress)
     examples, row = [], 0
     for prompt, answer in zip(prompts, answers, strict=True):
         examples.append(Example(prompt, answer, row))
         row += len(answer)
     lesson = Lesson(examples, None, None)
     _check_context(model, len(ids) if teach else 0, questions, examples)
-    if teach:
-        lesson = _taught(model, kv, examples, min(top_k or model.fingerprint.vocab_size, model.fingerprint.vocab_size),
-                         progress)  # fmt: skip
+    if teach and kv is not None:
+        vocabulary = model.fingerprint.vocab_size
+        lesson = _taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
     if path:
         _save(lesson, path)
     return lesson
 
 
 def _answers(
-    model: CausalModel, kv: torch.Tensor | None, questions: Sequence[Question], prompts: list[list[int]], tokens: int
+    model: CausalModel,
+    kv: torch.Tensor | None,
+    questions: Sequence[Question],
+    prompts: list[list[int]],
+    tokens: int,
+    progress: Progress,
 ) -> list[list[int]]:
     ending = model.end_ids[:1]
     answers = [[] if q.answer is None else [*model.encode(q.answer, special=False), *ending] for q in questions]
     open_ = [i for i, question in enumerate(questions) if question.answer is None]
-    for i, answer in zip(open_, model.answers_after(kv, [prompts[i] for i in open_], tokens), strict=True):
+    given = model.answers_after(kv, [prompts[i] for i in open_], tokens, partial(progress, "answers"))
+    for i, answer in zip(open_, given, strict=True):
         answers[i] = [*answer, *(ending if len(answer) < tokens else [])]
     for question, answer in zip(questions, answers, strict=True):
         if not answer:
@@ -114,17 +119,18 @@ def _taught(model: CausalModel, kv: torch.Tensor, examples: list[Example], k: in
         logits = answer_logits(model.model, model.cache(kv, len(packed.rows)), packed)
         picked, at = logits.log_softmax(-1).topk(k), target_rows(packed)
         log_probs[at], tokens[at] = picked.values.cpu(), picked.indices.cpu()
-        progress(min(start + BATCH, len(examples)), len(examples))
+        progress("teacher", min(start + BATCH, len(examples)), len(examples))
     return Lesson(examples, log_probs, tokens)
 
 
 def _save(lesson: Lesson, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     examples = json.dumps([[example.prompt, example.answer] for example in lesson.examples])
-    tensors = {} if lesson.tokens is None else {"log_probs": lesson.log_probs, "tokens": lesson.tokens.int()}
-    save_file({**tensors, "none": torch.zeros(1)}, partial, metadata={"examples": examples})
-    partial.replace(path)
+    tensors = {"none": torch.zeros(1)}
+    if lesson.log_probs is not None and lesson.tokens is not None:
+        tensors |= {"log_probs": lesson.log_probs, "tokens": lesson.tokens.int()}
+    with files.replacing(path) as partial:
+        save_file(tensors, partial, metadata={"examples": examples})
 
 
 def _load(path: Path) -> Lesson:

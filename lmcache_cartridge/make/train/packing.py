@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
 
 ROW_TOKENS = 256
 """Tokens of questions a row holds at most, give or take one question."""
@@ -69,10 +68,10 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gaps: Seque
     return Packed(rows, ids.to(device), offsets.to(device), allowed.to(device))
 
 
-def answer_logits(model: Any, past: DynamicCache, packed: Packed) -> torch.Tensor:
+def answer_logits(model: Any, past: Any, packed: Packed) -> torch.Tensor:
     """Return float32 logits [answer tokens, vocabulary] before each answer token, in the order of the examples.
 
-    `past` holds the prefix for as many rows as `packed` has; the forward pass adds to it.
+    `past`, a cache of transformers, holds the prefix for as many rows as `packed` has; the forward pass adds to it.
     """
     prefix = past.get_seq_length()
     seen = torch.ones(*packed.ids.shape, prefix, dtype=torch.bool, device=packed.ids.device)
@@ -82,9 +81,13 @@ def answer_logits(model: Any, past: DynamicCache, packed: Packed) -> torch.Tenso
     row, column = _answer_places(packed)
     columns, kept = torch.unique(column, return_inverse=True)
     logits = model(
-        input_ids=packed.ids, position_ids=packed.offsets + prefix, attention_mask=mask,
-        past_key_values=past, use_cache=True, logits_to_keep=columns.to(packed.ids.device),
-    ).logits  # fmt: skip
+        input_ids=packed.ids,
+        position_ids=packed.offsets + prefix,
+        attention_mask=mask,
+        past_key_values=past,
+        use_cache=True,
+        logits_to_keep=columns.to(packed.ids.device),
+    ).logits
     return logits[row.to(logits.device), kept.to(logits.device)].float()
 
 

@@ -61,7 +61,7 @@ def measure(
     """
     document = Answered(1.0, 1.0)
     if lesson.tokens is not None:
-        right = [lesson.tokens[e.first + i, 0] == token for e in examples for i, token in enumerate(e.answer)]
+        right = [bool(lesson.tokens[e.first + i, 0] == token) for e in examples for i, token in enumerate(e.answer)]
         document = count(examples, right)
     return Retention(_after(model, start[:, :, :1], examples), document, cartridge)
 

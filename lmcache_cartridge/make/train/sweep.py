@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ...artifact import files
 from ...errors import TrainingDiverged
-from .trainer import CHECKPOINT, Progress, Trainer
+from .trainer import CHECKPOINT, OnStep, Trainer
 
 SWEEP = "sweep.json"
 STEPS = 25
@@ -30,12 +31,13 @@ class Try(NamedTuple):
 
 
 def find_rate(
-    trainer: Trainer, directory: Path, progress: Callable[[float], Progress] = lambda rate: lambda step, loss: None
+    trainer: Trainer, directory: Path, on_rate: Callable[[float], OnStep] = lambda rate: lambda step, loss: None
 ) -> list[Try]:
     """Find the learning rate of a trainer that has none, and set it; return what was tried.
 
-    The training then goes on in `directory` from the last step of the best try, while its checkpoint lies there. `progress` is asked for the progress of
-    each rate. An interrupted sweep goes on with the rates that are left. Raises `TrainingDiverged` if no rate is any good.
+    The training then goes on in `directory` from the last step of the best try, while its checkpoint lies there.
+    `on_rate` is asked for what to call after each step at a rate. An interrupted sweep goes on with the rates that are
+    left. Raises `TrainingDiverged` if no rate is any good.
     """
     path, trials = directory / SWEEP, directory / "sweep"
     found = [Try(*row) for row in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
@@ -43,9 +45,9 @@ def find_rate(
     def loss_at(rate: float) -> float:
         known = next((one for one in found if one.rate == rate), None)
         if known is None:
-            known = _try(trainer, rate, trials / str(rate), progress(rate))
+            known = _try(trainer, rate, trials / str(rate), on_rate(rate))
             found.append(known)
-            _write(path, found)
+            files.replace(path, [json.dumps(found).encode()])
             best = min(found, key=lambda one: one.loss)
             for other in found:
                 if other is not best:  # a checkpoint is four times the cartridge in float32
@@ -75,18 +77,12 @@ def best_rate(loss_at: Callable[[float], float]) -> float:
     return RATES[best]
 
 
-def _try(trainer: Trainer, rate: float, directory: Path, progress: Progress) -> Try:
+def _try(trainer: Trainer, rate: float, directory: Path, on_step: OnStep) -> Try:
     shutil.rmtree(directory, ignore_errors=True)
     trainer.begin(rate)
     try:
-        trainer.train(directory, progress, min(STEPS, trainer.recipe.steps))
+        trainer.train(directory, on_step, min(STEPS, trainer.recipe.steps))
     except TrainingDiverged:
         return Try(rate, math.inf, trainer.seconds)
     loss = trainer.held_out_loss
     return Try(rate, loss if math.isfinite(loss) else math.inf, trainer.seconds)
-
-
-def _write(path: Path, found: list[Try]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found), encoding="utf-8")
-    partial.replace(path)

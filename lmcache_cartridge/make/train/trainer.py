@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from peft import CartridgeConfig, PeftModelForCausalLM, get_peft_model
+from peft import CartridgeConfig, get_peft_model
 
+from ...artifact import files
 from ...errors import CartridgeError, TrainingDiverged
+from ..foreign.peft import from_peft, to_peft
 from ..model import CausalModel
+from ..payload import rounded
 from .initial import FROZEN
 from .lesson import Lesson
-from .packed import pack, unpack
 from .packing import Example, Packed, answer_ids, answer_logits, pack_examples, target_rows
 from .retention import Answered, count
-from .trained import rounded
 
 CHECKPOINT = "checkpoint.pt"
 LOSS = "loss.jsonl"
@@ -31,7 +32,7 @@ BETAS = (0.9, 0.95)
 BETTER, GAIN = 0.99, 0.001
 """A held-out loss counts as better from this share of the best one before on, and only if it is so many nats lower."""
 
-Progress = Callable[[int, float], None]
+OnStep = Callable[[int, float], None]
 """Called after every step with (steps done, its loss)."""
 
 
@@ -66,6 +67,8 @@ class Recipe:
 
     def rate_at(self, step: int, fall: int | None = None) -> float:
         """Return the learning rate of step `step`, from 0 on; with `plateau` it falls from step `fall` on."""
+        if self.rate is None:
+            raise ValueError("the recipe has no rate; `find_rate` finds one")
         rate = self.rate * min(1.0, (step + 1) / (self.warmup + 1))
         if self.schedule == "plateau":
             return rate if fall is None else rate * (self.end(fall) - step) / (self.end(fall) - fall)
@@ -152,19 +155,20 @@ class Trainer:
     def kv(self) -> torch.Tensor:
         """Return a copy of the KV as it stands, canonical, float32, on the CPU."""
         weight = self.peft.prompt_encoder[self.peft.active_adapter].weight.detach().float().cpu()
-        return unpack(weight, self.model.fingerprint.layers, self.model.fingerprint.kv_heads).clone()
+        return from_peft(weight, self.model.fingerprint.layers, self.model.fingerprint.kv_heads).clone()
 
-    def run(self, directory: Path | None = None, progress: Progress = lambda step, loss: None) -> Result:
+    def run(self, directory: Path | None = None, on_step: OnStep = lambda step, loss: None) -> Result:
         """Train until the steps are done or patience is at its end, and return the best KV.
 
         With a `directory`, its checkpoint is gone on from and new ones are written, and every loss goes to `LOSS`.
         """
-        self.train(directory, progress, self.recipe.steps)
+        self.train(directory, on_step, self.recipe.steps)
         self._put(self._as_served(rounded(self.best, self.model.fingerprint)))
-        score, why = self.score(self.held_out), "steps" if self.step == self.recipe.steps else "held-out"
+        score = self.score(self.held_out)
+        why: Literal["held-out", "steps"] = "steps" if self.step == self.recipe.steps else "held-out"
         return Result(self.best, self.best_step, self.step, score, self.loss, self.seconds, why)
 
-    def train(self, directory: Path | None, progress: Progress, until: int) -> None:
+    def train(self, directory: Path | None, on_step: OnStep, until: int) -> None:
         """Train as `run` does, but `until` so many steps are done."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -180,7 +184,7 @@ class Trainer:
             self.seconds += time.monotonic() - start
             if looks and directory is not None:
                 self._save(directory)
-            progress(self.step, self.loss)
+            on_step(self.step, self.loss)
 
     @torch.no_grad()
     def score(self, examples: Sequence[Example]) -> Score:
@@ -250,6 +254,7 @@ class Trainer:
         log_probs = logits.log_softmax(-1)
         if self.recipe.objective == "next-token":
             return -log_probs.gather(1, answer_ids(packed)[:, None])[:, 0]
+        assert self.lesson.log_probs is not None and self.lesson.tokens is not None, "looked at when it began"
         at = target_rows(packed)
         teacher, tokens = self.lesson.log_probs[at].to(logits.device), self.lesson.tokens[at].to(logits.device)
         return divergence(teacher, log_probs.gather(1, tokens))
@@ -278,7 +283,7 @@ class Trainer:
         return 0 < self.recipe.patience <= self.waited
 
     def _put(self, kv: torch.Tensor) -> None:
-        self.peft.prompt_encoder[self.peft.active_adapter].load_prompt_embeddings(pack(kv.float()))
+        self.peft.prompt_encoder[self.peft.active_adapter].load_prompt_embeddings(to_peft(kv.float()))
 
     def _save(self, directory: Path) -> None:
         state = {
@@ -289,10 +294,9 @@ class Trainer:
             "best": (self.best_loss, self.best_step, self.best),
             "counters": (self.step, self.seconds, self.waited, self.fall, self.loss),
         }
-        partial = directory / f"{CHECKPOINT}.partial"
-        torch.save(state, partial)
-        partial.replace(directory / CHECKPOINT)
-        (directory / LOSS).write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        with files.replacing(directory / CHECKPOINT) as partial:
+            torch.save(state, partial)
+        files.replace(directory / LOSS, [f"{json.dumps(row)}\n".encode() for row in self.rows])
 
     def _load(self, directory: Path) -> None:
         path = directory / CHECKPOINT
@@ -315,19 +319,19 @@ class Trainer:
         self.step, self.seconds, self.waited, self.fall, self.loss = state["counters"]
 
 
-def wrap(model: CausalModel, kv: torch.Tensor) -> PeftModelForCausalLM:
-    """Return the model with PEFT's CARTRIDGE parameters set to canonical `kv`; nothing else of it can be trained."""
+def wrap(model: CausalModel, kv: torch.Tensor) -> Any:
+    """Return PEFT's model with CARTRIDGE parameters set to canonical `kv`; nothing else of it can be trained."""
     config = CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=kv.shape[2], num_frozen_tokens=FROZEN)
-    peft = get_peft_model(model.model, config)
+    peft: Any = get_peft_model(model.model, config)
     peft.eval()  # no dropout: the teacher had none
-    expected = pack(kv).shape
+    expected = to_peft(kv).shape
     encoder = peft.prompt_encoder[peft.active_adapter]
     if encoder.weight.shape != expected:
         raise CartridgeError(
             f"PEFT has parameters of {tuple(encoder.weight.shape)} for {model.name}, whose KV is {tuple(expected)}: "
             "PEFT's CARTRIDGE does not know this architecture"
         )
-    encoder.load_prompt_embeddings(pack(kv.float()))
+    encoder.load_prompt_embeddings(to_peft(kv.float()))
     return peft
 
 
@@ -343,6 +347,11 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 
 def positions_of(tokens: int, chunk_tokens: int, *, compress: float | None = None, positions: int | None = None) -> int:
-    """Return p, as asked for or `tokens / compress`, rounded to whole chunks, at least one: an engine serves no less."""
-    wanted = positions if positions is not None else tokens / compress
+    """Return p, as asked for or `tokens / compress`, rounded to whole chunks, at least one: an engine serves no less.
+
+    Raises `CartridgeError` where neither is given.
+    """
+    if positions is None and compress is None:
+        raise CartridgeError("give the number of positions, or by how much to compress")
+    wanted = positions if positions is not None else tokens / (compress or 1)
     return max(1, math.floor(wanted / chunk_tokens + 0.5)) * chunk_tokens

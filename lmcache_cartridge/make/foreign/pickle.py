@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import pickletools
 import warnings
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ _ALLOWED = {
     *(f"torch.{dtype}" for dtype in ("bfloat16", "float16", "float32", "float64")),
     "torch.Size",
 }
-"""Every name that a pickle may use; a subset of what torch takes for safe, and `ParameterList`."""
-_BROKEN = (ValueError, IndexError, OverflowError)
-"""What pickletools raises on broken pickles."""
+"""Every name that a pickle may use. Torch's own list is longer, and `bytearray` of it takes any memory that is asked for."""
+_UNREADABLE = (ValueError, RuntimeError, IndexError, OverflowError, NotImplementedError, OSError, EOFError)
+"""What zipfile and pickletools raise on broken files."""
 
 
 def load(path: Path) -> Any:
@@ -40,7 +38,18 @@ def load(path: Path) -> Any:
     Raises `ForeignFormatError`, before any memory is taken for it, for a file that names anything but tensors, is
     packed, or declares more bytes than it has.
     """
-    _check(path)
+    if not path.is_file():
+        raise ForeignFormatError(f"{path}: no such file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = _pickle_of(path, archive)
+        _check_pickle(path, pickled)
+    except ForeignFormatError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise _refusal(path, f"{error}. torch.save has written zip archives since 1.6; save it again") from error
+    except _UNREADABLE as error:
+        raise _refusal(path, f"a broken archive or pickle: {error}") from error
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([torch.nn.ParameterList]):
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself does not write
@@ -54,29 +63,12 @@ def _reason(error: Exception) -> str:
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
     if "not resizable" in text:
         return "a tensor is larger than what the file holds for it"
-    line = (text.splitlines() or [""])[0]
+    line = next((line for line in text.splitlines() if line), "")
     return line if isinstance(error, RuntimeError) and line else f"a broken pickle: {type(error).__name__} {line}"
 
 
 def _refusal(path: Path, reason: str) -> ForeignFormatError:
     return ForeignFormatError(f"{path}: not a PyTorch file of plain tensors: {reason}")
-
-
-def _check(path: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            pickled = _pickle_of(path, archive)
-    except FileNotFoundError as error:
-        raise ForeignFormatError(f"{path}: no such file") from error
-    except zipfile.BadZipFile as error:
-        raise _refusal(path, f"{_legacy(path)}{error}") from error
-    except (ValueError, RuntimeError, NotImplementedError, OSError, EOFError) as error:  # what zipfile trips over
-        raise _refusal(path, str(error)) from error
-    if strange := _strange_names(path, pickled):
-        raise _refusal(
-            path, f"it wants {', '.join(strange)}, which may run anything. If you trust its author, load it yourself "
-            "and save the keys and values alone"
-        )  # fmt: skip
 
 
 def _pickle_of(path: Path, archive: zipfile.ZipFile) -> bytes:
@@ -97,45 +89,23 @@ def _pickle_of(path: Path, archive: zipfile.ZipFile) -> bytes:
     return archive.read(pickles[0])
 
 
-def _strange_names(path: Path, pickled: bytes) -> list[str]:
-    """Return every name in a pickle that `_ALLOWED` lacks."""
-    names: set[str] = set()
-    try:
-        tuples = _scan(io.BytesIO(pickled), names)
-    except _BROKEN as error:
-        raise _refusal(path, f"a broken pickle: {error}") from error
-    if tuples > MAX_TUPLES:
-        raise _refusal(path, f"{tuples} tuples in its pickle, more than {MAX_TUPLES}")
-    return sorted(names - _ALLOWED)
+def _check_pickle(path: Path, pickled: bytes) -> None:
+    """Refuse a pickle with names that `_ALLOWED` lacks, or too many tuples.
 
-
-def _scan(stream: io.BytesIO, names: set[str]) -> int:
-    """Add every name that the next pickle of a stream uses to `names`, and return how many tuples it makes."""
-    strings, tuples = ["?", "?"], 0
+    `GLOBAL` is the one opcode with a name that torch's unpickler takes; it refuses those with which Python's has others.
+    """
+    names, tuples = set[str](), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd escapes in odd strings
-        for operation, argument, _ in pickletools.genops(stream):
-            if operation.name in ("GLOBAL", "INST"):
-                names.add(argument.replace(" ", ".").replace("__builtin__", "builtins"))
-            elif operation.name == "STACK_GLOBAL":
-                names.add(".".join(strings[-2:]))
-            elif operation.name.startswith("EXT"):
-                names.add(f"copyreg extension {argument}")
-            elif isinstance(argument, str):
-                strings = [strings[-1], argument]
+        for operation, argument, _ in pickletools.genops(pickled):
             tuples += operation.name.startswith("TUPLE")
-    return tuples
-
-
-def _legacy(path: Path) -> str:
-    """Return what can be said of a file that is no archive: pickles, as torch wrote before 1.6, and what they want."""
-    with path.open("rb") as file:
-        stream = io.BytesIO(file.read(MAX_PICKLE_BYTES))
-    if not stream.getvalue().startswith(b"\x80"):
-        return ""
-    names: set[str] = set()
-    with suppress(*_BROKEN):  # behind its pickles come the bytes of its tensors
-        while stream.tell() < len(stream.getvalue()):
-            _scan(stream, names)
-    wants = f" that wants {', '.join(sorted(names - _ALLOWED))}" if names - _ALLOWED else ""
-    return f"a bare pickle{wants}; torch.save has written zip archives since 1.6, so save it again: "
+            if operation.name == "GLOBAL":
+                names.add(str(argument).replace(" ", ".").replace("__builtin__.", "builtins."))
+    if strange := sorted(names - _ALLOWED):
+        raise _refusal(
+            path,
+            f"it wants {', '.join(strange)}, which may run anything. If you trust its author, load it yourself and save "
+            "the keys and values alone",
+        )
+    if tuples > MAX_TUPLES:
+        raise _refusal(path, f"{tuples} tuples in its pickle, more than {MAX_TUPLES}")

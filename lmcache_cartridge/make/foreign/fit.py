@@ -1,4 +1,5 @@
-"""Axes: which dimension of a foreign tensor is what, told by the model's own geometry and never guessed."""
+"""Fitting foreign KV to a model: which dimension is what, told by the model's own geometry and never guessed, and canonical
+chunks of the model's dtype, every value looked at on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 
 from ...artifact.fingerprint import Fingerprint
 from ...errors import ForeignFormatError, ModelMismatch
-from .found import Foreign, Pairs
+from ...memory.layout import DTYPES
+from .formats import Foreign, Pairs
 
 READINGS = {"HTD": ("heads", "positions"), "THD": ("positions", "heads")}
 """Orders that published formats use, without a batch axis of 1 before and the head size behind."""
@@ -24,7 +26,8 @@ def settle(foreign: Foreign, shape: Fingerprint, axes: str | None = None) -> tup
     if foreign.axes and axes not in (None, foreign.axes):
         raise ForeignFormatError(f"{foreign.source}: a {foreign.form} is {foreign.axes}; leave --axes {axes} out")
     _check_tensors(foreign, shape)
-    wanted = [foreign.axes or axes] if foreign.axes or axes else list(READINGS)
+    named = foreign.axes or axes
+    wanted = [named] if named else list(READINGS)
     fitting = [reading for reading in wanted if all(_fits(t, reading, shape) for _, t in _tensors(foreign))]
     if not fitting:
         raise ModelMismatch(_misfit(foreign, wanted, shape))
@@ -98,3 +101,62 @@ def _joined(foreign: Foreign, layer: int, reading: str) -> tuple[torch.Tensor, t
         parts = [part.transpose(0, 1) if reading == "HTD" else part for part in parts]
         planes.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return planes[0], planes[1]
+
+
+class ForeignKV:
+    """K and V of each layer as canonical chunks in the model's dtype, every value looked at on the way."""
+
+    def __init__(self, foreign: Foreign, layers: Pairs, shape: Fingerprint, rounding: bool) -> None:
+        """`layers` are `[p, H, D]`. Raises `ForeignFormatError` for dtypes that are no floating point KV."""
+        self.positions = layers[0][0].shape[0]
+        self._source, self._layers, self._rounding = foreign.source, layers, rounding
+        self._target = DTYPES[shape.dtype]
+        self._rounded = False
+        self.source_dtypes = sorted({str(t.dtype).removeprefix("torch.") for pair in layers for t in pair})
+        if strange := set(self.source_dtypes) - {*DTYPES, "float64"}:
+            raise ForeignFormatError(
+                f"{foreign.source}: KV of dtype {', '.join(sorted(strange))}; expected {', '.join(DTYPES)} or float64"
+            )
+        if not self.positions:
+            raise ForeignFormatError(f"{foreign.source}: KV of no position")
+
+    @property
+    def dtype(self) -> str:
+        """What became of the dtype so far."""
+        source, target = " and ".join(self.source_dtypes), str(self._target).removeprefix("torch.")
+        if source == target:
+            return source
+        return f"{source} to {target}, {'rounded' if self._rounded else 'exact'}"
+
+    def chunks(self, size: int) -> Iterator[torch.Tensor]:
+        """Yield the canonical KV `[2, L, T, H, D]` of each `size` positions.
+
+        Raises `ForeignFormatError` at a value that is not finite, or that the dtype does not hold and may not round.
+        """
+        for start in range(0, self.positions, size):
+            planes = [
+                [self._cast(pair[plane][start : start + size], plane, layer, start)
+                 for layer, pair in enumerate(self._layers)]
+                for plane in (0, 1)
+            ]  # fmt: skip
+            yield torch.stack([torch.stack(plane) for plane in planes])
+
+    def _cast(self, part: torch.Tensor, plane: int, layer: int, start: int) -> torch.Tensor:
+        cast = part.to(self._target)
+        name = f"{self._source}: {'values' if plane else 'keys'} of layer {layer}"
+        for stage, found in (("", part), (f" in {str(self._target).removeprefix('torch.')}", cast)):
+            if not (finite := torch.isfinite(found)).all():
+                position, head, element = (~finite).nonzero()[0].tolist()
+                raise ForeignFormatError(
+                    f"{name} at position {start + position}, head {head}, element {element}: "
+                    f"{found[position, head, element].item()}{stage} is not finite"
+                )
+        if not torch.equal(cast.to(part.dtype), part):
+            if not self._rounding:
+                raise ForeignFormatError(
+                    f"{name}: {str(part.dtype).removeprefix('torch.')} does not fit into the model's "
+                    f"{str(self._target).removeprefix('torch.')} without rounding. PEFT rounds so whenever it runs an "
+                    "adapter; --round does it here, --dtype float32 is for engines whose KV is float32"
+                )
+            self._rounded = True
+        return cast

@@ -1,4 +1,4 @@
-"""Stored KV: canonical KV as an artefact's payload holds it, and read back."""
+"""Canonical KV as the payload of an artefact holds it: packed, and read back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from safetensors import safe_open
 from ..artifact import int8
 from ..artifact.fingerprint import Fingerprint
 from ..artifact.manifest import Manifest
+from ..errors import ArtifactError
 from ..memory import codec
 from ..memory.layout import DTYPES, to_heads
 
@@ -24,7 +25,12 @@ def pack(kv: torch.Tensor, shape: Fingerprint, encoding: str = "plain") -> memor
 
 
 def read_kv(manifest: Manifest, root: Path) -> torch.Tensor:
-    """Return the canonical KV `[2, L, p, H, D]` of an artefact as it is served, unchecked; see `artifact.verify`."""
+    """Return the canonical KV `[2, L, p, H, D]` of an artefact as it is served, unchecked; see `reading.verify`.
+
+    Raises `ArtifactError` for a cartridge without KV.
+    """
+    if manifest.payload is None:
+        raise ArtifactError(f"cartridge {manifest.name} has no KV")
     return read_payload(root / manifest.payload.file, manifest.fingerprint, manifest.payload.encoding)
 
 
@@ -41,12 +47,9 @@ def as_served(kv: torch.Tensor, shape: Fingerprint, encoding: str, chunk_tokens:
     """Return canonical KV as a cartridge that stores it so gives it back."""
     if encoding == "plain":
         return kv
-    heads = [_decoded(_bytes(chunk, shape), shape) for chunk in kv.split(chunk_tokens, dim=2)]
+    packed = [torch.frombuffer(pack(chunk, shape, encoding), dtype=torch.uint8) for chunk in kv.split(chunk_tokens, 2)]
+    heads = [_decoded(chunk.view(shape.kv_heads, -1), shape) for chunk in packed]
     return torch.cat(heads, dim=3).permute(1, 2, 3, 0, 4)
-
-
-def _bytes(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
-    return torch.frombuffer(pack(kv, shape, "int8"), dtype=torch.uint8).view(kv.shape[3], -1)
 
 
 def _decoded(packed: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
@@ -56,3 +59,8 @@ def _decoded(packed: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
     heads = torch.empty(size, dtype=DTYPES[shape.dtype])
     codec.decode(packed.numpy().reshape(-1).data, heads.view(torch.uint8).view(-1), shape, tokens)
     return heads
+
+
+def rounded(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
+    """Return detached KV on the CPU in the dtype in which a cartridge of `shape` stores it."""
+    return kv.detach().cpu().to(DTYPES[shape.dtype])

@@ -1,44 +1,33 @@
-"""PEFT adapters that are KV: directories of `adapter_config.json` and one tensor `prompt_embeddings`."""
+"""PEFT's KV: adapter directories of `adapter_config.json` and one tensor `prompt_embeddings`."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...errors import ForeignFormatError, SourceError
+from ...errors import ForeignFormatError
 from ..tokens import DOCUMENT_IDS, IDS, ids_beside, read_json
-from . import pytorch
-from .found import Foreign
+from . import pickle
+from .formats import Foreign
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 TENSOR = "prompt_embeddings"
-_PICKLED = "adapter_model.bin"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PICKLED = "adapter_model.bin"
 _NUMBERS = ("num_virtual_tokens", "num_layers", "num_attention_heads", "token_dim")
 
 
-def locate(path: str) -> Path:
-    """Return the local place of `path`; what is no path and looks like a Hub id is fetched as an adapter.
+def to_peft(kv: torch.Tensor) -> torch.Tensor:
+    """Return canonical KV `[2, L, p, H, D]` as PEFT stores it: `[p, L * 2 * H * D]`, K then V of each layer."""
+    return kv.permute(2, 1, 0, 3, 4).reshape(kv.shape[2], -1)
 
-    The Hub is asked through `huggingface_hub`, which keeps to its cache under `HF_HUB_OFFLINE=1`. Raises
-    `ForeignFormatError` where there is nothing, `SourceError` where the Hub has or gives nothing.
-    """
-    if Path(path).exists():
-        return Path(path)
-    if not _HUB_ID.fullmatch(path):
-        raise ForeignFormatError(f"{path}: no such file or directory")
-    from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(path, allow_patterns=[CONFIG, WEIGHTS, _PICKLED, IDS, DOCUMENT_IDS]))
-    except Exception as error:  # httpx, the Hub's own errors, files: whatever a download may end with
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SourceError(f"{path}: no such file here, and the Hub gave none: {reason}") from error
+def from_peft(packed: torch.Tensor, layers: int, kv_heads: int) -> torch.Tensor:
+    """Return KV as PEFT stores it as canonical `[2, L, p, H, D]`; a view."""
+    return packed.view(packed.shape[0], layers, 2, kv_heads, -1).permute(2, 1, 0, 3, 4)
 
 
 def read(directory: Path) -> Foreign:
@@ -69,12 +58,12 @@ def read(directory: Path) -> Foreign:
             f"{source}: {TENSOR} of shape {tuple(packed.shape)}; {CONFIG} says {expected}, which is num_virtual_tokens "
             "rows of K and V of every layer"
         )
-    parts = packed.reshape(positions, layers, 2, heads, token_dim // heads).unbind(1)
+    kv = from_peft(packed, layers, heads)
     base = config.get("base_model_name_or_path")
     return Foreign(
         form=f"PEFT {kind} adapter",
         source=source,
-        segments=([(part[:, 0], part[:, 1]) for part in parts],),
+        segments=([(kv[0, layer], kv[1, layer]) for layer in range(layers)],),
         axes="THD",
         token_ids=ids_beside(directory, IDS),
         document_ids=ids_beside(directory, DOCUMENT_IDS),
@@ -98,12 +87,12 @@ def _tensor(directory: Path) -> tuple[Path, torch.Tensor]:
                 tensor = file.get_tensor(TENSOR) if names == {TENSOR} else None
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ForeignFormatError(f"{source}: not a sound safetensors file: {error}") from error
-    elif (source := directory / _PICKLED).is_file():
-        content = pytorch.load(source)
+    elif (source := directory / PICKLED).is_file():
+        content = pickle.load(source)
         names = set(content) if isinstance(content, dict) else set()
         tensor = content[TENSOR] if names == {TENSOR} else None
     else:
-        raise ForeignFormatError(f"{directory}: neither {WEIGHTS} nor {_PICKLED} is there")
+        raise ForeignFormatError(f"{directory}: neither {WEIGHTS} nor {PICKLED} is there")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         others = ", ".join(sorted(str(name)[:80] for name in list(names)[:8]))
         raise ForeignFormatError(f"{source}: the one tensor {TENSOR} was expected; there are: {others or 'none'}")

@@ -1,4 +1,4 @@
-"""Foreign: KV as another program stored it, found but not yet fitted to a model."""
+"""What files and directories of KV by other programs hold, found but not yet fitted to a model."""
 
 from __future__ import annotations
 
