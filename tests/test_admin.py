@@ -124,3 +124,12 @@ def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkey
     console = Console(file=io.StringIO(), width=80)
     console.print(top.draw(url, summary))
     assert f"and {6 - len(shown)} more" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("action", ["preload", "pin", "unpin", "evict", "explode"])
+def test_nothing_can_be_changed_over_http_unless_that_is_switched_on(url: str, action: str) -> None:
+    with pytest.raises(HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/v1/cartridges/a/{action}", method="POST"))
+    assert caught.value.code == 403
+    assert "`admin`" in json.load(caught.value)["error"]["message"]
+    caught.value.close()

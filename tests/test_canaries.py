@@ -12,7 +12,7 @@ import pytest
 from blocks import quietly
 from homes import CHUNK, STILL, Home
 from making import make_fingerprint, make_rope, sha256_hasher
-from test_admit import serve  # noqa: F401
+from test_admission import serve  # noqa: F401
 
 with quietly():
     from lmcache_cartridge.serve.admission import Admission

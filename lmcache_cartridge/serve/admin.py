@@ -119,7 +119,7 @@ def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[Regist
 
 
 def _state(row: RegistryEntry, ranks: list[dict[str, Any]], quarantined: str | None, current: bool) -> dict[str, Any]:
-    """Describe one cartridge; `quarantined` says why it is that, None if it is not, `current` whether its id means it."""
+    """Describe one cartridge. `quarantined` is the reason or None; `current` whether its id stands for this version."""
     reason = quarantined or next((rank["refused"][row.name] for rank in ranks if row.name in rank["refused"]), None)
     whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0
     tiers = {

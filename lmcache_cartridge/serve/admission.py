@@ -51,8 +51,8 @@ class Admission:
             paths = await engine.collective_rpc(CONTROL_METHOD)
         except Exception as error:
             raise UnsupportedEngine(
-                f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve MODEL "
-                "--print` shows, or without LMCACHE_CONFIG_FILE"
+                f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve "
+                "MODEL --print` shows, or without LMCACHE_CONFIG_FILE"
             ) from error
         self.client = ControlClient(paths)
         ranks = await self.client.ask("numbers")
@@ -106,9 +106,9 @@ class Admission:
     ) -> AsyncIterator[Claim]:
         """Lend a claim on the KV once it may be used, or one that says that the documents' text takes its place.
 
-        Of an id it is on the newest version that the engine serves; `check` may raise `Refusal` for each. The first time
-        of a cartridge the engine's canary is awaited too; where it fails, it is as if there were no KV. It is released on
-        leaving unless it was granted. Raises `Refusal`.
+        Of an id it is on the newest version that the engine serves; `check` may raise `Refusal` for each. The first
+        time of a cartridge the engine's canary is awaited too; where it fails, it is as if there were no KV. It is
+        released on leaving unless it was granted. Raises `Refusal`.
         """
         refusals: dict[str | None, Unservable] = {}
         while True:

@@ -1,7 +1,7 @@
 """Arguments: what the options that `serve` passes on to vLLM say, read without vLLM, whose parser takes half a minute.
 
-`--option value`, `--option=value`, underscores for dashes, short names, `--option.key value` for JSON and
-`--config FILE` are read as vLLM 0.32 reads them; the command line holds over the file, and the last word over the first.
+`--option value`, `--option=value`, underscores for dashes, short names, `--option.key value` for JSON and `--config
+FILE` are read as vLLM 0.32 reads them; the command line holds over the file, and the last word over the first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ONE_RANK = {
     "pipeline-parallel-size": "pipeline parallelism is not supported; use --tensor-parallel-size instead",
     "prefill-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
     "decode-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
-    "data-parallel-size": "vLLM lets the API server reach the first engine only, so the others would have no cartridges; "
-    "start one server for each engine, and a router before them",
+    "data-parallel-size": "vLLM lets the API server reach the first engine only, so the others would have no "
+    "cartridges; start one server for each engine, and a router before them",
 }
 _NEVER = {
     "enable-lora": "LMCache's keys ignore the adapter, so it would get the base model's KV",
@@ -97,7 +97,7 @@ class Arguments:
         return left, key
 
     def check(self) -> None:
-        """Raise `UnsupportedEngine`, with the reason, for what `engine.check_vllm` would refuse once a model is loaded."""
+        """Raise `UnsupportedEngine`, with the reason, for what `host.check_vllm` refuses once a model is loaded."""
         for name, why in _NEVER.items():
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")

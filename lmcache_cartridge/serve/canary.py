@@ -1,8 +1,8 @@
 """Canaries: before a cartridge's first request is answered, the engine answers questions whose answers are known.
 
-Whatever lies between an artefact and the engine's attention may be wrong and say nothing: a layout, a kernel, a rotation.
-So the engine is asked as requests ask it, by cartridge tokens, tag and claim, and its logprobs are compared with those that
-transformers had from the same KV.
+Whatever lies between an artefact and the engine's attention may be wrong and say nothing: a layout, a kernel, a
+rotation. So the engine is asked as requests ask it, by cartridge tokens, tag and claim, and its logprobs are compared
+with those that transformers had from the same KV.
 """
 
 from __future__ import annotations
@@ -41,51 +41,50 @@ class Unfinished(Exception):
     """The engine could not be asked now."""
 
 
-class Due(NamedTuple):
-    """A cartridge, alone or behind itself, that has to be asked about."""
+class Trial(NamedTuple):
+    """One cartridge of a selection with which the engine is tried: alone, or behind itself, with rotated keys."""
 
     manifest: Manifest
-    whole: Selection
-    """What it is asked for."""
+    within: Selection
     place: int
-    """Which of the selection it is; from the second on it is asked about behind itself."""
+    """Which of the selection it is. The first is tried alone, later ones behind themselves."""
 
     @property
-    def twice(self) -> bool:
-        """Whether it is asked about behind itself."""
+    def is_behind(self) -> bool:
+        """Whether the cartridge stands behind itself."""
         return self.place > 0
 
     @property
     def positions(self) -> int:
         """Positions of KV before a question."""
-        return self.manifest.positions * (1 + self.twice)
+        return self.manifest.positions * (1 + self.is_behind)
 
     @property
     def tag(self) -> str:
         """The tag of `selection`."""
-        return ".".join([self.manifest.digest] * (1 + self.twice))
+        return ".".join([self.manifest.digest] * (1 + self.is_behind))
 
     @property
     def selection(self) -> Selection:
-        """What the engine is asked with. Copies its ids: for those alone that are asked."""
-        times, start = 1 + self.twice, sum(m.positions for m in self.whole.manifests[: self.place])
-        ids = self.whole.token_ids[start : start + self.manifest.positions]
-        return Selection((self.manifest,) * times, (self.whole.places[self.place],) * times, ids * times, None)
+        """What the engine is asked with. Copies token ids, so it is made for a trial that takes place only."""
+        times, start = 1 + self.is_behind, sum(m.positions for m in self.within.manifests[: self.place])
+        ids = self.within.token_ids[start : start + self.manifest.positions]
+        return Selection((self.manifest,) * times, (self.within.places[self.place],) * times, ids * times, None)
 
     @property
     def questions(self) -> tuple[Asked, ...]:
-        """Those that can be asked of it; none where its manifest has none for this."""
+        """The canary's questions; none where the manifest has none for this."""
         canary = self.manifest.canary
-        return () if canary is None else canary.behind if self.twice else canary.after
+        return () if canary is None else canary.behind if self.is_behind else canary.after
 
     @property
     def longest(self) -> int:
-        """Positions that asking the longest question takes, with its answer."""
+        """Positions that the longest question takes, with its answer."""
         return self.positions + max(len(q.question) + len(q.answer.tokens) for q in self.questions)
 
 
 class Canaries:
-    """What is known of the cartridges of one engine. One check at a time of each, whatever number of requests wait."""
+    """Which cartridges one engine answers right from. Requests for the same cartridge share one trial."""
 
     def __init__(
         self,
@@ -99,13 +98,13 @@ class Canaries:
         self._settings, self._engine, self._client = settings, engine, client
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
         self._results: dict[tuple[str, ServedCanary], str | None] = {}
-        """By tag: None for those that the engine answers from as it should, else how it does not."""
+        """How the engine's answers differ from those expected, None if they do not."""
         self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
         self._unasked: set[str] = set()
         self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, digest: str) -> str | None:
-        """Return `passed` or `failed`, of the cartridge by itself; None where it was not asked."""
+        """Return `passed` or `failed` for a cartridge alone; None where the engine was not tried with it."""
         found = [why for (tag, _), why in self._results.items() if tag == digest]
         return ("failed" if found[-1] else "passed") if found else None
 
@@ -138,57 +137,58 @@ class Canaries:
                 logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
     def known(self, selection: Selection) -> Refusal | None:
-        """Return what to say of a cartridge that the engine was seen not to answer right from; None if there is none."""
-        for due in due_of(selection) if self._settings.canary else ():
-            if problem := self._results.get(self._key(due)):
-                return _failed(due.manifest, problem)
+        """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
+        for trial in trials(selection) if self._settings.canary else ():
+            if problem := self._results.get(self._key(trial)):
+                return _failed(trial.manifest, problem)
         return None
 
     async def check(self, selection: Selection) -> Refusal | None:
-        """Return None if the engine answers right from each of these cartridges, else what to say to the client.
+        """Return None if the engine answers right from each of these cartridges, else the refusal.
 
-        Asks the engine about those that it was not asked about since it started, and waits for that, `ready_timeout_s`
-        at most. Its claim on the memory must be held meanwhile. A cartridge without a canary passes unless the
-        settings require one.
+        Tries the engine with those it was not tried with since it started, and waits for that, `ready_timeout_s` at
+        most. A cartridge without a canary passes unless the settings require one.
         """
         if not self._settings.canary:
             return None
         required = self._settings.canary == "required"
-        for due in due_of(selection):
-            name = due.manifest.name
-            if (key := self._key(due)) is None:
+        for trial in trials(selection):
+            name = trial.manifest.name
+            if (key := self._key(trial)) is None:
                 if required:
                     message = f"{name} has no canary for this, and the server requires one"
-                    return Unservable(422, message, due.manifest.digest)
+                    return Unservable(422, message, trial.manifest.digest)
                 continue
             try:
-                problem = await self._result(key, due)
+                problem = await self._result(key, trial)
             except Unfinished as reason:
                 return Refusal(503, f"{name} could not be tried on this engine: {reason}", retry_after_s=2)
             if problem is not None:
-                return _failed(due.manifest, problem)
+                return _failed(trial.manifest, problem)
         return None
 
-    def _key(self, due: Due) -> tuple[str, ServedCanary] | None:
-        """Return under what a result is kept; None for a cartridge that cannot be asked about."""
-        manifest = due.manifest
-        if not due.questions:
+    def _key(self, trial: Trial) -> tuple[str, ServedCanary] | None:
+        """Return the key of a trial's result; None where there can be no trial."""
+        manifest = trial.manifest
+        if not trial.questions:
             return None
-        size = due.positions * manifest.fingerprint.token_bytes
-        if due.longest > self._engine.model_config.max_model_len or (due.twice and size > self._settings.cpu_bytes):
+        size = trial.positions * manifest.fingerprint.token_bytes
+        if trial.longest > self._engine.model_config.max_model_len or (
+            trial.is_behind and size > self._settings.cpu_bytes
+        ):
             if manifest.digest not in self._unasked:
                 self._unasked.add(manifest.digest)
                 logger.warning(
-                    "%s cannot be tried on this engine: no room for %d positions", manifest.name, due.longest
+                    "%s cannot be tried on this engine: no room for %d positions", manifest.name, trial.longest
                 )
             return None
-        return due.tag, manifest.canary
+        return trial.tag, manifest.canary
 
-    async def _result(self, key: tuple[str, ServedCanary], due: Due) -> str | None:
+    async def _result(self, key: tuple[str, ServedCanary], trial: Trial) -> str | None:
         if key in self._results:
             return self._results[key]
         if key not in self._asking:
-            self._asking[key] = asyncio.create_task(self._settle(key, due))
+            self._asking[key] = asyncio.create_task(self._settle(key, trial))
             self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
@@ -196,34 +196,34 @@ class Canaries:
         except TimeoutError:
             raise Unfinished("it took too long") from None
 
-    async def _settle(self, key: tuple[str, ServedCanary], due: Due) -> str | None:
+    async def _settle(self, key: tuple[str, ServedCanary], trial: Trial) -> str | None:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
-                problem = await self._examine(due)
-                if problem is not None and not due.twice:
-                    await self._client.ask("distrust", due.manifest.digest, problem)
-                elif not due.twice:
-                    await self._client.ask("trust", [due.manifest.digest])
+                problem = await self._examine(trial)
+                if problem is not None and not trial.is_behind:
+                    await self._client.ask("distrust", trial.manifest.digest, problem)
+                elif not trial.is_behind:
+                    await self._client.ask("trust", [trial.manifest.digest])
         except Unfinished as reason:
             requests().canary("unfinished")
-            logger.warning("%s could not be tried on this engine: %s", due.manifest.name, reason)
+            logger.warning("%s could not be tried on this engine: %s", trial.manifest.name, reason)
             raise
         except (TimeoutError, Refusal, CartridgeError) as error:
             requests().canary("unfinished")
-            logger.warning("%s could not be tried on this engine: %r", due.manifest.name, error)
+            logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
         requests().canary("passed" if problem is None else "failed")
         if problem is not None:
-            logger.error("%s is set aside on this engine: %s", due.manifest.name, problem)
+            logger.error("%s is set aside on this engine: %s", trial.manifest.name, problem)
         self._results[key] = problem
         return problem
 
-    async def _examine(self, due: Due) -> str | None:
+    async def _examine(self, trial: Trial) -> str | None:
         """Return how the engine's answers differ from those expected, None if they do not."""
-        async with Claim(self._client, due.selection) as claim:
+        async with Claim(self._client, trial.selection) as claim:
             if not await claim.wait(self._settings):
                 raise Unfinished("it is not in memory")
-            exam = examine(due, self._chunk_tokens, self._engine.model_config)
+            exam = examine(trial, self._chunk_tokens, self._engine.model_config)
             output = None
             while True:
                 try:
@@ -241,46 +241,48 @@ class Canaries:
         return last
 
 
-def due_of(selection: Selection) -> Iterator[Due]:
-    """Yield what an engine must be asked about before it answers from a selection: later ones behind themselves."""
+def trials(selection: Selection) -> Iterator[Trial]:
+    """Yield the trials that an engine must pass before it answers from a selection."""
     for place, manifest in enumerate(selection.manifests):
         if manifest.kind != "tokens":
-            yield Due(manifest, selection, place)
+            yield Trial(manifest, selection, place)
 
 
-def examine(due: Due, chunk_tokens: int, config: ModelConfig) -> Generator[tuple[Any, SamplingParams], Any, str | None]:
+def examine(
+    trial: Trial, chunk_tokens: int, config: ModelConfig
+) -> Generator[tuple[Any, SamplingParams], Any, str | None]:
     """Yield each question, a prompt and its parameters, to be sent the engine's output for it, None for none.
 
     Returns how the answers differ from those expected, None if they do not. Raises `Unfinished` where an output says
     nothing of the KV. Its claim on the memory must be held meanwhile.
     """
-    whole = due.positions // chunk_tokens * chunk_tokens
+    whole = trial.positions // chunk_tokens * chunk_tokens
     # Of its own, so that no request ever gets blocks that this one left; the later questions do.
     salt = uuid.uuid4().hex
-    for asked in due.questions if whole else ():  # else nothing of it is ever injected
-        output = yield _prompt(due, asked, salt, whole, config.max_logprobs)
+    for asked in trial.questions if whole else ():  # else nothing of it is ever injected
+        output = yield _prompt(trial, asked, salt, whole, config.max_logprobs)
         found = _compare(asked, output, whole, config.logprobs_mode)
-        logger.info("%s%s: %s", due.manifest.name, " behind itself" if due.twice else "", found)
+        logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
         if not found.passed:
             return str(found)
     return None
 
 
-def _prompt(due: Due, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
+def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
     """Return the prompt and parameters of one question, whose leading `whole` positions must be injected.
 
-    `max_logprobs` is how many the engine gives at most, -1 for all.
+    The engine returns at most `max_logprobs` of a position, all for -1.
     """
     params = SamplingParams(
         temperature=0, max_tokens=len(asked.answer.tokens), ignore_eos=True, detokenize=False,
         logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": {TAG: due.tag, GRANT: {"must_inject": whole}}},
+        extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: {"must_inject": whole}}},
     )  # fmt: skip
-    return {"prompt_token_ids": [*due.selection.token_ids, *asked.question], "cache_salt": salt}, params
+    return {"prompt_token_ids": [*trial.selection.token_ids, *asked.question], "cache_salt": salt}, params
 
 
 def _compare(asked: Asked, output: Any, whole: int, logprobs_mode: str) -> Comparison:
-    """Compare what the engine gave for a question, None for nothing. Raises `Unfinished` where that says nothing of KV."""
+    """Compare the engine's output, None for none, with the answer. Raises `Unfinished` if it says nothing of the KV."""
     if output is None or not output.outputs or output.outputs[0].finish_reason == "error":
         raise Unfinished("the engine could not load it")
     if (output.num_cached_tokens or 0) < whole:

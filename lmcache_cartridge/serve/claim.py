@@ -1,4 +1,4 @@
-"""Claim: the one object by which a request holds its cartridges' KV in every worker, from admission until the engine has it."""
+"""Claim: by this one object a request holds its KV in every worker, from admission until the engine has it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Claim(RemoteClaim):
     async def wait(self, settings: Settings) -> bool:
         """Wait until the KV may be used, or the documents' text has to take its place: then return False.
 
-        Waits `ready_timeout_s` at most. What can be computed is not waited for where memory is short or its source fails.
-        Raises `Refusal` where there is no text, or the settings do not allow it.
+        Waits `ready_timeout_s` at most. What can be computed is not waited for where memory is short or its source
+        fails. Raises `Refusal` where there is no text, or the settings do not allow it.
         """
         selection = self.selection
         if selection.tag is None:

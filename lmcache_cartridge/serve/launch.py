@@ -44,7 +44,7 @@ class Launch(NamedTuple):
     command: list[str]
     """vLLM's own."""
     engine: dict[str, Any]
-    """What makes vLLM's engine serve cartridges, as keyword arguments of its `LLM`; options of `command` too."""
+    """The options of `command` that have the engine serve cartridges, as keyword arguments of vLLM's `LLM`."""
     lmcache: list[str] | None = None
     """The command of LMCache's server, which runs beside it in multiprocess mode."""
 
@@ -88,10 +88,9 @@ def plan(
 ) -> Launch:
     """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
 
-    In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`; 0 is as
-    much as the registered cartridges need, and a free port.
-
-    Raises `UnsupportedEngine` if vLLM is not installed, and for options of vLLM's that do not go with cartridges.
+    In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`. 0 means:
+    as much as the registered cartridges need, and a free port. Raises `UnsupportedEngine` if vLLM is not installed,
+    and for options of vLLM that do not go with cartridges.
     """
     arguments = Arguments(vllm_args)
     arguments.check()
@@ -154,7 +153,7 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
         "pre_caching_hash_algorithm: sha256_cbor  # builtin hashes differ from process to process",
         "local_cpu: false  # LMCache must not adopt cartridge memory",
         "max_local_cpu_size: 0.1  # GB; LMCache does not start with 0, cartridges do not use it",
-        f"lookup_timeout_ms: {max(3000, round(1000 * settings.lookup_timeout_s) + 2000)}  # longer than lookup_timeout_s",
+        f"lookup_timeout_ms: {max(3000, round(1000 * settings.lookup_timeout_s) + 2000)}  # above lookup_timeout_s",
         "save_unfull_chunk: false",
         "enable_async_loading: false",
         "use_layerwise: false",
@@ -224,10 +223,11 @@ def free_port() -> int:
 
 
 def allowed_plugins() -> str:
-    """Return `VLLM_PLUGINS` with our name in it: without that vLLM loads no request API.
+    """Return the value of `VLLM_PLUGINS` that has vLLM load our endpoint plugin and all that it loads without it.
 
-    It is an allow-list for every kind of vLLM plugin. Where the caller has none, all stay allowed that are installed,
-    but for others' routes, which vLLM wants to be named.
+    vLLM 0.32 loads an endpoint plugin only where this variable names it, and where the variable is set it loads no
+    other plugin of any kind. So where the caller has not set it, every installed plugin is named, but for the
+    endpoint plugins of others: without the variable vLLM would not load those either.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     names = allowed.split(",") if allowed is not None else _installed_plugins()

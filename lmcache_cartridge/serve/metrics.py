@@ -84,7 +84,7 @@ _OUTCOMES = {
     "lost_prompts": ("document", "error"),
     "canaries": ("passed", "failed", "unfinished"),
 }
-"""Metrics with the label `outcome`, and its values that are exported from the start: a rate needs the zero before the one."""
+"""Metrics with the label `outcome`, and its values that are exported from the start, so that rates see the first."""
 
 
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:

@@ -14,14 +14,14 @@ from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
 from ..errors import CartridgeError
 from ..settings import Settings
-from .canary import Due, Unfinished, due_of, examine
+from .canary import Trial, Unfinished, examine, trials
 from .launch import plan
 from .request import read_references
 from .resolve import Resolver, Selection
 
 _clients: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
 _tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
-"""Of each engine the cartridges it was tried with, by tag: None, or how it does not answer right from them."""
+"""By engine and tag: how the engine's answers to a canary differ from those expected, None if they do not."""
 
 
 def engine_arguments(settings: Settings, *, chunk_tokens: int = 256, on_load_failure: str = "fail") -> dict[str, Any]:
@@ -81,28 +81,28 @@ class Prompt(dict):
 
 
 def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
-    """Ask the engine what it was not asked yet of a selection. Raises `CartridgeError` unless it answers right."""
+    """Try the engine with what it was not tried with yet. Raises `CartridgeError` unless it answers right."""
     tried, config = _tried.setdefault(llm, {}), llm.llm_engine.model_config
-    for due in due_of(selection):
-        tag, name = due.tag, due.manifest.name
-        if not due.questions or due.longest > config.max_model_len:
+    for trial in trials(selection):
+        tag, name = trial.tag, trial.manifest.name
+        if not trial.questions or trial.longest > config.max_model_len:
             if settings.canary == "required":
                 raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
             continue
         if tag not in tried:
             held = Prompt()
-            _claim(llm, settings, due.selection, held)
+            _claim(llm, settings, trial.selection, held)
             try:
-                tried[tag] = _examine(llm, due)
+                tried[tag] = _examine(llm, trial)
             except Unfinished as reason:
                 raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
         if tried[tag] is not None:
             raise CartridgeError(f"{name} is set aside on this engine: {tried[tag]}")
 
 
-def _examine(llm: LLM, due: Due) -> str | None:
+def _examine(llm: LLM, trial: Trial) -> str | None:
     """Return how the engine's answers to a canary differ from those expected, None if they do not."""
-    exam = examine(due, _clients[llm].call("numbers")[0]["chunk_tokens"], llm.llm_engine.model_config)
+    exam = examine(trial, _clients[llm].call("numbers")[0]["chunk_tokens"], llm.llm_engine.model_config)
     output = None
     while True:
         try:

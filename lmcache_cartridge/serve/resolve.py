@@ -58,11 +58,11 @@ class Selection(NamedTuple):
 
     manifests: tuple[Manifest, ...]
     places: tuple[tuple[str, str], ...]
-    """Of each, the directory of its manifest and token ids, and the location of its payload."""
+    """The directory of each manifest with its token ids, and the location of each payload."""
     token_ids: tuple[int, ...]
     """Ids of all of them, in order; they go before the prompt's own."""
     document_ids: tuple[int, ...] | None
-    """Ids of the documents themselves, for when the cartridges cannot be had; None if one carries no text."""
+    """Ids of the documents' own text, for when the KV cannot be had; None if one carries none."""
     afresh: tuple[str, ...] = ()
     """Digests of those whose copies in memory and on local disk must be dropped first (`force_redownload`)."""
     references: tuple[Reference, ...] = ()
@@ -70,7 +70,7 @@ class Selection(NamedTuple):
 
     @property
     def tag(self) -> str | None:
-        """What LMCache's keys and vLLM's salt are bound to: every digest in order. None without any KV."""
+        """Every digest in order, which LMCache's keys are bound to. None without any KV."""
         digests = [m.digest for m in self.manifests if m.kind != "tokens"]
         return ".".join(digests) or None
 
@@ -111,7 +111,7 @@ class Selection(NamedTuple):
         return f"{self.used()};served=document"
 
     def refused(self, rank: Mapping[str, Any]) -> Unservable:
-        """Return the refusal that a worker's answer to a claim is, with its reason."""
+        """Return a worker's refusal of a claim as one for the client, without paths."""
         places = {place: m.name for m, pair in zip(self.manifests, self.places, strict=True) for place in pair}
         reason = without_paths(rank["refused"], places)
         if rank["mismatch"]:
@@ -120,7 +120,7 @@ class Selection(NamedTuple):
         return Unservable(422, f"{self.names} cannot be served: {reason}", rank["digest"])
 
     def salt(self, client_salt: str | None, secret: bytes = b"") -> str:
-        """Return the request's `cache_salt`: another one for each chain, content and client salt.
+        """Return the request's `cache_salt`, different for each chain, content and client salt.
 
         Digests and identity tokens are no secrets. A server that takes salts from clients gives a `secret` of its own,
         so that nobody can send the salt and read the blocks, or put computed ones under it.
@@ -130,7 +130,7 @@ class Selection(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one reference stands for."""
+    """The cartridge that one reference stands for, and where it lies."""
 
     manifest: Manifest
     root: Path
@@ -142,7 +142,7 @@ class Found(NamedTuple):
 
 
 class NeedsReading(Exception):
-    """Something has to be read of a cartridge that is not at hand; it may take long, or for ever."""
+    """A cartridge's manifest must be read first, which may take long or hang."""
 
     def __init__(self, reference: Reference, location: str) -> None:
         super().__init__(location)
@@ -160,16 +160,16 @@ class Resolver:
         sources = Sources(settings.model_copy(update={"s3_connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, sources)
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
-        """What was found of registered cartridges, by location and digest, which vouches for it from then on."""
+        """By location and digest; once it was checked against the digest, it is not read again."""
         self._rows: Lru[str, list[RegistryEntry]] = Lru(_MAX_ROWS)
-        """What the registry said last of a name, for when it cannot be read."""
+        """The registry's last answer for a name, for when it cannot be read."""
         self._refused: dict[str, float] = {}
         self._warned_s = float("-inf")
         self._lock = threading.Lock()
         self._load = lru_cache(maxsize=_MAX_REGISTERED)(_load)
 
     def pass_over(self, digest: str) -> None:
-        """For a moment, let an id mean an older version where the newest is this one, which cannot be served."""
+        """For a moment, let an id whose newest version this is stand for an older one: this one cannot be served."""
         now = self._clock()
         with self._lock:
             self._refused = {d: until for d, until in self._refused.items() if until > now} | {digest: now + _REFUSED_S}
@@ -177,9 +177,9 @@ class Resolver:
     def resolve(self, references: Sequence[Reference], found: Mapping[Reference, Found] | None = None) -> Selection:
         """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had now.
 
-        An id means its newest version that is sound and was not passed over, or else its newest. Blocks for as long as
-        sources do. With `found`, what `find` returned of some, it raises `NeedsReading` instead of reading any other, and
-        blocks for the server's own directories only.
+        An id stands for its newest version that is sound and was not passed over, or else for its newest. Blocks as
+        long as sources do. With `found`, earlier results of `find`, it blocks for the server's own directories only,
+        and raises `NeedsReading` where another manifest must be read.
         """
         known = found or {}
         each = [known.get(reference) or self.find(reference, wait=found is None) for reference in references]
@@ -199,8 +199,9 @@ class Resolver:
         return Selection(manifests, places, ids, whole, afresh, tuple(references))
 
     def find(self, reference: Reference, *, wait: bool = True) -> Found:
-        """Return what one reference stands for. Raises as `resolve` does; `NeedsReading` for what may hang, unless it is
-        to `wait`.
+        """Return the cartridge that one reference stands for. Raises `Refusal`.
+
+        Raises `NeedsReading` in place of a read that may hang, unless it is to `wait`.
         """
         where = reference.where()
         if where == "local":
@@ -242,7 +243,7 @@ class Resolver:
         return self._rows.put(reference.id, rows)
 
     def _of(self, reference: Reference, row: RegistryEntry, wait: bool) -> Found:
-        """Return what is registered. Raises as `find` does."""
+        """Return one registered version. Raises as `find` does."""
         if not is_remote(row.location):
             found = None if reference.force_redownload else self._registered.get((row.location, row.digest))
             if found is not None:
@@ -269,7 +270,7 @@ class Resolver:
         return self._usable(reference, found)
 
     def _usable(self, reference: Reference, found: Found) -> Found:
-        """Return it, or raise `Refusal` where it is quarantined, is not fetched anew and has no text in its place."""
+        """Return it. Raises `Refusal` for a quarantined one without text, unless it is fetched anew."""
         manifest = found.manifest
         reason = self._quarantine.reason(manifest.digest)
         if reference.force_redownload:
@@ -280,7 +281,7 @@ class Resolver:
         return found
 
     def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float | None = None) -> Path:
-        """Return the local copy of the manifest of an artefact in S3, of `max_age_s`, or as fresh as the cache keeps them."""
+        """Return the local copy of a manifest in S3, not older than `max_age_s`, or than the cache allows."""
         force = reference.force_redownload
         if not wait and (force or not self._manifests.is_fresh(location, max_age_s=max_age_s)):
             raise NeedsReading(reference, location)
@@ -327,7 +328,7 @@ def _stamp(root: Path) -> int:
 def _load(
     root: Path, payload: bool, digest: str | None, stamp: int
 ) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
-    """Return a cartridge's manifest, token ids and document ids; `stamp` tells a cache of it what was replaced."""
+    """Return a cartridge's manifest, token ids and document ids. `stamp` is for the cache: it differs once replaced."""
     manifest = reading.load_manifest(root, digest, payload=payload)
     ids = tuple(reading.load_token_ids(manifest, root).tolist())
     if manifest.kind != "trained":

@@ -1,9 +1,9 @@
 """Stock: vLLM started by its own command serves cartridges too, where its LMCache YAML names them.
 
 A `vllm.general_plugins` entry point, which vLLM loads in each of its processes. It does nothing unless
-`LMCACHE_CONFIG_FILE` names our storage plugin, and imports neither vLLM nor LMCache until then. Without it LMCache would
-drop our plugin where it cannot load it, as on every CPU engine under vLLM's own connector, and the server would answer
-without cartridges.
+`LMCACHE_CONFIG_FILE` names our storage plugin, and imports neither vLLM nor LMCache until then. Without it LMCache
+would drop our plugin where it cannot load it, as on every CPU engine under vLLM's own connector, and the server would
+answer without cartridges.
 """
 
 from __future__ import annotations

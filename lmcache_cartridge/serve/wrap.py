@@ -148,8 +148,8 @@ class GuardedEngine:
         selection = claim.selection
         begun: set[int] = set()
         lost: list[int] = []
-        # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one prompt
-        # the first may come before the last has begun.
+        # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one
+        # prompt the first may come before the last has begun.
         to_the_end = selection.must_inject > 0 or (getattr(params, "n", 1) or 1) > 1
         try:
             async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:

@@ -1,0 +1,217 @@
+"""HTTP: requests that name cartridges where nothing reads them are refused, and responses say what was used."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from lmcache_cartridge.serve import http, misnamed
+from lmcache_cartridge.settings import from_mapping
+
+
+def _app(**values: Any) -> FastAPI:
+    """Return an app whose every route echoes the body it got, behind gate and headers."""
+    app = FastAPI()
+    app.add_middleware(http.Gate, settings=from_mapping(values))
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT"])
+    async def echo(request: Request) -> dict[str, str]:
+        return {"body": (await request.body()).decode("latin-1")}
+
+    return app
+
+
+def post(app: FastAPI, path: str, **kwargs: Any) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, **kwargs)
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"5", b'{"model": "m"}', b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body: bytes) -> None:
+    reply = post(_app(), "/anything", content=body)
+    assert (reply.status_code, reply.json()["body"].encode("latin-1")) == (200, body)
+
+
+@pytest.mark.parametrize("path", http.TAKES)
+def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
+    reply = post(_app(), path, json={"cartridges": ["a"]})
+    assert (reply.status_code, reply.json()["body"]) == (200, '{"cartridges":["a"]}')
+    assert post(_app(), path + "/", json={"cartridges": ["a"]}).status_code == 400, "another path is another route"
+
+
+ROUTES = (*http.TAKES, http.MESSAGES, "/v1/chat/completions/batch", "/tokenize", "/anything")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "field", ["cartridge", "cartridge_ids", "cartridge_id", "Cartridges", "catridges", "cartridge_label"]
+)
+def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path: str, field: str) -> None:
+    reply = post(_app(), path, json={"model": "m", field: ["a"]})
+    message = reply.json()["error"]["message"]
+    assert (reply.status_code, repr(field) in message) == (400, True)
+    assert ("kv_transfer_params.cartridge_id" if path == http.MESSAGES else "`cartridges`") in message
+    assert post(_app(), path, json={"model": "m"}).status_code == 200, "the control: without it the route answers"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("place", ["extra_body", "metadata"])
+def test_cartridges_in_a_place_where_nothing_reads_them_are_refused(path: str, place: str) -> None:
+    assert post(_app(), path, json={place: {"cartridges": ["a"]}}).status_code == 400
+    assert post(_app(), path, json={place: {"topic": "cartridges"}}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_field_that_is_there_twice_is_refused(path: str) -> None:
+    for body in (b'{"cartridges": ["a"], "cartridges": ["b"]}', b'{"kv_transfer_params": {}, "kv_transfer_params": {}}',
+                 b'{"kv_transfer_params": {"cartridge_id": "a", "cartridge_id": "b"}}'):  # fmt: skip
+        reply = post(_app(), path, content=body)
+        assert (reply.status_code, "2 times" in reply.json()["error"]["message"]) == (400, True)
+
+
+def test_a_form_with_a_field_for_cartridges_is_refused() -> None:
+    file = {"file": ("a.wav", b"cartridges", "audio/wav")}
+    assert post(_app(), "/v1/audio/transcriptions", files=file, data={"cartridges": "a"}).status_code == 400
+    assert post(_app(), "/v1/audio/transcriptions", files=file, data={"model": "m"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/v1/completions"])
+def test_a_large_body_that_has_nothing_to_do_with_cartridges_passes_unparsed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    parse = misnamed.parse
+    monkeypatch.setattr(misnamed, "parse", lambda body, names: (parsed.append(len(body)), parse(body, names))[1])
+    body = b'{"model": "m", "messages": [], "x": "' + b"x" * (65 << 20) + b'"}'
+    assert post(_app(), path, content=body).status_code == 200
+    assert parsed == []
+    named = body.replace(b'"x":', b'"cartridge":')
+    assert post(_app(), path, content=named).status_code == 400
+    assert parsed == [len(named)]
+
+
+def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    may_name = misnamed.may_name
+    monkeypatch.setattr(
+        misnamed, "may_name",
+        lambda *a: (threads.append(threading.current_thread() is threading.main_thread()), may_name(*a))[1],
+    )  # fmt: skip
+    for size in (10, 1 << 20):
+        assert post(_app(), "/anything", content=b'{"x": "' + b"x" * size + b'"}').status_code == 200
+    assert threads == [True, False]
+
+
+def test_a_label_is_refused_where_it_would_be_dropped() -> None:
+    labelled, app = {"cartridge_label": "x"}, _app(router="label")
+    assert post(app, http.MESSAGES, json=labelled).status_code == 400
+    assert post(app, "/generative_scoring", json=labelled).status_code == 400
+    assert post(app, "/v1/completions", json=labelled).status_code == 200
+    assert post(_app(), "/v1/completions", json=labelled).status_code == 400, "without that router nothing reads it"
+    other = {"ward": "x"}
+    assert post(_app(router="label", label_field="ward"), http.MESSAGES, json=other).status_code == 400
+    assert post(_app(), http.MESSAGES, json=other).status_code == 200, "without that router it is no label"
+    twice = b'{"ward": "x", "ward": "y"}'
+    assert post(_app(router="label", label_field="ward"), "/v1/completions", content=twice).status_code == 400
+
+
+def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> None:
+    app = _app(router="static", static={"*": "a"})
+    assert post(app, "/generative_scoring", json={}).status_code == 400
+    assert post(app, http.MESSAGES, json={}).status_code == 200, "messages get it"
+    assert post(app, "/tokenize", json={}).status_code == 200, "nothing is generated"
+    assert post(app, "/tokenize", json={"cartridges": ["b"]}).status_code == 400
+
+
+def test_a_route_that_takes_no_cartridges_does_not_answer_where_one_is_required() -> None:
+    for path in ("/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/audio/transcriptions"):
+        reply = post(_app(required=True), path, json={"model": "m"})
+        assert (reply.status_code, "`required`" in reply.json()["error"]["message"]) == (400, True)
+        assert post(_app(), path, json={"model": "m"}).status_code == 200
+    assert post(_app(required=True), "/tokenize", json={"model": "m"}).status_code == 200, "nothing is generated"
+
+
+@pytest.mark.parametrize(("sent", "key"), [("Bearer k", "k"), ("bearer k", "k"), ("Basic k", None), (None, None)])
+def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None) -> None:
+    app, seen = FastAPI(), []
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.post("/")
+    async def look() -> None:
+        seen.append(http.api_key())
+
+    post(app, "/", headers={} if sent is None else {"Authorization": sent})
+    assert seen == [key]
+
+
+def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
+    app = FastAPI()
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.post("/")
+    async def stream() -> StreamingResponse:
+        http.note("first", is_pending=True)
+
+        async def pieces() -> AsyncIterator[str]:
+            http.note("a@1;served=document")
+            http.retry_after(0.2)
+            yield "x"
+            http.note("too late")
+
+        return StreamingResponse(pieces())
+
+    reply = post(app, "/")
+    assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
+    assert http.api_key() is None, "outside a request there is none"
+
+
+def _sent(*steps: Any) -> list[Any]:
+    """Return what is sent of a response, with a number after each step: a message, or something to do."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for number, step in enumerate(steps):
+            if callable(step):
+                step()
+            else:
+                await send(step)
+            sent.append(number)
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message["headers"]).get(b"x-cartridges") if "headers" in message else message["body"])
+
+    asyncio.run(http.ResponseHeaders(app)({"type": "http", "headers": []}, None, send))
+    return sent
+
+
+_START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def _body(text: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text, "more_body": more}
+
+
+def test_a_response_without_cartridges_starts_at_once() -> None:
+    assert _sent(_START, _body(b"x")) == [None, 0, b"x", 1]
+
+
+def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected() -> None:
+    """Whatever comes before that: /v1/responses and /v1/messages send events before the first token."""
+    pending, known = (lambda: http.note("a", is_pending=True)), (lambda: http.note("b"))
+    assert _sent(pending, _START, _body(b"x"), known, _body(b"y"), _body(b"z", False)) == [
+        0, 1, 2, 3, b"b", b"x", b"y", 4, b"z", 5,
+    ]  # fmt: skip
+    assert _sent(known, _START, _body(b"x")) == [0, b"b", 1, b"x", 2]
+    assert _sent(pending, _START, _body(b"x", False)) == [0, 1, b"a", b"x", 2], "it ends, whether it is known or not"

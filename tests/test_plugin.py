@@ -1,0 +1,57 @@
+"""The plugin does not start a server on which a request's cartridges would not reach us."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from blocks import quietly
+
+from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
+
+with quietly():
+    from vllm.exceptions import GracefulHTTPError
+
+    from lmcache_cartridge.engine.host import check_handlers
+    from lmcache_cartridge.serve.plugin import CartridgePlugin
+
+
+def _state(**handlers: Any) -> Any:
+    models = SimpleNamespace(base_model_paths=[SimpleNamespace(name="m")])
+    return SimpleNamespace(openai_serving_models=models, **handlers)
+
+
+def _handler(reply: Any) -> Any:
+    async def create(request: Any) -> Any:
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    return SimpleNamespace(create_completion=create, create_chat_completion=create, create_responses=create,
+                           create_messages=create)  # fmt: skip
+
+
+_NAMES = ["openai_serving_completion", "openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"]
+_SEEN = GracefulHTTPError("cartridges.0.id: too short", HTTPStatus.BAD_REQUEST)
+
+
+def test_a_server_whose_handlers_all_show_us_the_field_starts() -> None:
+    asyncio.run(check_handlers(_state(**{name: _handler(_SEEN) for name in _NAMES})))
+
+
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("reply", ["an answer", GracefulHTTPError("no such model", HTTPStatus.NOT_FOUND)])
+def test_a_server_with_a_handler_that_does_not_show_us_the_field_does_not_start(name: str, reply: Any) -> None:
+    handlers = {other: _handler(_SEEN) for other in _NAMES} | {name: _handler(reply)}
+    with pytest.raises(UnsupportedEngine, match=name):
+        asyncio.run(check_handlers(_state(**handlers)))
+
+
+def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    plugin = CartridgePlugin()
+    with pytest.raises(SettingsError, match="LMCACHE_CONFIG_FILE"):
+        asyncio.run(plugin.init_state(None, _state(), SimpleNamespace()))

@@ -1,0 +1,300 @@
+"""The guard around vLLM's engine: KV lost on the way is the document's text or a clear error, and no claim is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from blocks import quietly
+from fastapi import FastAPI
+from making import make_artifact
+from test_http import post
+
+from lmcache_cartridge.engine.client import ControlClient
+from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.serve import http
+from lmcache_cartridge.serve.claim import Claim
+from lmcache_cartridge.serve.request import Reference
+from lmcache_cartridge.serve.resolve import Resolver, Selection
+from lmcache_cartridge.settings import from_mapping
+
+with quietly():
+    from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+
+    from lmcache_cartridge.serve.wrap import GuardedEngine
+
+
+class _Engine:
+    """Ends the first request by an error after some tokens, and answers the second."""
+
+    def __init__(self, tokens: int = 0) -> None:
+        self.prompts: list[Any] = []
+        self.params: list[Any] = []
+        self._tokens = tokens
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.prompts.append(prompt["prompt_token_ids"])
+        self.params.append((params.extra_args or {}).get("kv_transfer_params"))
+        if len(self.prompts) > 1:
+            yield _output("answer", "stop")
+            return
+        for _ in range(self._tokens):
+            yield _output("token", None)
+        yield _output("", "error")
+
+
+def _output(text: str, reason: str | None, cached: int = 0, index: int = 0) -> Any:
+    answer = SimpleNamespace(text=text, finish_reason=reason, index=index)
+    return SimpleNamespace(outputs=[answer], num_cached_tokens=cached)
+
+
+class _Params(SimpleNamespace):
+    def clone(self) -> _Params:
+        return _Params(**vars(self))
+
+
+class _Noted(Claim):
+    """A claim of no worker, which tells whether it was released."""
+
+    was_released = False
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__(ControlClient([]), selection)
+
+    def release(self) -> None:
+        super().release()
+        self.was_released = True
+
+
+def _selection(home: Path, kind: str) -> Selection:
+    given = from_mapping({"home": home})
+    make_artifact(home / "c", positions=16, kind=kind, cartridge_id="c")
+    Registry(given.registry_path).register(home / "c")
+    return Resolver(given).resolve([Reference(id="c")])
+
+
+def _guarded(tmp_path: Path, kind: str, on_miss: str, engine: _Engine, *, document: bool = False) -> list[str]:
+    settings = from_mapping({"home": tmp_path, "on_miss": on_miss})
+    selection = _selection(tmp_path, kind)
+    if document:
+        selection = selection._replace(document_ids=(1, 2, 3))
+    claim = _Noted(selection)
+    prompt = {"prompt_token_ids": [*selection.token_ids, 7, 8]}
+
+    async def collect() -> list[str]:
+        guard = GuardedEngine(engine, settings)
+        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
+        texts = [o.outputs[0].text async for o in guard.generate(prompt, params, request_id="r")]
+        assert claim.was_released, "the memory is held for a request that has ended"
+        return texts
+
+    return asyncio.run(collect())
+
+
+@pytest.mark.parametrize("on_miss", ["error", "document"])
+def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_path: Path, on_miss: str) -> None:
+    engine = _Engine()
+    assert _guarded(tmp_path, "prefill", on_miss, engine) == ["answer"]
+    assert engine.prompts[0] == engine.prompts[1]
+    assert GRANT not in engine.params[1]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
+    tmp_path: Path, kind: str, outputs: int
+) -> None:
+    claim, closed = _Noted(_selection(tmp_path, kind)), []
+
+    class Endless:
+        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+            try:
+                while True:
+                    yield _output("token", None)
+                    await asyncio.sleep(0)
+            finally:
+                closed.append(True)
+
+    async def leave() -> None:
+        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
+        answer = GuardedEngine(Endless(), from_mapping({})).generate({"prompt_token_ids": [1]}, params, "r")
+        for _ in range(outputs):
+            await anext(answer)
+        assert claim.was_released == (kind == "prefill"), "a trained one is needed to the end"
+        await answer.aclose()
+        assert (claim.was_released, closed) == (True, [True]), "at once, not when it is collected"
+
+    asyncio.run(leave())
+
+
+class _Engine3:
+    """Streams three answers; of the first request, some end by an error, before or after their first token."""
+
+    def __init__(self, *events: tuple[int, str | None]) -> None:
+        self.asked: list[tuple[int, int | None, Any]] = []
+        self._events = events
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((params.n, params.seed, params.extra_args["kv_transfer_params"].get(TAG)))
+        if len(self.asked) == 1:
+            for index, reason in self._events:
+                yield _output(f"{index}", reason, index=index)
+            return
+        for index in range(params.n):
+            yield _output("again", "stop", index=index)
+
+
+def _streamed(tmp_path: Path, kind: str, engine: _Engine3) -> list[tuple[int, str]]:
+    settings, selection = from_mapping({"home": tmp_path}), _selection(tmp_path, kind)
+    claim = _Noted(selection)
+    params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, n=3, seed=40)
+    prompt = {"prompt_token_ids": [*selection.token_ids, 7]}
+    seen: list[tuple[int, str]] = []
+
+    async def collect() -> None:
+        async for output in GuardedEngine(engine, settings).generate(prompt, params, "r"):
+            seen.extend((o.index, o.text) for o in output.outputs)
+
+    try:
+        asyncio.run(collect())
+    finally:
+        assert claim.was_released
+    return seen
+
+
+def test_of_several_answers_those_that_lost_their_chunks_are_asked_for_again_alone(tmp_path: Path) -> None:
+    engine = _Engine3((0, None), (2, "error"), (0, "stop"), (1, "error"))
+    assert _streamed(tmp_path, "prefill", engine) == [(0, "0"), (0, "0"), (2, "again"), (1, "again")]
+    assert [(n, seed) for n, seed, _ in engine.asked] == [(3, 40), (1, 42), (1, 41)]
+    assert {tag for _, _, tag in engine.asked[1:]} == {"computed"}
+
+
+def test_of_several_answers_all_are_asked_for_again_where_none_has_begun(tmp_path: Path) -> None:
+    engine = _Engine3((1, "error"), (0, None))
+    assert _streamed(tmp_path, "prefill", engine) == [(0, "again"), (1, "again"), (2, "again")]
+    assert [n for n, _, _ in engine.asked] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_trained_one_beside_others(tmp_path: Path, kind: str) -> None:
+    events = [(0, None), (0, "error")] if kind == "prefill" else [(0, None), (1, "error")]
+    engine = _Engine3(*events)
+    with pytest.raises(RetryableRequestError):
+        _streamed(tmp_path, kind, engine)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_chunks(tokens: int) -> None:
+    """A document at the head of a prompt is injected without being named, and may be lost as others are."""
+    engine, own, seen = _Engine(tokens), {"lmcache.tag.mine": "x"}, []
+
+    async def ask() -> None:
+        guard = GuardedEngine(engine, from_mapping({}))
+        params = _Params(extra_args={"kv_transfer_params": own})
+        async for output in guard.generate({"prompt_token_ids": [1, 2]}, params, request_id="r"):
+            seen.append(output.outputs[0].finish_reason)
+
+    asyncio.run(ask())
+    if tokens:
+        assert (seen, len(engine.prompts)) == ([None, None, "error"], 1), "what has begun is not begun again"
+    else:
+        assert (seen, engine.prompts) == (["stop"], [[1, 2], [1, 2]])
+        assert engine.params == [own, own | {TAG: "computed"}]
+
+
+def test_a_lost_trained_cartridge_is_replaced_by_its_document_if_the_settings_say_so(tmp_path: Path) -> None:
+    engine = _Engine()
+    assert _guarded(tmp_path, "trained", "document", engine, document=True) == ["answer"]
+    assert engine.prompts[1] == [1, 2, 3, 7, 8]
+
+
+@pytest.mark.parametrize(("on_miss", "document"), [("error", True), ("document", False), ("error", False)])
+def test_a_lost_trained_cartridge_is_an_error_otherwise(tmp_path: Path, on_miss: str, document: bool) -> None:
+    engine = _Engine()
+    with pytest.raises(RetryableRequestError, match="ask again"):
+        _guarded(tmp_path, "trained", on_miss, engine, document=document)
+    assert len(engine.prompts) == 1
+
+
+def test_an_answer_that_has_begun_is_not_begun_again(tmp_path: Path) -> None:
+    engine = _Engine(tokens=2)
+    with pytest.raises(RetryableRequestError):
+        _guarded(tmp_path, "trained", "document", engine, document=True)
+    assert len(engine.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    "params", [{TAG: "00"}, {GRANT: {"must_inject": 0}}, {"disagg_spec": {}}, "a", ["a"], {"cartridge_id": "a"}]
+)
+def test_parameters_that_come_past_the_router_are_refused_before_the_engine(params: Any) -> None:
+    engine = _Engine()
+
+    async def ask() -> None:
+        async for _ in GuardedEngine(engine, from_mapping({})).generate(
+            {"prompt_token_ids": [1]}, _Params(extra_args={"kv_transfer_params": params}), request_id="r"
+        ):
+            pass
+
+    with pytest.raises(GracefulHTTPError) as caught:
+        asyncio.run(ask())
+    assert caught.value.http_status == 400
+    assert engine.prompts == []
+
+
+def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartridge() -> None:
+    """Whatever route it came by: a request that was given its document's text instead has noted that."""
+    engine, settings = _Engine(), from_mapping({"required": True})
+
+    async def ask() -> None:
+        async for _ in GuardedEngine(engine, settings).generate(
+            {"prompt_token_ids": [1]}, _Params(extra_args=None), request_id="r"
+        ):
+            pass
+
+    with pytest.raises(GracefulHTTPError, match="`required`") as caught:
+        asyncio.run(ask())
+    assert (caught.value.http_status, engine.prompts) == (400, [])
+    app = FastAPI()
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.post("/")
+    async def answer() -> None:
+        http.note("a@1;served=document")
+        await ask()
+
+    assert post(app, "/").status_code == 200
+    assert engine.prompts[0] == [1]
+
+
+@pytest.mark.parametrize(("cached", "first", "second"), [(0, 0, 0), (16, 16, 0), (20, 16, 4), (48, 16, 24)])
+def test_the_header_says_of_each_cartridge_what_was_injected(
+    tmp_path: Path, cached: int, first: int, second: int
+) -> None:
+    settings = from_mapping({"home": tmp_path})
+    for name, positions in (("a", 16), ("b", 24)):
+        make_artifact(tmp_path / name, positions=positions, cartridge_id=name, seed=positions)
+        Registry(settings.registry_path).register(tmp_path / name)
+    first_one, second_one = (Resolver(settings).resolve([Reference(id=name)]) for name in "ab")
+    selection = first_one._replace(
+        manifests=first_one.manifests + second_one.manifests, places=first_one.places + second_one.places
+    )
+    both = f"a@1;positions=16;injected={first}, b@1;positions=24;injected={second}"
+    assert selection.used(cached) == both
+    assert selection.replaced == "a@1;positions=16;injected=0, b@1;positions=24;injected=0;served=document"
+    app = FastAPI()
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.post("/")
+    async def answer() -> None:
+        claim = _Noted(selection)
+        for of_a_prompt in (40, cached, 40):
+            claim.note(of_a_prompt)
+
+    least = selection.used(min(cached, 40))
+    assert post(app, "/").headers["x-cartridges"] == least, "of several prompts that with the least"
