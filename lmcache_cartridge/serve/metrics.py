@@ -89,7 +89,8 @@ _OUTCOMES = {
 
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
     """Return name, kind, labels and help of everything exported, with the names as queries have them."""
-    rows = [(row, ("tier", "rank")) for row in (*TIER_NUMBERS, LOADS)] + [(row, ("rank",)) for row in RANK_NUMBERS]
+    rows: list[tuple[Number, tuple[str, ...]]] = [(row, ("tier", "rank")) for row in (*TIER_NUMBERS, LOADS)]
+    rows += [(row, ("rank",)) for row in RANK_NUMBERS]
     rows += [(row, ("outcome",) * (row.name in _OUTCOMES)) for row in SERVER_NUMBERS]
     return [(PREFIX + row.name + "_total" * (row.kind == "counter"), row.kind, of, row.help) for row, of in rows]
 
