@@ -28,6 +28,7 @@ docs: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests benchmarks docs
 	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH --ignore E501,SIM905 lmcache_cartridge tests benchmarks docs
+	$(BIN)/mypy
 
 # --no-deps: the locks are complete, and pip's own resolution would add CUDA builds that break a CPU torch.
 # compileall: vLLM starts several processes, each of which would compile every module again. One file of torch is written

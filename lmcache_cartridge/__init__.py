@@ -1,6 +1,85 @@
-"""Serve prepared KV caches (cartridges) through unmodified vLLM and unmodified LMCache."""
+"""Serve prepared KV caches (cartridges) through unmodified vLLM and unmodified LMCache.
+
+What a program may rely on is in `__all__`, by subject:
+
+- make: `CausalModel` loads a model; `build` computes a document's KV with it; `train` trains a shorter one, as a `Task`
+  with a `Recipe` says; `recognise` reads what PEFT and others saved and `import_cartridge` makes a cartridge of it;
+  `compress` stores one in int8.
+- keep: `Registry` knows which cartridges there are; `Manifest` describes one, and `load_manifest` reads it.
+- serve offline: `engine_arguments` is for vLLM's `LLM`, `with_cartridges` for its prompts.
+- `Settings` says where all this lies and how it is served. Every error is a `CartridgeError`.
+
+A name is imported when it is first used: `import lmcache_cartridge` loads no torch. The functions that make a cartridge
+write an artefact into a directory and register nothing; `train` registers what it made.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .errors import CartridgeError
 
+if TYPE_CHECKING:
+    from .artifact.manifest import Manifest
+    from .artifact.reading import load_manifest
+    from .library.registry import Registry
+    from .make.foreign.convert import import_ as import_cartridge
+    from .make.foreign.recognise import recognise
+    from .make.model import CausalModel
+    from .make.prefill import build
+    from .make.train.job import Task, train
+    from .make.train.trainer import Recipe
+    from .make.write import compress
+    from .serve.offline import engine_arguments, with_cartridges
+    from .settings import Settings
+
 __version__ = "0.1.0"
-__all__ = ["CartridgeError", "__version__"]
+__all__ = [
+    "CartridgeError",
+    "CausalModel",
+    "Manifest",
+    "Recipe",
+    "Registry",
+    "Settings",
+    "Task",
+    "__version__",
+    "build",
+    "compress",
+    "engine_arguments",
+    "import_cartridge",
+    "load_manifest",
+    "recognise",
+    "train",
+    "with_cartridges",
+]
+_LAZY = {
+    "CausalModel": ("make.model", "CausalModel"),
+    "Manifest": ("artifact.manifest", "Manifest"),
+    "Recipe": ("make.train.trainer", "Recipe"),
+    "Registry": ("library.registry", "Registry"),
+    "Settings": ("settings", "Settings"),
+    "Task": ("make.train.job", "Task"),
+    "build": ("make.prefill", "build"),
+    "compress": ("make.write", "compress"),
+    "engine_arguments": ("serve.offline", "engine_arguments"),
+    "import_cartridge": ("make.foreign.convert", "import_"),
+    "load_manifest": ("artifact.reading", "load_manifest"),
+    "recognise": ("make.foreign.recognise", "recognise"),
+    "train": ("make.train.job", "train"),
+    "with_cartridges": ("serve.offline", "with_cartridges"),
+}
+"""Module and name there, of each that is imported when it is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, there = _LAZY[name]
+    found = getattr(import_module(f".{module}", __name__), there)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

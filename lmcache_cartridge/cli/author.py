@@ -23,7 +23,7 @@ from .options import (
 from .show import bars, fields, show, size, warn, working
 
 if TYPE_CHECKING:
-    from ..library.registry import Location, Registry
+    from ..library.registry import Registry, RegistryEntry
 
 USUAL_CHUNKS = 16, 256
 """Chunk sizes of servers: the smallest that is usual, and the default."""
@@ -234,7 +234,7 @@ def _checked(arguments: argparse.Namespace) -> Registry:
     return registry_of(arguments)
 
 
-def _local(registry: Registry, name: str) -> Location:
+def _local(registry: Registry, name: str) -> RegistryEntry:
     """Return the row of an artefact in a directory. Raises `ArtifactError` for one on S3, or one that was replaced."""
     from ..artifact import reading
 

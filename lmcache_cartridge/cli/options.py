@@ -12,7 +12,7 @@ from ..artifact.location import is_remote
 from ..errors import ArtifactError
 
 if TYPE_CHECKING:
-    from ..library.registry import Location, Registry
+    from ..library.registry import Registry, RegistryEntry
     from ..make.model import CausalModel
     from ..settings import Settings
 
@@ -79,7 +79,7 @@ def copy_of(arguments: argparse.Namespace, location: str) -> Path:
         return ManifestCache(settings.manifests_dir, sources).fetch(location, force=True)
 
 
-def local_root(location: Location) -> Path:
+def local_root(location: RegistryEntry) -> Path:
     """Return the directory of a registered cartridge. Raises `ArtifactError` for one that lies on S3."""
     if is_remote(location.location):
         raise ArtifactError(

@@ -26,7 +26,7 @@ from .options import (
 from .show import fields, progress, show, size, table
 
 if TYPE_CHECKING:
-    from ..library.registry import Location, Registry
+    from ..library.registry import Registry, RegistryEntry
     from ..sources.s3 import S3Source
     from ..sources.sources import Sources
 
@@ -272,7 +272,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if all(r["sound"] for r in results) else 1
 
 
-def _check(arguments: argparse.Namespace, location: Location, sources: Sources) -> None:
+def _check(arguments: argparse.Namespace, location: RegistryEntry, sources: Sources) -> None:
     """Read an artefact whole where it lies, with a progress bar. Raises `CartridgeError` unless it is sound."""
     from ..artifact import reading
 

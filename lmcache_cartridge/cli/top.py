@@ -104,12 +104,12 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
     """
     elapsed_s = now.at_s - before.at_s if before else 0.0
 
-    def values(name: str, reading: Reading = now, **wanted: str) -> list[float]:
-        return [value for labels, value in reading.samples.get(name, ()) if wanted.items() <= labels.items()]
+    def values(name: str, **wanted: str) -> list[float]:
+        return _values(now, name, wanted)
 
     def count(name: str, **labels: str) -> dict[str, float | None]:
         total = sum(values(name, **labels))
-        gained = total - sum(values(name, before, **labels)) if before else -1.0
+        gained = total - sum(_values(before, name, labels)) if before else -1.0
         return {"total": total, "per_s": gained / elapsed_s if elapsed_s > 0 and gained >= 0 else None}
 
     def mean(name: str, **labels: str) -> float | None:
@@ -143,6 +143,10 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
         "tiers": tiers,
         "cartridges": now.cartridges,
     }
+
+
+def _values(reading: Reading, name: str, wanted: Mapping[str, str]) -> list[float]:
+    return [value for labels, value in reading.samples.get(name, ()) if wanted.items() <= labels.items()]
 
 
 def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json: bool) -> None:
