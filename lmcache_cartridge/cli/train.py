@@ -28,7 +28,7 @@ from .options import (
 from .show import bar, bars, fields, say, show, size, table, working
 
 if TYPE_CHECKING:
-    from ..library.registry import Location
+    from ..library.registry import RegistryEntry
     from ..make.ask import Asker
 
 INITIALS = ("random", "vocab", "first-k", "sci")
@@ -219,7 +219,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     show(report, table(evaluate.rows(report)), arguments.format)
 
 
-def _asker(arguments: argparse.Namespace, location: Location, stack: ExitStack) -> Asker:
+def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitStack) -> Asker:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from ..artifact import reading
     from ..make.ask import ModelAsker, ServerAsker
@@ -228,6 +228,7 @@ def _asker(arguments: argparse.Namespace, location: Location, stack: ExitStack) 
 
     root = local_root(location)
     manifest = reading.load_manifest(root, location.digest)
+    document: str | list[int]
     if arguments.document:
         document = text_of(arguments.document)
     elif manifest.kind == "trained" and manifest.document is None:
