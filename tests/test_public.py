@@ -52,6 +52,7 @@ def test_the_names_are_these() -> None:
     assert set(dir(lmcache_cartridge)) >= NAMES
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
 def test_a_name_is_there_and_says_what_it_does(name: str) -> None:
     found = getattr(lmcache_cartridge, name)
