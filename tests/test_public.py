@@ -102,9 +102,9 @@ def test_a_program_of_ten_lines_is_type_checked(tmp_path: Path) -> None:
         ).stdout
     assert "Success" in said["program.py"], said["program.py"]
     for wanted in (
-        'Revealed type is "builtins.int"',
-        'Revealed type is "builtins.str"',
-        'Revealed type is "builtins.dict[builtins.str, Any]"',
+        'Revealed type is "int"',
+        'Revealed type is "str"',
+        'Revealed type is "dict[str, Any]"',
         'Argument 1 to "build" has incompatible type "str"; expected "CausalModel"',
         '"Settings" has no attribute "cpu_byte"',
     ):
