@@ -124,102 +124,107 @@ def broken(served: Served) -> Iterator[Callable[..., None]]:
     served.faults.write_text("{}")
 
 
-def test_a_sound_engine_passes_once_and_the_canary_is_no_request(served: Served) -> None:
-    used, passed = served.count("requests", "used"), served.count("canaries", "passed")
-    for name in ("p0", "t0"):
-        for _ in range(3):
-            reply = served.ask(name)
-            assert reply.status_code == 200, reply.text
-            assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == POSITIONS
-    assert served.count("requests", "used") == used + 6
-    assert served.count("canaries", "passed") == passed + 2
-    assert (served.state("p0")["canary"], served.state("p1")["canary"]) == ("passed", None)
+class CanaryTests:
+    """In each way LMCache runs: a subclass and a `faulty_launch` for each."""
 
+    def test_a_sound_engine_passes_once_and_the_canary_is_no_request(self, served: Served) -> None:
+        used, passed = served.count("requests", "used"), served.count("canaries", "passed")
+        for name in ("p0", "t0"):
+            for _ in range(3):
+                reply = served.ask(name)
+                assert reply.status_code == 200, reply.text
+                assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == POSITIONS
+        assert served.count("requests", "used") == used + 6
+        assert served.count("canaries", "passed") == passed + 2
+        assert (served.state("p0")["canary"], served.state("p1")["canary"]) == ("passed", None)
 
-def test_requests_that_come_together_wait_for_one_canary(served: Served) -> None:
-    passed = served.count("canaries", "passed")
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda _: served.ask("p1"), range(8)))
-    assert [reply.status_code for reply in replies] == [200] * 8
-    assert served.count("canaries", "passed") == passed + 1
+    def test_requests_that_come_together_wait_for_one_canary(self, served: Served) -> None:
+        passed = served.count("canaries", "passed")
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(lambda _: served.ask("p1"), range(8)))
+        assert [reply.status_code for reply in replies] == [200] * 8
+        assert served.count("canaries", "passed") == passed + 1
 
+    def test_a_chain_asks_about_the_later_ones_behind_themselves(self, served: Served) -> None:
+        passed = served.count("canaries", "passed")
+        reply = served.ask("p0", "t0", "p1")
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * POSITIONS
+        assert served.count("canaries", "passed") == passed + 2
+        assert served.ask("p1", "t0").status_code == 200
+        assert served.count("canaries", "passed") == passed + 2
 
-def test_a_chain_asks_about_the_later_ones_behind_themselves(served: Served) -> None:
-    passed = served.count("canaries", "passed")
-    reply = served.ask("p0", "t0", "p1")
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * POSITIONS
-    assert served.count("canaries", "passed") == passed + 2
-    assert served.ask("p1", "t0").status_code == 200
-    assert served.count("canaries", "passed") == passed + 2
+    def test_a_cartridge_without_a_canary_is_served_as_it_is(self, served: Served) -> None:
+        assert served.ask("plain").status_code == 200
+        assert served.state("plain")["canary"] is None
 
+    def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(
+        self, served: Served, broken: Any
+    ) -> None:
+        broken(unpacked=True)
+        failed = served.count("canaries", "failed")
+        for _ in range(2):
+            reply = served.ask("t1")
+            assert reply.status_code == 422, reply.text
+            assert "set aside on this engine" in reply.text
+            assert "logprobs differ" in reply.text
+        for _ in range(2):
+            reply = served.ask("p2")
+            assert reply.status_code == 200
+            assert reply.headers["x-cartridges"].endswith(";served=document")
+            assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) in (0, None)
+        assert served.count("canaries", "failed") == failed + 2
+        for name in ("t1", "p2"):
+            state = served.state(name)
+            assert (state["state"], state["canary"]) == ("refused", "failed")
+            assert "logprobs differ" in state["reason"]
+        broken()
+        assert served.ask("t1").status_code == 422, "what an engine got wrong stays aside until it starts again"
+        assert served.ask("t2").status_code == 200, "and nobody else is"
 
-def test_a_cartridge_without_a_canary_is_served_as_it_is(served: Served) -> None:
-    assert served.ask("plain").status_code == 200
-    assert served.state("plain")["canary"] is None
-
-
-def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(served: Served, broken: Any) -> None:
-    broken(unpacked=True)
-    failed = served.count("canaries", "failed")
-    for _ in range(2):
-        reply = served.ask("t1")
-        assert reply.status_code == 422, reply.text
-        assert "set aside on this engine" in reply.text
-        assert "logprobs differ" in reply.text
-    for _ in range(2):
-        reply = served.ask("p2")
+    def test_a_prompt_that_carries_the_documents_text_does_not_get_the_wrong_kv_either(
+        self, served: Served, broken: Any
+    ) -> None:
+        broken(unpacked=True)
+        served.ask("p3")
+        reply = served.ask(prompt=[*served.ids["p3"], 100, 101, 102])
         assert reply.status_code == 200
-        assert reply.headers["x-cartridges"].endswith(";served=document")
-        assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) in (0, None)
-    assert served.count("canaries", "failed") == failed + 2
-    for name in ("t1", "p2"):
-        state = served.state(name)
-        assert (state["state"], state["canary"]) == ("refused", "failed")
-        assert "logprobs differ" in state["reason"]
-    broken()
-    assert served.ask("t1").status_code == 422, "what an engine got wrong stays aside until it starts again"
-    assert served.ask("t2").status_code == 200, "and nobody else is"
+        assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") in (0, None)
+
+    def test_keys_that_every_layer_rotates_are_found_before_anybody_gets_an_answer(
+        self, served: Served, broken: Any
+    ) -> None:
+        broken(rotate="all")
+        assert served.ask("p4").status_code == 200, "alone nothing is rotated"
+        reply = served.ask("p4", "t3")
+        assert reply.status_code == 422, reply.text
+        assert "logprobs differ" in reply.text
+        chain = served.ask("p4", "p5")
+        assert (chain.status_code, chain.headers["x-cartridges"].endswith(";served=document")) == (200, True)
+        assert served.ask("t3").status_code == 200, "alone it is sound"
+        broken()
+        assert served.ask("p4", "p6").status_code == 200
+
+    def test_validate_asks_the_server_over_http(self, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+        home, url = str(served.settings.home), str(served.http.base_url)
+        assert main(["validate", "t2", "--server", url, "--home", home, "--format", "json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        canary = reading.load_manifest(served.settings.cartridges_dir / "t2").canary
+        assert (rows["name"], rows["passed"]) == ("t2@1", True)
+        assert len(rows["questions"]) == len(canary.after) + len(canary.behind)
+        assert all(row["injected"] >= POSITIONS and row["difference"] <= row["bound"] for row in rows["questions"])
+        assert main(["validate", "plain", "--server", url, "--home", home]) == 1
+        assert "has no canary" in capsys.readouterr().err
+
+    def test_validate_ends_with_an_error_where_the_engine_answers_otherwise(
+        self, served: Served, broken: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        broken(unpacked=True)
+        served.ask("p2")
+        url = str(served.http.base_url)
+        assert main(["validate", "p2", "--server", url, "--home", str(served.settings.home)]) == 1
+        assert "NO" in capsys.readouterr().out
 
 
-def test_a_prompt_that_carries_the_documents_text_does_not_get_the_wrong_kv_either(served: Served, broken: Any) -> None:
-    broken(unpacked=True)
-    served.ask("p3")
-    reply = served.ask(prompt=[*served.ids["p3"], 100, 101, 102])
-    assert reply.status_code == 200
-    assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") in (0, None)
-
-
-def test_keys_that_every_layer_rotates_are_found_before_anybody_gets_an_answer(served: Served, broken: Any) -> None:
-    broken(rotate="all")
-    assert served.ask("p4").status_code == 200, "alone nothing is rotated"
-    reply = served.ask("p4", "t3")
-    assert reply.status_code == 422, reply.text
-    assert "logprobs differ" in reply.text
-    chain = served.ask("p4", "p5")
-    assert (chain.status_code, chain.headers["x-cartridges"].endswith(";served=document")) == (200, True)
-    assert served.ask("t3").status_code == 200, "alone it is sound"
-    broken()
-    assert served.ask("p4", "p6").status_code == 200
-
-
-def test_validate_asks_the_server_over_http(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    home, url = str(served.settings.home), str(served.http.base_url)
-    assert main(["validate", "t2", "--server", url, "--home", home, "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    canary = reading.load_manifest(served.settings.cartridges_dir / "t2").canary
-    assert (rows["name"], rows["passed"]) == ("t2@1", True)
-    assert len(rows["questions"]) == len(canary.after) + len(canary.behind)
-    assert all(row["injected"] >= POSITIONS and row["difference"] <= row["bound"] for row in rows["questions"])
-    assert main(["validate", "plain", "--server", url, "--home", home]) == 1
-    assert "has no canary" in capsys.readouterr().err
-
-
-def test_validate_ends_with_an_error_where_the_engine_answers_otherwise(
-    served: Served, broken: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken(unpacked=True)
-    served.ask("p2")
-    url = str(served.http.base_url)
-    assert main(["validate", "p2", "--server", url, "--home", str(served.settings.home)]) == 1
-    assert "NO" in capsys.readouterr().out
+class TestCanary(CanaryTests):
+    pass

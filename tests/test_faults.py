@@ -151,114 +151,10 @@ def _refused_in_stream(served: Served, name: str, ward: Ward) -> str:
 # A bit flipped in the artefact, at every chunk.
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_flipped_bit_is_an_error_without_a_document_and_the_documents_answer_with_one(
-    served: Served, chunk: int
-) -> None:
-    for kind in ("trained", "whole", "prefill"):
-        name = f"{kind}-bit{chunk}"
-        ward = _ward(served.model, name)
-        _register(served.model, served.settings, name, ward)
-        root = served.settings.cartridges_dir / name / "1"
-        where = reading.chunk_range(reading.load_manifest(root), chunk, range(2))
-        flip_bit(root / "payload.safetensors", random.Random(name).randrange(where.start, where.end))
-        if kind == "trained":
-            assert _refused(served, name, ward)[0] == 422
-            assert _refused(served, name, ward)[0] == 422, "and again, now that it is quarantined"
-            _refused_in_stream(served, name, ward)
-            continue
-        replies = [_ask(served, name, ward), _ask(served, name, ward), _stream(served, name, ward)]
-        assert [reply.text.strip() for reply in replies] == [ward.facts[0].value] * 3
-        assert replies[0].prompt_tokens == POSITIONS + len(encode(ask(ward.facts[0], 0)))
-        used = f"{name}@1;positions={POSITIONS}"
-        if kind == "whole":
-            assert {reply.used for reply in replies} == {f"{used};served=document"}
-            assert replies[0].cached_tokens == 0
-        else:
-            assert {reply.used for reply in replies} == {used}
-    row = served.asker.http.get(f"/v1/cartridges/trained-bit{chunk}").json()
-    assert row["state"] == "quarantined"
-    assert "checksum" in row["reason"]
-    assert str(served.settings.home) not in json.dumps(row)
-
-
-def test_everybody_else_is_served_after_forty_eight_quarantines(served: Served) -> None:
-    _everybody_else_is_served(served)
-
-
 # Promised by the lookup and not delivered, at every chunk.
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
-    served: Served, broken: Callable[..., None], chunk: int
-) -> None:
-    for name in served.sound:  # all three do not fit into memory at once: this one must have its chunks
-        _ask(served, name, served.sound[name])
-        broken(drop=chunk)
-        ward = served.sound[name]
-        if name == "trained":
-            status, headers = _refused(served, name, ward)
-            assert (status, headers["retry-after"]) == (503, "1")
-            assert "ask again" in _refused_in_stream(served, name, ward)
-        else:
-            for reply in (_ask(served, name, ward), _stream(served, name, ward)):
-                assert reply.text.strip() == ward.facts[0].value
-                assert reply.used == f"{name}@1;positions={POSITIONS};served=document"
-        broken()
-
-
-def test_a_chunk_lost_from_one_of_several_choices_ends_the_request(served: Served, broken: Callable[..., None]) -> None:
-    _ask(served, "trained", served.sound["trained"])
-    broken(drop=7)
-    assert _refused(served, "trained", served.sound["trained"], n=3, temperature=0.01)[0] == 503
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_document_that_lost_a_chunk_is_computed_for_each_of_several_choices(
-    served: Served, broken: Callable[..., None], stream: bool, is_named: bool
-) -> None:
-    ward = served.sound["prefill"]
-    _ask(served, "prefill", ward)
-    own = encode(ask(ward.facts[0], 0))
-    prompt = {"prompt": own, "cartridges": ["prefill"]} if is_named else {"prompt": [*ward.ids, *own]}
-    broken(drop=7)
-    body = {"model": MODEL, "max_tokens": 1, "temperature": 0.01, "n": 3, "stream": stream} | prompt
-    reply = served.asker.http.post("/v1/completions", json=body | {"cache_salt": f"s{next(_salts)}"})
-    assert reply.status_code == 200, reply.text
-    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
-    texts = ["", "", ""]
-    for event in map(json.loads, events if stream else [reply.text]):
-        for choice in event["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert [text.strip() for text in texts] == [ward.facts[0].value] * 3
-
-
 # Evicted, and late.
-
-
-def test_a_cartridge_evicted_since_the_last_request_is_loaded_again(served: Served) -> None:
-    for _ in range(3):
-        _everybody_else_is_served(served)  # three cartridges in memory for two and a half
-
-
-def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
-    served: Served, broken: Callable[..., None]
-) -> None:
-    _everybody_else_is_served(served)
-    assert served.asker.http.post("/v1/cartridges/trained/evict").json()["chunks"] > 0
-    broken(slow_s=9.0)
-    status, headers = _refused(served, "trained", served.sound["trained"])
-    assert (status, headers["retry-after"]) == (503, "5")
-    assert served.asker.http.post("/v1/cartridges/whole/evict").status_code == 200
-    reply = _ask(served, "whole", served.sound["whole"])
-    assert reply.text.strip() == served.sound["whole"].facts[0].value
-    assert reply.used.endswith(";served=document")
-    broken()
-    with ThreadPoolExecutor(1) as pool:  # and it comes when it comes
-        reply = pool.submit(_patient, served, "trained").result(60)
-    assert reply.cached_tokens == POSITIONS
 
 
 def _patient(served: Served, name: str) -> Answer:
@@ -272,82 +168,183 @@ def _patient(served: Served, name: str) -> Answer:
 # Options under which vLLM would compute the positions.
 
 
-@pytest.mark.parametrize(
-    ("extra", "status"),
-    [
-        ({"prompt_logprobs": 1}, 422),
-        ({"prompt_logprobs": 0}, 422),
-        ({"echo": True, "logprobs": 1}, 422),
-        ({"tokens": 0}, 422),
-        ({"tokens": 0, "echo": True}, 422),
-        ({"use_beam_search": True, "n": 2}, 422),
-    ],
-)
-def test_options_that_need_the_prompt_computed_are_refused_for_trained_cartridges(
-    served: Served, extra: dict[str, Any], status: int
-) -> None:
-    for name in ("trained", "whole"):
-        assert _refused(served, name, served.sound[name], **extra)[0] == status
-    _everybody_else_is_served(served)
+class FaultTests:
+    """In each way LMCache runs: a subclass and a `faulty_launch` for each."""
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_a_flipped_bit_is_an_error_without_a_document_and_the_documents_answer_with_one(
+        self, served: Served, chunk: int
+    ) -> None:
+        for kind in ("trained", "whole", "prefill"):
+            name = f"{kind}-bit{chunk}"
+            ward = _ward(served.model, name)
+            _register(served.model, served.settings, name, ward)
+            root = served.settings.cartridges_dir / name / "1"
+            where = reading.chunk_range(reading.load_manifest(root), chunk, range(2))
+            flip_bit(root / "payload.safetensors", random.Random(name).randrange(where.start, where.end))
+            if kind == "trained":
+                assert _refused(served, name, ward)[0] == 422
+                assert _refused(served, name, ward)[0] == 422, "and again, now that it is quarantined"
+                _refused_in_stream(served, name, ward)
+                continue
+            replies = [_ask(served, name, ward), _ask(served, name, ward), _stream(served, name, ward)]
+            assert [reply.text.strip() for reply in replies] == [ward.facts[0].value] * 3
+            assert replies[0].prompt_tokens == POSITIONS + len(encode(ask(ward.facts[0], 0)))
+            used = f"{name}@1;positions={POSITIONS}"
+            if kind == "whole":
+                assert {reply.used for reply in replies} == {f"{used};served=document"}
+                assert replies[0].cached_tokens == 0
+            else:
+                assert {reply.used for reply in replies} == {used}
+        row = served.asker.http.get(f"/v1/cartridges/trained-bit{chunk}").json()
+        assert row["state"] == "quarantined"
+        assert "checksum" in row["reason"]
+        assert str(served.settings.home) not in json.dumps(row)
+
+    def test_everybody_else_is_served_after_forty_eight_quarantines(self, served: Served) -> None:
+        _everybody_else_is_served(served)
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
+        self, served: Served, broken: Callable[..., None], chunk: int
+    ) -> None:
+        for name in served.sound:  # all three do not fit into memory at once: this one must have its chunks
+            _ask(served, name, served.sound[name])
+            broken(drop=chunk)
+            ward = served.sound[name]
+            if name == "trained":
+                status, headers = _refused(served, name, ward)
+                assert (status, headers["retry-after"]) == (503, "1")
+                assert "ask again" in _refused_in_stream(served, name, ward)
+            else:
+                for reply in (_ask(served, name, ward), _stream(served, name, ward)):
+                    assert reply.text.strip() == ward.facts[0].value
+                    assert reply.used == f"{name}@1;positions={POSITIONS};served=document"
+            broken()
+
+    def test_a_chunk_lost_from_one_of_several_choices_ends_the_request(
+        self, served: Served, broken: Callable[..., None]
+    ) -> None:
+        _ask(served, "trained", served.sound["trained"])
+        broken(drop=7)
+        assert _refused(served, "trained", served.sound["trained"], n=3, temperature=0.01)[0] == 503
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("is_named", [True, False])
+    def test_a_document_that_lost_a_chunk_is_computed_for_each_of_several_choices(
+        self, served: Served, broken: Callable[..., None], stream: bool, is_named: bool
+    ) -> None:
+        ward = served.sound["prefill"]
+        _ask(served, "prefill", ward)
+        own = encode(ask(ward.facts[0], 0))
+        prompt = {"prompt": own, "cartridges": ["prefill"]} if is_named else {"prompt": [*ward.ids, *own]}
+        broken(drop=7)
+        body = {"model": MODEL, "max_tokens": 1, "temperature": 0.01, "n": 3, "stream": stream} | prompt
+        reply = served.asker.http.post("/v1/completions", json=body | {"cache_salt": f"s{next(_salts)}"})
+        assert reply.status_code == 200, reply.text
+        events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+        texts = ["", "", ""]
+        for event in map(json.loads, events if stream else [reply.text]):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert [text.strip() for text in texts] == [ward.facts[0].value] * 3
+
+    def test_a_cartridge_evicted_since_the_last_request_is_loaded_again(self, served: Served) -> None:
+        for _ in range(3):
+            _everybody_else_is_served(served)  # three cartridges in memory for two and a half
+
+    def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
+        self, served: Served, broken: Callable[..., None]
+    ) -> None:
+        _everybody_else_is_served(served)
+        assert served.asker.http.post("/v1/cartridges/trained/evict").json()["chunks"] > 0
+        broken(slow_s=9.0)
+        status, headers = _refused(served, "trained", served.sound["trained"])
+        assert (status, headers["retry-after"]) == (503, "5")
+        assert served.asker.http.post("/v1/cartridges/whole/evict").status_code == 200
+        reply = _ask(served, "whole", served.sound["whole"])
+        assert reply.text.strip() == served.sound["whole"].facts[0].value
+        assert reply.used.endswith(";served=document")
+        broken()
+        with ThreadPoolExecutor(1) as pool:  # and it comes when it comes
+            reply = pool.submit(_patient, served, "trained").result(60)
+        assert reply.cached_tokens == POSITIONS
+
+    @pytest.mark.parametrize(
+        ("extra", "status"),
+        [
+            ({"prompt_logprobs": 1}, 422),
+            ({"prompt_logprobs": 0}, 422),
+            ({"echo": True, "logprobs": 1}, 422),
+            ({"tokens": 0}, 422),
+            ({"tokens": 0, "echo": True}, 422),
+            ({"use_beam_search": True, "n": 2}, 422),
+        ],
+    )
+    def test_options_that_need_the_prompt_computed_are_refused_for_trained_cartridges(
+        self, served: Served, extra: dict[str, Any], status: int
+    ) -> None:
+        for name in ("trained", "whole"):
+            assert _refused(served, name, served.sound[name], **extra)[0] == status
+        _everybody_else_is_served(served)
+
+    @pytest.mark.parametrize(
+        "extra", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"truncate_prompt_tokens": 6}]
+    )
+    def test_they_are_allowed_for_prefill_cartridges_whose_positions_can_be_computed(
+        self, served: Served, extra: dict[str, Any]
+    ) -> None:
+        ward = served.sound["prefill"]
+        assert _ask(served, "prefill", ward, **extra).text.split()[-1] == ward.facts[0].value
+
+    def test_truncation_is_of_the_clients_text_and_never_of_the_cartridge(self, served: Served) -> None:
+        ward = served.sound["trained"]
+        padded = "Seen by the team this morning and stable. " * 5 + ask(ward.facts[0], 0)
+        own = len(encode(ask(ward.facts[0], 0)))
+        reply = served.asker.complete(padded, "trained", truncate_prompt_tokens=own + 1)  # <s> counts
+        assert (reply.text.strip(), reply.prompt_tokens) == (ward.facts[0].value, POSITIONS + own)
+
+    @pytest.mark.parametrize("prompt", ["", "<s>", [0], [0, 0]])
+    def test_a_prompt_that_is_only_the_cartridge_is_refused(self, served: Served, prompt: Any) -> None:
+        before = served.sampled()
+        for name in served.sound:
+            with pytest.raises(openai.APIStatusError) as caught:
+                served.asker.complete(prompt, name)
+            assert caught.value.status_code == 400
+        assert served.sampled() == before
+        _everybody_else_is_served(served)
+
+    @pytest.mark.parametrize("room", [0, -1, -500])
+    def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_refused(self, served: Served, room: int) -> None:
+        before = served.sampled()
+        for name in served.sound:
+            with pytest.raises(openai.APIStatusError) as caught:
+                served.asker.complete([5] * (2304 - POSITIONS - room), name)
+            assert caught.value.status_code == 400
+            assert "2304" in caught.value.body["message"]
+        assert served.sampled() == before
+        longest = served.asker.complete([5] * (2304 - POSITIONS - 1), "trained")
+        assert longest.prompt_tokens == 2303
+        _everybody_else_is_served(served)
+
+    def test_preempted_requests_go_on_from_the_cartridge(self, served: Served) -> None:
+        """Sixteen requests of 1,500 positions each, in room for five: the engine must put some off and take them up again."""
+        ward, before = served.sound["trained"], served.metric("vllm:num_preemptions_total")
+        pairs = [(ward.facts[i % len(ward.facts)], i) for i in range(16)]
+
+        def one(pair: Any) -> str:
+            fact, number = pair
+            reply = served.asker.complete(
+                ask(fact, 0), "trained", tokens=400, cache_salt=f"preempted{number}", ignore_eos=True
+            )
+            return reply.text
+
+        with ThreadPoolExecutor(16) as pool:
+            texts = list(pool.map(one, pairs))
+        assert [text.split()[0] for text in texts] == [fact.value for fact, _ in pairs]
+        assert served.metric("vllm:num_preemptions_total") > before, "the control: nothing was preempted"
+        _everybody_else_is_served(served)
 
 
-@pytest.mark.parametrize(
-    "extra", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"truncate_prompt_tokens": 6}]
-)
-def test_they_are_allowed_for_prefill_cartridges_whose_positions_can_be_computed(
-    served: Served, extra: dict[str, Any]
-) -> None:
-    ward = served.sound["prefill"]
-    assert _ask(served, "prefill", ward, **extra).text.split()[-1] == ward.facts[0].value
-
-
-def test_truncation_is_of_the_clients_text_and_never_of_the_cartridge(served: Served) -> None:
-    ward = served.sound["trained"]
-    padded = "Seen by the team this morning and stable. " * 5 + ask(ward.facts[0], 0)
-    own = len(encode(ask(ward.facts[0], 0)))
-    reply = served.asker.complete(padded, "trained", truncate_prompt_tokens=own + 1)  # <s> counts
-    assert (reply.text.strip(), reply.prompt_tokens) == (ward.facts[0].value, POSITIONS + own)
-
-
-@pytest.mark.parametrize("prompt", ["", "<s>", [0], [0, 0]])
-def test_a_prompt_that_is_only_the_cartridge_is_refused(served: Served, prompt: Any) -> None:
-    before = served.sampled()
-    for name in served.sound:
-        with pytest.raises(openai.APIStatusError) as caught:
-            served.asker.complete(prompt, name)
-        assert caught.value.status_code == 400
-    assert served.sampled() == before
-    _everybody_else_is_served(served)
-
-
-@pytest.mark.parametrize("room", [0, -1, -500])
-def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_refused(served: Served, room: int) -> None:
-    before = served.sampled()
-    for name in served.sound:
-        with pytest.raises(openai.APIStatusError) as caught:
-            served.asker.complete([5] * (2304 - POSITIONS - room), name)
-        assert caught.value.status_code == 400
-        assert "2304" in caught.value.body["message"]
-    assert served.sampled() == before
-    longest = served.asker.complete([5] * (2304 - POSITIONS - 1), "trained")
-    assert longest.prompt_tokens == 2303
-    _everybody_else_is_served(served)
-
-
-def test_preempted_requests_go_on_from_the_cartridge(served: Served) -> None:
-    """Sixteen requests of 1,500 positions each, in room for five: the engine must put some off and take them up again."""
-    ward, before = served.sound["trained"], served.metric("vllm:num_preemptions_total")
-    pairs = [(ward.facts[i % len(ward.facts)], i) for i in range(16)]
-
-    def one(pair: Any) -> str:
-        fact, number = pair
-        reply = served.asker.complete(
-            ask(fact, 0), "trained", tokens=400, cache_salt=f"preempted{number}", ignore_eos=True
-        )
-        return reply.text
-
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(one, pairs))
-    assert [text.split()[0] for text in texts] == [fact.value for fact, _ in pairs]
-    assert served.metric("vllm:num_preemptions_total") > before, "the control: nothing was preempted"
-    _everybody_else_is_served(served)
+class TestFaults(FaultTests):
+    pass

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-import test_api
-from again import cases_of
+from test_api import ApiTests, Served, ask, served  # noqa: F401
 from waiting import until
 
 
@@ -15,25 +14,25 @@ def mode() -> str:
     return "multiprocess"
 
 
-def test_evicting_reaches_what_lmcaches_server_keeps(served: test_api.Served) -> None:
+def test_evicting_reaches_what_lmcaches_server_keeps(served: Served) -> None:  # noqa: F811
     log = served.settings.home / "server.log"
 
     def sources() -> list[tuple[str, str]]:
         """Return from where LMCache had the chunks of each request so far: its own memory, and us."""
         return re.findall(r"\((\d+) L1, (\d+) L2\)", log.read_text(errors="replace"))
 
-    def ask(salt: str) -> tuple[str, str]:
+    def complete(salt: str) -> tuple[str, str]:
         before = len(sources())
-        reply = served.asker.complete(test_api.ask(served.wards["c"].facts[0], 0), "c", cache_salt=salt)
+        reply = served.asker.complete(ask(served.wards["c"].facts[0], 0), "c", cache_salt=salt)
         assert reply.cached_tokens == 1024
         until(lambda: len(sources()) > before)
         return sources()[-1]
 
-    ask("first")
-    assert ask("second") == ("4", "0"), "the control: LMCache keeps what it loads"
+    complete("first")
+    assert complete("second") == ("4", "0"), "the control: LMCache keeps what it loads"
     assert served.asker.http.post("/v1/cartridges/c/evict").json()["chunks"] == 4
-    assert ask("third") == ("0", "4")
+    assert complete("third") == ("0", "4")
 
 
-# They come after the one above: where a request was refused, LMCache 0.5.6 may hold on to its chunks for a while.
-globals().update(cases_of(test_api, without=("mode",)))
+class TestApi(ApiTests):
+    """After the one above: where a request was refused, LMCache 0.5.6 may hold on to its chunks for a while."""

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_canary_served
-from again import cases_of
+from test_canary_served import ARGS, CHUNK, CanaryTests, broken, served  # noqa: F401
 
 from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.settings import Settings
-
-globals().update(cases_of(test_canary_served, without=("faulty_launch",)))
 
 
 @pytest.fixture(scope="module")
 def faulty_launch() -> Callable[[str, Settings], Launch]:
     def launch(model: str, settings: Settings) -> Launch:
         launch = plan(
-            model, settings, chunk_tokens=test_canary_served.CHUNK, on_load_failure="fail", mode="multiprocess",
-            vllm_args=test_canary_served.ARGS,
+            model, settings, chunk_tokens=CHUNK, on_load_failure="fail", mode="multiprocess",
+            vllm_args=ARGS,
         )  # fmt: skip
         faulty = [argument.replace("lmcache_cartridge.engine.l2", "faulty_l2") for argument in launch.lmcache]
         return launch._replace(lmcache=faulty)
 
     return launch
+
+
+class TestCanary(CanaryTests):
+    pass

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import test_faults
-from again import cases_of
+from test_faults import FaultTests, broken, served  # noqa: F401
 
 from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.settings import Settings
@@ -14,7 +14,9 @@ from lmcache_cartridge.settings import Settings
 
 @pytest.mark.parametrize("chunk", [0, 3, 15])
 def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
-    served: test_faults.Served, broken: Callable[..., None], chunk: int
+    served: test_faults.Served,  # noqa: F811
+    broken: Callable[..., None],  # noqa: F811
+    chunk: int,
 ) -> None:
     """LMCache folds what it got to a prefix before vLLM hears of it, so a document is computed from there on."""
     for name in served.sound:
@@ -32,10 +34,11 @@ def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
             assert reply.cached_tokens == (0 if document else chunk * test_faults.CHUNK)
 
 
-# They come after the one above: once requests for it were refused, LMCache 0.5.6 may still hold a document's chunks, and
-# does not ask for them again.
-_OTHERWISE_HERE = "test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer"
-globals().update(cases_of(test_faults, without=("faulty_launch", _OTHERWISE_HERE)))
+class TestFaults(FaultTests):
+    """They come after the one above: once requests for it were refused, LMCache 0.5.6 may still hold a document's chunks,
+    and does not ask for them again."""
+
+    test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer = None
 
 
 @pytest.fixture(scope="module")

@@ -204,8 +204,11 @@ class DiskCache:
             if not self.root.exists():
                 self._sum = _Sum(0, 0)
         with self._lock:
-            did = [self._counts[name] for name in DiskStats._fields[:7]]
-        return DiskStats(*did, self._sum.copies, self._sum.bytes, self._budget_bytes)
+            did = {name: self._counts[name] for name in DiskStats._fields[:7]}
+        total = self._sum
+        return DiskStats(
+            **did, resident=total.copies, resident_bytes=total.bytes, budget_bytes=self._budget_bytes
+        )
 
     def check(self) -> None:
         """Raise `AssertionError` unless the budget holds and no copy is left out of the sum. Looks at every file."""
