@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -185,7 +185,7 @@ class DiskCache:
         removed = 0
         try:
             with self._held() as lock:
-                for copy in list(self._copies(digest)):
+                for copy in list(self._copies([digest])):
                     removed += self._remove(lock, Path(copy.path))
         except OSError as error:
             self._complain(error)
@@ -206,9 +206,7 @@ class DiskCache:
         with self._lock:
             did = {name: self._counts[name] for name in DiskStats._fields[:7]}
         total = self._sum
-        return DiskStats(
-            **did, resident=total.copies, resident_bytes=total.bytes, budget_bytes=self._budget_bytes
-        )
+        return DiskStats(**did, resident=total.copies, resident_bytes=total.bytes, budget_bytes=self._budget_bytes)
 
     def check(self) -> None:
         """Raise `AssertionError` unless the budget holds and no copy is left out of the sum. Looks at every file."""
@@ -255,13 +253,10 @@ class DiskCache:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.005)
 
-    def _copies(self, digest: str | None = None) -> Iterator[_Copy]:
-        """Yield the copies there are, of one cartridge or of all, in no order. Never raises."""
-        names = []
-        with suppress(OSError):
-            names = [digest] if digest is not None else [path.name for path in self.root.iterdir()]
-        for name in filter(_DIGEST.fullmatch, names):
-            with suppress(OSError), os.scandir(self._directory(name)) as entries:
+    def _copies(self, digests: Iterable[str]) -> Iterator[_Copy]:
+        """Yield the copies of some cartridges, in no order. Never raises."""
+        for digest in filter(_DIGEST.fullmatch, digests):
+            with suppress(OSError), os.scandir(self._directory(digest)) as entries:
                 for entry in entries:
                     with suppress(OSError):  # it may go while this looks
                         if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -279,7 +274,10 @@ class DiskCache:
 
     def _look(self) -> _Sum:
         """Return what the files come to, and remember the oldest of them."""
-        copies = list(self._copies())
+        names = []
+        with suppress(OSError):
+            names = [path.name for path in self.root.iterdir()]
+        copies = list(self._copies(names))
         self._oldest = deque(heapq.nsmallest(_OLDEST, copies))
         return _Sum(sum(copy.bytes for copy in copies), len(copies))
 
