@@ -56,6 +56,13 @@ def one_by_one(load: Callable[[ChunkKey, torch.Tensor], None]) -> Plan:
     return plan
 
 
+def copy_and_wait(data: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy from one device to another; return when the bytes are there."""
+    out.copy_(data)
+    if out.is_cuda:
+        torch.cuda.current_stream(out.device).synchronize()
+
+
 class LoadThreads:
     """Loads each chunk once, soon after it was asked for, and tells how that ended."""
 

@@ -14,7 +14,7 @@ import torch
 
 from ..artifact.cartridge import Place
 from ..artifact.fingerprint import Fingerprint
-from ..errors import ArtifactError, CartridgeError, OverBudget
+from ..errors import ArtifactError, CartridgeError
 from ..library.catalog import Catalog
 from ..library.index import ChunkKey, Hasher
 from ..library.quarantine import Quarantine
@@ -24,10 +24,11 @@ from ..sources.disk_cache import DiskCache
 from ..sources.manifest_cache import ManifestCache
 from ..sources.reads import Reads
 from ..sources.sources import Sources
+from .background import Background
 from .claim import Claim
 from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
-from .loads import LoadRun, one_by_one
+from .loads import LoadRun, copy_and_wait, one_by_one
 from .readiness import Readiness
 from .tier import Hold, MemoryTier, TierStats
 
@@ -63,8 +64,8 @@ class Engine(NamedTuple):
 class CartridgeStore:
     """The registered cartridges that fit one engine and rank, and the tiers they are served from.
 
-    device -> cpu -> disk -> source. A chunk is looked up in memory, the device's first; it comes into the cpu tier
-    from the disk tier or its source, and from there onto the device. Safe from any thread.
+    A chunk is looked for in memory, the device's first. It comes into the cpu tier from the disk cache or its source,
+    and from there onto the device. Safe from any thread.
     """
 
     def __init__(self, settings: Settings, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,9 +100,8 @@ class CartridgeStore:
             is_slow=lambda key: self._catalog.is_remote(key.digest), on_failure=self._load_failed,
         )  # fmt: skip
         self._catalog.refresh()
-        device_bytes = self._device_bytes()
         self.device: MemoryTier | None = None
-        if device_bytes >= self.shape.size_bytes:
+        if (device_bytes := self._device_bytes()) >= self.shape.size_bytes:
             self.device = MemoryTier(
                 self.shape.size_bytes, device_bytes, one_by_one(self._promote), device=engine.device,
                 lease_s=settings.lease_s, clock=clock, threads=1,
@@ -112,17 +112,13 @@ class CartridgeStore:
         self._trusted: set[str] | None = None
         """Those that may answer prompts which do not name them; None where nobody tries this engine, and all may."""
         self._untried: set[str] = set()
-        self._fetches: dict[str, Claim] = {}
-        """What is preloaded, by tag."""
-        self._pins: dict[str, Claim] = {}
-        self._lock = threading.RLock()  # taken again by `claim` within `pin`
+        self._background = Background(self.claim)
+        self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._warmed: set[str] = set()
         self._warm()
         self._keeper = threading.Thread(target=self._keep, name="cartridge-keeper", daemon=True)
         self._keeper.start()
-
-    # What an engine asks.
 
     def lookup(self, hashes: Sequence[int], tag: str | None = None) -> int:
         """Lease the leading chunks of a prompt and return how many of its hashes they answer.
@@ -195,8 +191,6 @@ class CartridgeStore:
         if not self._catalog.index.has(tag):
             self._catalog.derive(tag)
 
-    # What the request layer asks.
-
     def claim(self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None = None) -> Claim:
         """Return a claim on a cartridge or chain, the caller's to poll and close. Does not block: what there is to read
         is read in the background.
@@ -238,8 +232,8 @@ class CartridgeStore:
         if why is not None:
             yield Readiness(0, 0, len(keys), why, digest=None if "." in tag else tag)
         else:
-            on_device = self.device is not None and self.device.resident(keys) == len(keys)
-            yield (self.device if on_device else self.cpu).hold(keys, whole=needed > 0)
+            tier = next((tier for tier in self._memory.values() if tier.resident(keys) == len(keys)), self.cpu)
+            yield tier.hold(keys, whole=needed > 0)
 
     def _read(self, tag: str, places: Mapping[str, Place]) -> int:
         """Read what a tag names, and return what `Catalog.require` does. Blocks."""
@@ -249,56 +243,23 @@ class CartridgeStore:
         return self._catalog.require(tag)
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
-        """Start bringing a cartridge or chain into memory in the background; return how far it is."""
-        claim = self._fetches.get(tag)
-        if claim is None:
-            mine = self.claim(tag, places)
-            with self._lock:
-                claim = self._fetches.setdefault(tag, mine)
-            if claim is not mine:
-                mine.close()
-        with self._lock:
-            state = claim.poll()
-            self._settle(tag, claim)
-        return state
+        """See `Background.preload`."""
+        return self._background.preload(tag, places)
 
     def pin(self, digest: str) -> int:
-        """Keep a cartridge in memory until `unpin`, loading what is missing; return how many chunks it has.
-
-        Raises `CartridgeError` for one that cannot be served, and `OverBudget` where memory has no room for all of its
-        chunks; nothing is pinned then. Pinning again is no change.
-        """
-        with self._lock:
-            if digest in self._pins:
-                return self._pins[digest].poll().chunks
-            claim = self.claim(digest, {})
-            state = claim.poll()
-            if state.refused is None and state.admitted == state.chunks:
-                self._pins[digest] = claim
-                return state.chunks
-            claim.close()
-        if state.refused is not None:
-            raise CartridgeError(f"{digest} cannot be pinned: {state.refused}")
-        raise OverBudget(f"only {state.admitted} of {state.chunks} chunks can be pinned: others hold the memory")
+        """See `Background.pin`."""
+        return self._background.pin(digest)
 
     def unpin(self, digest: str) -> int:
-        """Let a cartridge's chunks be evicted again; return how many were pinned."""
-        with self._lock:
-            claim = self._pins.pop(digest, None)
-        if claim is None:
-            return 0
-        chunks = claim.poll().chunks
-        claim.close()
-        return chunks
+        """See `Background.unpin`."""
+        return self._background.unpin(digest)
 
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory.
 
         A quarantine that a copy on S3 caused is lifted.
         """
-        with self._lock:
-            if claim := self._fetches.pop(digest, None):
-                claim.close()
+        self._background.cancel(digest)
         self._catalog.forgive(digest)
         if self._disk is not None:
             self._disk.evict(digest)
@@ -331,48 +292,39 @@ class CartridgeStore:
         A new version is found from now on, and warm labels are followed. What was removed is found no more; requests
         that have it already are served to their end. Raises `RegistryError`.
         """
-        for claim in self._claimed():
+        for claim in self._claims():
             self._catalog.keep(claim.tag)
         for digest in self._catalog.refresh():
             self.unpin(digest)
             self.evict(digest)
         self._warm()
 
-    # What people ask.
-
     def status(self) -> dict[str, Any]:
-        """Return what this rank serves and holds, as plain values. Polls every claim that is open."""
-        with self._lock:
-            pinned = list(self._pins)
-        return {
-            "rank": self.engine.rank,
-            "chunk_tokens": self.engine.chunk_tokens,
+        """Return what this rank serves and holds, as plain values: `numbers`, with names in place of some counts."""
+        return self.numbers() | {
             "allow_trained": self.engine.allow_trained,
-            "served": self._catalog.counts()[0],
             "refused": self.refused(),
-            "quarantined": len(self._catalog.quarantined),
             "resident": {name: tier.resident_by_digest() for name, tier in self._memory.items()},
-            "pinned": pinned,
+            "pinned": self._background.pinned(),
             "loading": {tag: state._asdict() for tag, state in self._waiting().items()},
-            **self._claim_numbers(),
-            "tiers": self.tiers(),
         }
 
     def numbers(self) -> dict[str, Any]:
-        """Return `status` with counts in place of names, at a cost that does not grow with them."""
+        """Return counts, at a cost that does not grow with what they count. Polls every claim that is open."""
         served, refused = self._catalog.counts()
-        with self._lock:
-            pinned = len(self._pins)
+        background = self._background.claims()
+        started_at = [claim.started_at for claim in self._claims() if claim not in background]
         return {
             "rank": self.engine.rank,
             "chunk_tokens": self.engine.chunk_tokens,
             "served": served,
             "refused": refused,
             "quarantined": len(self._catalog.quarantined),
-            "pinned": pinned,
+            "pinned": len(self._background.pinned()),
             "loading": len(self._waiting()),
             "untried": len(self._untried),
-            **self._claim_numbers(),
+            "claims": len(started_at),
+            "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
         }
 
@@ -409,22 +361,14 @@ class CartridgeStore:
             tier.close()
         self._sources.close()
 
-    def _claimed(self) -> list[Claim]:
+    def _claims(self) -> list[Claim]:
         with self._lock:
             return [claim for claim in self._open if not claim.closed]
 
     def _waiting(self) -> dict[str, Readiness]:
         """Return how far everything is, by tag, that is claimed and not whole in memory but may be yet."""
-        states = {claim.tag: claim.poll() for claim in self._claimed()}
+        states = {claim.tag: claim.poll() for claim in self._claims()}
         return {tag: state for tag, state in states.items() if not state.ready and state.refused is None}
-
-    def _claim_numbers(self) -> dict[str, Any]:
-        """Return how many claims requests have, and the age of the oldest."""
-        with self._lock:
-            own = {*self._fetches.values(), *self._pins.values()}
-            started_at = [claim.started_at for claim in self._open if not claim.closed and claim not in own]
-        age_s = self._clock() - min(started_at) if started_at else 0.0
-        return {"claims": len(started_at), "oldest_claim_s": age_s}
 
     def _count_trusted(self, keys: Sequence[ChunkKey]) -> int:
         """Return how many leading keys may answer a prompt that names no cartridge; note whose the next one is."""
@@ -482,23 +426,13 @@ class CartridgeStore:
                 self.preload(digest, {})
         self._warmed &= rows.keys()
 
-    def _settle(self, tag: str, claim: Claim) -> None:
-        """End a fetch in the background that has nothing left to do. The lock is held."""
-        if claim.is_done():
-            claim.close()
-            self._fetches.pop(tag, None)
-
     def _keep(self) -> None:
-        """Look after what loads in the background, and after changes of the registry, until the store is closed."""
+        """Poll the claims in the background and follow changes of the registry, until the store is closed."""
         refreshed_at, complaint = self._clock(), None
         while not self._stopping.wait(_POLL_S):
             for tier in self._memory.values():
                 tier.relieve()
-            with self._lock:
-                for tag, claim in list(self._fetches.items()):
-                    self._settle(tag, claim)
-                for claim in self._pins.values():
-                    claim.poll()  # what failed to load is tried again
+            self._background.poll()
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
                 try:
@@ -506,14 +440,6 @@ class CartridgeStore:
                     complaint = None
                 except Exception as error:  # whatever it is, later changes must be followed
                     if str(error) != complaint:
-                        logger.warning(
-                            "changes are not followed: %s", error, exc_info=not isinstance(error, CartridgeError)
-                        )
+                        is_bug = not isinstance(error, CartridgeError)
+                        logger.warning("changes are not followed: %s", error, exc_info=is_bug)
                     complaint = str(error)
-
-
-def copy_and_wait(data: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy from one device to another; return when the bytes are there."""
-    out.copy_(data)
-    if out.is_cuda:
-        torch.cuda.current_stream(out.device).synchronize()
