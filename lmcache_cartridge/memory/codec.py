@@ -29,7 +29,7 @@ def encode(kv: torch.Tensor, shape: Fingerprint) -> memoryview:
     step = values.abs().amax(3) / 127
     heads["value_step"] = step.numpy()
     heads["codes"][:, 1] = _codes(values, step[..., None])
-    packed = memoryview(heads.view("u1"))
+    packed = heads.view("u1").data
     if not int8.is_finite(packed, shape, tokens):
         raise NonFiniteKV(f"its KV holds NaN, infinity, or numbers too near to the largest {shape.dtype} for int8")
     return packed

@@ -1,4 +1,4 @@
-"""ChunkLoader: brings one engine chunk from its source into memory, verified and in the layout asked for."""
+"""ChunkLoader: reads chunks of the engine's size from their source, verified and in the layout asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Segment
 from ..artifact.check import ChunkCheck
 from ..artifact.location import is_remote
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import Manifest, Payload
 from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from ..sources.disk_cache import CopyKey, DiskCache
 from ..sources.sources import Sources
@@ -89,23 +89,23 @@ class ChunkLoader:
             raise error
 
     def run_of(self, segments: Sequence[Segment]) -> int:
-        """Return how many chunks of a cartridge one `load_run` should be given at most: what one request brings."""
-        if len(segments) != 1 or not self._is_stored_so(segments[0], 0, self.shape.tokens):
+        """Return the most chunks that one `load_run` should be given: as many as one request to the source reads."""
+        if len(segments) != 1 or not self._is_stored_as_served(segments[0], 0, self.shape.tokens):
             return 1
         manifest, _, location = segments[0].cartridge
-        if manifest.payload.encoding != "plain" or len(self._heads) < manifest.fingerprint.kv_heads:
+        if _payload(manifest).encoding != "plain" or len(self._heads) < manifest.fingerprint.kv_heads:
             return 1  # it does not come as it is served; other ranks' heads lie between the parts of two chunks
         return max(1, self._sources.request_bytes(location) // self.shape.size_bytes)
 
     def load_run(
         self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
     ) -> list[CartridgeError | None]:
-        """Do `load` for `chunk` and those after it, `run_of` at most; return for each None, or what it would raise.
+        """Fill `outs` with `chunk` and the chunks after it; return for each None, or the error that `load` would raise.
 
-        Those that are not in the disk tier are asked for together. Where that brings wrong bytes each is loaded by
-        itself, so one bad chunk fails alone.
+        `run_of` tells how many are worth it. Those that the disk cache has not are read from the source by one request.
+        Where that brings wrong bytes each is loaded by itself, so one bad chunk fails alone.
         """
-        # The one place where what was read becomes what the engine reads, whichever way it was read.
+        # The one place where chunks get the engine's layout, however they were read.
         read = [torch.empty_like(out) for out in outs] if self._tiles else outs
         errors = self._read_run(segments, chunk, read)
         if self._tiles:
@@ -120,7 +120,7 @@ class ChunkLoader:
         """Fill `outs` with chunks in a row in layout `_layout`; return for each None, or why it could not be had."""
         if len(outs) == 1:
             return [self._attempt(segments, chunk, outs[0])]
-        cartridge, buffers = segments[0].cartridge, [memoryview(out.numpy()) for out in outs]
+        cartridge, buffers = segments[0].cartridge, [out.numpy().data for out in outs]
         done = [self._read_copy(cartridge, chunk + i, buffer) for i, buffer in enumerate(buffers)]
         if not any(done):
             try:
@@ -139,7 +139,7 @@ class ChunkLoader:
         within = [s for s in segments if s.offset < end and start < s.offset + s.cartridge.manifest.positions]
         for segment in within:
             try:
-                if self._is_stored_so(segment, start, end):
+                if self._is_stored_as_served(segment, start, end):
                     self._read_plain(segment.cartridge, chunk, out)
                 else:
                     self._gather(segment, start, end, out)
@@ -148,12 +148,13 @@ class ChunkLoader:
                 return error
         return None
 
-    def _is_stored_so(self, segment: Segment, start: int, end: int) -> bool:
+    def _is_stored_as_served(self, segment: Segment, start: int, end: int) -> bool:
+        """Whether an engine chunk's positions are one stored chunk in the layout that is read, at unmoved positions."""
         manifest = segment.cartridge.manifest
         return (
             segment.offset == 0
             and end <= manifest.positions
-            and manifest.payload.chunk_tokens == self.shape.tokens
+            and _payload(manifest).chunk_tokens == self.shape.tokens
             and self._layout == "heads"
         )
 
@@ -162,7 +163,7 @@ class ChunkLoader:
         cartridge, offset = segment
         manifest = cartridge.manifest
         target = VIEWS[self._layout](out, self.shape)
-        stored_tokens = manifest.payload.chunk_tokens
+        stored_tokens = _payload(manifest).chunk_tokens
         first_needed, last_needed = max(start - offset, 0), min(end - offset, manifest.positions)
         for stored in range(first_needed // stored_tokens, -(-last_needed // stored_tokens)):
             first = stored * stored_tokens
@@ -183,10 +184,10 @@ class ChunkLoader:
     def _read_plain(self, cartridge: Cartridge, stored: int, out: torch.Tensor) -> None:
         """Fill `out`, flat uint8, with this rank's heads of a stored chunk, verified and in the model's dtype."""
         manifest = cartridge.manifest
-        if manifest.payload.encoding == "plain":
-            self._read(cartridge, stored, memoryview(out.numpy()))
+        if _payload(manifest).encoding == "plain":
+            self._read(cartridge, stored, out.numpy().data)
             return
-        packed = memoryview(torch.empty(len(self._heads) * manifest.head_bytes(stored), dtype=torch.uint8).numpy())
+        packed = torch.empty(len(self._heads) * manifest.head_bytes(stored), dtype=torch.uint8).numpy().data
         self._read(cartridge, stored, packed)
         codec.decode(packed, out, manifest.fingerprint, manifest.chunk_length(stored))
 
@@ -225,7 +226,7 @@ class ChunkLoader:
         where = reading.chunk_range(manifest, stored, self._heads)
         check = self._check(manifest, stored)
         with self._counted(cartridge, f"chunk {stored}", len(out)):
-            self._sources.read_into(location, manifest.payload.file, where, out, check.update)
+            self._sources.read_into(location, _payload(manifest).file, where, out, check.update)
         self._keep(check, cartridge, stored, out)
 
     def _fetch_run(self, cartridge: Cartridge, first: int, outs: Sequence[memoryview]) -> list[bool]:
@@ -234,7 +235,7 @@ class ChunkLoader:
         start, size_bytes = reading.chunk_range(manifest, first, self._heads).start, sum(map(len, outs))
         try:
             with self._counted(cartridge, f"chunks {first} to {first + len(outs) - 1}", size_bytes):
-                self._sources.read_each(location, manifest.payload.file, start, outs)
+                self._sources.read_each(location, _payload(manifest).file, start, outs)
         except ArtifactError:  # it ends early, and the first of them may be there
             return [False] * len(outs)
         return [self._is_sound(cartridge, first + i, out) for i, out in enumerate(outs)]
@@ -271,7 +272,7 @@ class ChunkLoader:
     def _keep(self, check: ChunkCheck, cartridge: Cartridge, stored: int, data: memoryview) -> None:
         """Raise unless what was fetched is as it should be; then keep a copy where copies are kept."""
         manifest, _, location = cartridge
-        self._finish(check, manifest, stored, data, f"{location}/{manifest.payload.file}")
+        self._finish(check, manifest, stored, data, f"{location}/{_payload(manifest).file}")
         if disk := self._disk_for(cartridge):
             disk.write(self._copy_key(cartridge, stored), data)
 
@@ -308,5 +309,11 @@ class ChunkLoader:
         except ManifestError:
             return
         except ArtifactError as error:
-            where = root / manifest.payload.file
+            where = root / _payload(manifest).file
             raise type(error)(f"cartridge {manifest.name}: chunk {stored} of {where}: {error}") from error
+
+
+def _payload(manifest: Manifest) -> Payload:
+    if manifest.payload is None:
+        raise ArtifactError(f"cartridge {manifest.name} has token ids alone, and no chunks")
+    return manifest.payload

@@ -27,6 +27,7 @@ def shift_keys(keys: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tens
     if offset == 0:
         return keys.clone()
     check_shift(rope)
+    assert rope is not None and isinstance(rope.layers, tuple), "check_shift refuses everything else"
     if len(rope.layers) == len(keys):
         return rotate(keys, rope, offset)
     moved, rotating = keys.clone(), list(rope.layers)

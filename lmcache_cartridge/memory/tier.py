@@ -382,16 +382,16 @@ class MemoryTier:
                 self._keep(entry)
         admitted = present if len(present) == len(here) else []
         for key in hold.keys[len(admitted) :]:
-            entry = self._entries.get(key)
-            if entry is None:
+            found = self._entries.get(key)
+            if found is None:
                 slot = None if self._closed else self._take_slot()
                 if slot is None:
                     break
-                entry = self._entries[key] = _Entry(key, slot)
+                found = self._entries[key] = _Entry(key, slot)
                 self._threads.submit(key, slot)
-                kept.add(entry)
-                self._keep(entry)
-            admitted.append(entry)
+                kept.add(found)
+                self._keep(found)
+            admitted.append(found)
         # The first chunk is the most recently used: when memory runs short a cartridge loses its end, and the rest of it
         # stays useful.
         for entry in reversed(admitted):
