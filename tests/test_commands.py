@@ -112,7 +112,8 @@ SERVE = "lmcache-cartridge serve ./llama --port 8000 --max-model-len 8192"
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> Iterator[Shell]:
+def author(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> Shell:
+    """Before the server is up."""
     directory = tmp_path_factory.mktemp("person")
     (directory / "llama").symlink_to(MODEL_DIR)
     sheet = load_sheet("ward-a")
@@ -128,13 +129,15 @@ def shell(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> 
         "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
     moto_server.client.create_bucket(Bucket="bucket")
-    shell = Shell(directory, environment, port)
-    for _ in range(2):  # which makes two versions
-        done = shell.type(BUILD)
-        assert done.returncode == 0, done.stderr
+    return Shell(directory, environment, port)
+
+
+@pytest.fixture(scope="module")
+def shell(author: Shell) -> Iterator[Shell]:
+    directory, environment, port = author
     with (directory / "log").open("wb") as log:
         server = subprocess.Popen(
-            ["bash", "-c", f"exec {shell.own(SERVE)}"], cwd=directory, env=environment, stdout=log,
+            ["bash", "-c", f"exec {author.own(SERVE)}"], cwd=directory, env=environment, stdout=log,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
@@ -142,7 +145,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> 
         while not _is_up(port):
             assert server.poll() is None and time.monotonic() < deadline, (directory / "log").read_text()[-4000:]
             time.sleep(0.5)
-        yield shell
+        yield author
     finally:
         server.send_signal(signal.SIGINT)
         try:
@@ -156,6 +159,13 @@ def _is_up(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_building_again_makes_a_new_version(author: Shell, version: int) -> None:
+    done = author.type(BUILD)
+    assert done.returncode == 0, done.stderr
+    assert f"handbook@{version}" in done.stdout
 
 
 @pytest.mark.parametrize("command", sorted(set(TYPED) - {BUILD, SERVE}, key=TYPED.index))
