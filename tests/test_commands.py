@@ -40,7 +40,7 @@ BY_OTHERS = {
     '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
     '"max_tokens": 1}\'': "test_convert_served.py",
     "lmcache-cartridge export ward-a --to peft --output adapter": "test_convert_export.py",
-    "lmcache-cartridge export ward-a --to hazy --output checkpoint.pt": "test_convert_export.py",
+    "lmcache-cartridge export ward-a --to hazy --output checkpoint": "test_convert_export.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
 }
 """Commands that need what other tests make, and which of them run the same."""
