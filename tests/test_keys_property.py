@@ -34,11 +34,10 @@ class _Index(RuleBasedStateMachine):
         super().__init__()
         self.hasher = _hasher(self.width)
         self.index = KeyIndex(lambda ids: self.hasher([min(i, 250) for i in ids]), CHUNK)
-        self.index._width = self.width
-        self.index._sorted = index._Sorted((), self.width)
         self.open: dict[str, list[int]] = {}
         self.closed: dict[str, list[int]] = {}
         self.hidden: set[str] = set()
+        self.gone: set[str] = set()
 
     def _packed(self, ids: list[int]) -> bytes:
         return b"".join(h.to_bytes(self.width, "big") for h in self.hasher(ids))
@@ -91,12 +90,12 @@ class _Index(RuleBasedStateMachine):
             self.index.forget(digest)
             for table in (self.open, self.closed):
                 table.pop(digest, None)
+            self.gone.add(digest)
             self.hidden.discard(digest)
 
     @rule()
     def tidy(self) -> None:
-        with self.index._lock:
-            self.index._sort()
+        self.index.add_all({})  # which sorts
 
     @rule(ids=documents, data=st.data(), start=st.integers(0, 2))
     def ask(self, ids: list[int], data: st.DataObject, start: int) -> None:
@@ -127,10 +126,10 @@ class _Index(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_kept_of_what_is_gone(self) -> None:
-        known = self.open | self.closed
-        at_hand = {key.digest for key in self.index._at_hand.values()}
-        recent = {key.digest for held in self.index._recent.values() for key in held}
-        assert at_hand | recent | set(self.index._tagged) | self.index._hidden | self.index._unsorted <= set(known)
+        self.index.check()
+        for digest in self.gone - (self.open | self.closed).keys():
+            assert not self.index.has(digest)
+            assert self.index.chunks(digest) == []
 
     def _holders(self, chunk_hash: int) -> set[ChunkKey]:
         return {
@@ -144,7 +143,7 @@ class _Index(RuleBasedStateMachine):
 @pytest.mark.parametrize("width", [8, 32])
 @pytest.mark.parametrize("bound", [1, 5, 1 << 18])
 def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MAX_CHAIN_CHUNKS", bound)
+    monkeypatch.setattr(index, "MAX_CACHED_CHUNKS", bound)
     machine = type("_Index", (_Index,), {"width": width})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 
@@ -154,6 +153,6 @@ def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monke
 def test_a_hash_that_is_none_of_this_engine_is_a_miss(chunk_hash: int) -> None:
     index = KeyIndex(_hasher(8), CHUNK)
     index.add("a", bytes(7) + b"\1", open_to_all=True)
-    index._sort()
+    index.add_all({})
     assert len(index.leading([chunk_hash], None)) == (chunk_hash == 1)
     assert list(index.candidates(chunk_hash, None)) == ([ChunkKey("a", 0)] if chunk_hash == 1 else [])

@@ -12,20 +12,20 @@ def test_what_was_used_least_recently_is_dropped_first() -> None:
     cache.put("a", 1), cache.put("b", 2)
     assert (cache.get("a"), cache.get("none")) == (1, None)
     assert cache.put("c", 3) == 3
-    assert (cache.keys(), "b" in cache, len(cache)) == (["a", "c"], False, 2)
+    assert (list(cache), "b" in cache, len(cache)) == (["a", "c"], False, 2)
     assert "a" in cache  # which is no use of it
     cache.put("d", 4)
-    assert cache.keys() == ["c", "d"]
+    assert list(cache) == ["c", "d"]
 
 
 def test_values_of_unlike_sizes_share_the_capacity_and_the_newest_always_stays() -> None:
     cache: Lru[str, str] = Lru(5, len)
     cache.put("a", "12"), cache.put("b", "34"), cache.put("a", "1")
-    assert cache.keys() == ["b", "a"]
+    assert list(cache) == ["b", "a"]
     cache.put("c", "567")
-    assert cache.keys() == ["a", "c"]
+    assert list(cache) == ["a", "c"]
     cache.put("large", "x" * 10)
-    assert cache.keys() == ["large"]
+    assert list(cache) == ["large"]
     assert (cache.pop("large"), cache.pop("large"), len(cache)) == ("x" * 10, None, 0)
     cache.put("a", "12345")
     assert cache.get("a") == "12345", "what was taken out still counts"

@@ -602,8 +602,8 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
     made = {name: home.make(name, positions=4 * CHUNK, seed=seed) for seed, name in enumerate("ab")}
     prompts = {name: prompt_for(home, made[name], name) for name in made}
     tags = {name: made[name].manifest.digest for name in made}
+    monkeypatch.setattr(index, "MAX_CACHED_CHUNKS", 5)
     store = home.open()
-    monkeypatch.setattr(index, "MAX_CHAIN_CHUNKS", 4)
     assert store.lookup(prompts["a"].hashes, tags["a"]) == 4
     assert store.lookup(prompts["b"].hashes, tags["b"]) == 4, "a is forgotten for b"
     loans = store.lend_run(prompts["a"].hashes[:4], tags["a"])

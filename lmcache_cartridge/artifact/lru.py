@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -42,10 +42,10 @@ class Lru(Generic[K, V]):
         with self._lock:
             return self._remove(key)
 
-    def keys(self) -> list[K]:
-        """Return the keys of this moment, the next to be dropped first."""
+    def __iter__(self) -> Iterator[K]:
+        """Iterate over the keys of this moment, the next to be dropped first."""
         with self._lock:
-            return list(self._entries)
+            return iter(list(self._entries))
 
     def __contains__(self, key: K) -> bool:
         """Whether there is an entry; it is no use of it."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ..artifact.lru import Lru
 from ..artifact.manifest import Manifest
 from ..errors import ChunkSizeMismatch
 
 Hasher = Callable[[list[int]], Iterable[int]]
 """Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
 
-
-MAX_CHAIN_CHUNKS = 1 << 18
-"""Chunks that an index remembers by tag, and as many by hash, before it looks them up anew; some 50 MiB each."""
+MAX_CACHED_CHUNKS = 1 << 18
+"""Chunks of which an index keeps the hash in a dict, by tag, and as many without one; some 50 MiB each."""
 _LOW = (1 << 64) - 1
 
 
@@ -34,8 +33,8 @@ class KeyIndex:
 
     Documents that are open are found by hash alone, since any request with these tokens may have them. Everything is
     found under its tag, trained cartridges under nothing else: knowing the identity tokens gives nobody the cartridge.
-    The hashes of each cartridge are kept as bytes, and those of all open ones sorted; what was asked for lately is at
-    hand in plain dicts. Safe from any thread; lookups of what is at hand take no lock.
+    The hashes of each cartridge are kept as bytes, and those of all open ones in a sorted array; chunks that were asked
+    for lately are in dicts. Safe from any thread; a lookup without a tag takes no lock where the dicts have it.
     """
 
     def __init__(self, hasher: Hasher, chunk_tokens: int) -> None:
@@ -43,18 +42,21 @@ class KeyIndex:
         self.chunk_tokens = chunk_tokens
         self._hasher = hasher
         self.probe = tuple(hasher(list(range(2 * chunk_tokens))))
-        """The hashes of known tokens: another hash function or seed has others."""
+        """The hashes of fixed tokens: another hash function or seed gives others."""
         self._width = 8 if all(h <= _LOW for h in self.probe) else 32
         self._lock = threading.RLock()
         self._open: dict[str, bytes] = {}
         self._closed: dict[str, bytes] = {}
         self._hidden: set[str] = set()
+        """Of the open ones, those that lead no prompt."""
         self._sorted = _Sorted((), self._width)
         self._unsorted: set[str] = set()
+        """The open ones that came after the array was sorted."""
         self._recent: dict[int, tuple[ChunkKey, ...]] = {}
-        """Chunks of the open ones that are not sorted yet, the newest cartridge's first."""
-        self._at_hand: dict[int, ChunkKey] = {}
-        self._tagged: OrderedDict[str, dict[int, ChunkKey]] = OrderedDict()
+        """Their chunks, the newest cartridge's first."""
+        self._leading: dict[int, ChunkKey] = {}
+        """The chunk that answers a hash, of those that were asked for lately and all unsorted ones."""
+        self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
     def hash(self, manifest: Manifest, token_ids: Sequence[int]) -> bytes:
         """Return the hashes of the whole chunks of a cartridge, as `add` takes them; changes nothing.
@@ -79,7 +81,7 @@ class KeyIndex:
     def add(self, digest: str, hashes: bytes, *, open_to_all: bool) -> None:
         """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
 
-        One that was hidden is so no more if it is. Other hashes than it had take their place.
+        `hashes` replace those that it may have. An open one stays open, and with `open_to_all` ceases to be hidden.
         """
         with self._lock:
             if self._open.get(digest, hashes) != hashes or self._closed.get(digest, hashes) != hashes:
@@ -98,43 +100,45 @@ class KeyIndex:
                 # others stand in for it when it cannot.
                 for key, chunk_hash in self._keys(digest, hashes):
                     self._recent[chunk_hash] = (key, *self._recent.get(chunk_hash, ()))
-                    self._at_hand[chunk_hash] = key
+                    self._leading[chunk_hash] = key
                 self._tidy()
 
     def add_all(self, hashes: Mapping[str, bytes]) -> None:
-        """`add` many at once that are open to all, for some bytes each; the last one serves what several share."""
+        """`add` many new ones that are open to all, and sort; of chunks that several share the last one's lead."""
         with self._lock:
             self._open.update(hashes)
             self._sort()
 
     def hide(self, digest: str) -> None:
-        """Let a cartridge lead no prompt that has no tag. Those who were promised its chunks may still come for them."""
+        """Stop answering prompts without a tag from a cartridge; `candidates` and its tag still find its chunks."""
         with self._lock:
-            self._hidden.add(digest)
+            if digest in self._open:
+                self._hidden.add(digest)
 
     def forget(self, digest: str) -> None:
-        """Let a cartridge and every chain it is part of be found no more."""
+        """Drop a cartridge and every chain that has it."""
         with self._lock:
             for key, chunk_hash in self._keys(digest, self._open.pop(digest, b"")):
-                if self._at_hand.get(chunk_hash) == key:
-                    del self._at_hand[chunk_hash]
+                if self._leading.get(chunk_hash) == key:
+                    del self._leading[chunk_hash]
                 if others := tuple(k for k in self._recent.pop(chunk_hash, ()) if k != key):
                     self._recent[chunk_hash] = others
             self._closed.pop(digest, None)
             self._hidden.discard(digest)
             self._unsorted.discard(digest)
-            for tag in [tag for tag in self._tagged if digest in tag.split(".")]:
-                del self._tagged[tag]
+            for tag in self._tagged:
+                if digest in tag.split("."):
+                    self._tagged.pop(tag)
 
     def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
         """Make the whole chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
 
-        Chains are derived when asked for. Beyond `MAX_CHAIN_CHUNKS` chunks those found by tag first are forgotten, and
-        chains derived again when asked for again. Holds nobody up while it hashes.
+        Beyond `MAX_CACHED_CHUNKS` chunks the chains that were used least recently are dropped: ask `has`, and add a
+        chain again. Takes no lock while it hashes.
         """
         if tag not in self._tagged:
             ids = list(token_ids[: len(keys) * self.chunk_tokens])
-            self._remember(tag, dict(zip(self._hasher(ids), keys, strict=True)))
+            self._tagged.put(tag, dict(zip(self._hasher(ids), keys, strict=True)))
 
     def has(self, tag: str) -> bool:
         """Whether the chunks of `tag` can be found."""
@@ -145,7 +149,7 @@ class KeyIndex:
         return list(self._table(tag).values())
 
     def candidates(self, chunk_hash: int, tag: str | None) -> Iterable[ChunkKey]:
-        """Return every chunk that answers a hash, hidden ones too, the one that leads prompts first."""
+        """Return every chunk that answers a hash, also of hidden cartridges, the one that leads prompts first."""
         if tag is not None:
             key = self._table(tag).get(chunk_hash)
             return () if key is None else (key,)
@@ -165,9 +169,9 @@ class KeyIndex:
                     break
                 run.append(key)
             return run
-        at_hand, hidden = self._at_hand, self._hidden
+        leading, hidden = self._leading, self._hidden
         for chunk_hash in hashes:
-            key = at_hand.get(chunk_hash) or self._fetch(chunk_hash)
+            key = leading.get(chunk_hash) or self._fetch(chunk_hash)
             if key is None:
                 break
             digest = key.digest
@@ -180,13 +184,13 @@ class KeyIndex:
         return run
 
     def _open_candidates(self, chunk_hash: int) -> Iterator[ChunkKey]:
-        key = self._at_hand.get(chunk_hash) or self._fetch(chunk_hash)
+        key = self._leading.get(chunk_hash) or self._fetch(chunk_hash)
         if key is not None:
             yield key
             yield from (other for other in self._answers(chunk_hash) if other != key)
 
     def _fetch(self, chunk_hash: int) -> ChunkKey | None:
-        """Have the chunks of a cartridge that answers a hash at hand, and return the one that does."""
+        """Return the chunk that answers a hash, and take all of its cartridge's into the dict; None for a miss."""
         if not self._open:
             return None
         with self._lock:
@@ -194,7 +198,7 @@ class KeyIndex:
             if found is not None:
                 self._tidy()
                 for key, own in self._keys(found.digest, self._open[found.digest]):
-                    self._at_hand.setdefault(own, key)
+                    self._leading.setdefault(own, key)
             return found
 
     def _answers(self, chunk_hash: int) -> Iterator[ChunkKey]:
@@ -213,21 +217,13 @@ class KeyIndex:
                     yield ChunkKey(digest, at // self._width)
 
     def _table(self, tag: str) -> dict[int, ChunkKey]:
-        table = self._tagged.get(tag)
-        if table is not None:
+        if (table := self._tagged.get(tag)) is not None:
             return table
         with self._lock:
             hashes = self._closed.get(tag) or self._open.get(tag)
             if not hashes:
                 return {}
-            return self._remember(tag, {chunk_hash: key for key, chunk_hash in self._keys(tag, hashes)})
-
-    def _remember(self, tag: str, table: dict[int, ChunkKey]) -> dict[int, ChunkKey]:
-        with self._lock:
-            self._tagged[tag] = table
-            while len(self._tagged) > 1 and sum(map(len, self._tagged.values())) > MAX_CHAIN_CHUNKS:
-                self._tagged.popitem(last=False)
-        return table
+            return self._tagged.put(tag, {chunk_hash: key for key, chunk_hash in self._keys(tag, hashes)})
 
     def _keys(self, digest: str, hashes: bytes) -> Iterator[tuple[ChunkKey, int]]:
         for chunk, at in enumerate(range(0, len(hashes), self._width)):
@@ -238,15 +234,24 @@ class KeyIndex:
 
     def _tidy(self) -> None:
         """Keep the dicts within their bounds. The lock is held."""
-        if len(self._recent) > MAX_CHAIN_CHUNKS:
+        if len(self._recent) > MAX_CACHED_CHUNKS:
             self._sort()
-        elif len(self._at_hand) > MAX_CHAIN_CHUNKS:
-            self._at_hand = {}
+        elif len(self._leading) > MAX_CACHED_CHUNKS:
+            self._leading = {}
 
     def _sort(self) -> None:
-        """Sort the hashes of all open cartridges anew and keep none at hand. The lock is held."""
+        """Sort the hashes of all open cartridges anew, and empty the dicts. The lock is held."""
         self._sorted = _Sorted(self._open.items(), self._width)
-        self._unsorted, self._recent, self._at_hand = set(), {}, {}
+        self._unsorted, self._recent, self._leading = set(), {}, {}
+
+    def check(self) -> None:
+        """Assert that nothing is kept of cartridges that were forgotten."""
+        with self._lock:
+            found = {key.digest for key in self._leading.values()}
+            found |= {key.digest for keys in self._recent.values() for key in keys}
+            found |= {tag for tag in self._tagged if "." not in tag}
+            assert found | self._unsorted <= self._open.keys() | self._closed.keys()
+            assert self._hidden <= self._open.keys()
 
 
 class _Sorted:

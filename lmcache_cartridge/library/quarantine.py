@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,14 +73,9 @@ class Quarantine:
         self._path(digest).unlink(missing_ok=True)
 
     def _write(self, path: Path, text: str) -> None:
-        partial = self._directory / f".{path.name}.{uuid.uuid4().hex}"
-        try:
+        with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files.write(partial, [text.encode("utf-8", "backslashreplace")], 0o600)
-            partial.rename(path)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+            files.replace(path, [text.encode("utf-8", "backslashreplace")], 0o600)
 
     def _path(self, digest: str, suffix: str = ".txt") -> Path:
         return self._directory / f"{digest}{suffix}"

@@ -150,7 +150,7 @@ class RowCache:
         with suppress(OSError):
             os.utime(self.path)
         decode = msgspec.msgpack.Decoder(Row).decode
-        return self._run(lambda db: [decode(row) for (row,) in db.execute("SELECT row FROM rows")]) or []
+        return self._run(lambda db: [decode(row) for (row,) in db.execute("SELECT CAST(row AS BLOB) FROM rows")]) or []
 
     def add(self, rows: Iterable[Row]) -> None:
         """Keep some more rows, each in place of any other of its digest, all of them or none. Blocks for the write."""
@@ -174,7 +174,7 @@ class RowCache:
             with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as db, db:
                 db.execute("CREATE TABLE IF NOT EXISTS rows (digest TEXT PRIMARY KEY, row BLOB NOT NULL)")
                 return work(db)
-        except (sqlite3.Error, OSError, msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+        except (sqlite3.Error, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             damaged = not isinstance(error, OSError | sqlite3.Error)
             if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
                 damaged = True
