@@ -163,7 +163,9 @@ class ProcessQuarantine:
 
     def ask_again(self) -> None:
         """Lift the quarantines of those that have other bytes on S3 than the ones that were wrong. Asks S3."""
-        for digest in self._quarantine.digests() | self.reasons.keys():
+        with self._lock:
+            here = set(self.reasons)
+        for digest in self._quarantine.digests() | here:
             copy = self._copy(digest)
             with suppress(CartridgeError):
                 if copy is not None and self._revision(copy.location) != copy.revision:
