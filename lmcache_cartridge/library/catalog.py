@@ -315,7 +315,7 @@ class Catalog:
             if row.kind != "tokens":
                 # A document that is not registered answers those who name it, not every prompt that begins like it.
                 self.index.add(digest, row.hashes, open_to_all=row.kind == "prefill" and bool(entry.names))
-            self._quarantine.look_up(digest)
+            self._quarantine.look_up([digest])
 
     def _give_up(self, request: ReadRequest, error: CartridgeError) -> None:
         name, digest, location = request

@@ -25,7 +25,7 @@ class Entries:
     """Entries by digest. An entry without a name is retired: it is dropped after a while.
 
     A new name does not bring a retired entry back; that is done once its artefact was read and found sound. Whoever
-    calls holds a lock, except for `row` and `get`; `quarantined` may be changed by others meanwhile.
+    calls holds a lock, except for `row` and `get`.
     """
 
     def __init__(self, grace_s: float, clock: Callable[[], float]) -> None:
@@ -71,7 +71,7 @@ class Entries:
 
     def counts(self, quarantined: Mapping[str, str]) -> tuple[int, int]:
         """Return the lengths of `names` and `refused`; the cost grows with `quarantined` alone."""
-        entries = [entry for digest in list(quarantined) if (entry := self.get(digest)) and not entry.error]
+        entries = [entry for digest in quarantined if (entry := self.get(digest)) and not entry.error]
         refused = self._unfit_names + sum(len(entry.names) for entry in entries)
         return len(self._digests) - refused, refused
 

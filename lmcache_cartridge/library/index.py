@@ -148,12 +148,14 @@ class KeyIndex:
         """Return every chunk that can be found under `tag`, in order; empty for an unknown one."""
         return list(self._table(tag).values())
 
-    def candidates(self, chunk_hash: int, tag: str | None) -> Iterable[ChunkKey]:
-        """Return every chunk that answers a hash, also of hidden cartridges, the one that leads prompts first."""
+    def candidates(self, chunk_hash: int, tag: str | None) -> Iterator[ChunkKey]:
+        """Yield every chunk that answers a hash, also of hidden cartridges, the one that leads prompts first."""
         if tag is not None:
-            key = self._table(tag).get(chunk_hash)
-            return () if key is None else (key,)
-        return self._open_candidates(chunk_hash)
+            if (key := self._table(tag).get(chunk_hash)) is not None:
+                yield key
+        elif (key := self._leading.get(chunk_hash) or self._fetch(chunk_hash)) is not None:
+            yield key
+            yield from (other for other in self._answers(chunk_hash) if other != key)
 
     def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on.
@@ -182,12 +184,6 @@ class KeyIndex:
                     break
             run.append(key)
         return run
-
-    def _open_candidates(self, chunk_hash: int) -> Iterator[ChunkKey]:
-        key = self._leading.get(chunk_hash) or self._fetch(chunk_hash)
-        if key is not None:
-            yield key
-            yield from (other for other in self._answers(chunk_hash) if other != key)
 
     def _fetch(self, chunk_hash: int) -> ChunkKey | None:
         """Return the chunk that answers a hash, and take all of its cartridge's into the dict; None for a miss."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,17 +80,13 @@ class Quarantine:
         return self._directory / f"{digest}{suffix}"
 
 
-@dataclass(slots=True)
-class _Case:
-    """Why one cartridge is not served."""
+class _Case(NamedTuple):
+    """Why one cartridge is quarantined."""
 
-    reason: str | None = None
-    """Wrong bytes, or a person's reason."""
-    is_noted: bool = False
+    reason: str
+    is_noted: bool
     """Whether that lies in the directory, so that it is lifted when it is removed there."""
-    copy: BadCopy | None = None
-    distrust: str | None = None
-    """This process alone does not serve it, until it ends."""
+    copy: BadCopy | None
 
 
 class ProcessQuarantine:
@@ -99,10 +94,11 @@ class ProcessQuarantine:
 
     def __init__(self, quarantine: Quarantine, revision: Callable[[str], str], clock: Callable[[], float]) -> None:
         """`revision` returns a text that changes with the payload at an `s3://` location; it may block and raise."""
-        self.reasons: dict[str, str] = {}
-        """By digest; such cartridges are not served. To be read only."""
+        self.reasons: Mapping[str, str] = {}
+        """By digest; such cartridges are not served. Replaced and never changed, so that it can be read at any time."""
         self._quarantine, self._revision, self._clock = quarantine, revision, clock
         self._cases: dict[str, _Case] = {}
+        self._distrusted: dict[str, str] = {}
         self._asked_at = float("-inf")
         self._lock = threading.Lock()
 
@@ -118,29 +114,28 @@ class ProcessQuarantine:
             with suppress(CartridgeError):
                 copy = BadCopy(location, self._revision(location))
         with self._lock:
-            case = self._cases.setdefault(digest, _Case())
-            if case.reason is not None:
+            if digest in self._cases:
                 return False
             if copy is not None:
                 self._quarantine.put_copy(digest, copy)
             self._quarantine.put(digest, reason)
-            case.reason, case.copy = reason, copy
-            case.is_noted = self._quarantine.reason(digest) is not None
-            self._tell(digest)
+            self._cases[digest] = _Case(reason, self._quarantine.reason(digest) is not None, copy)
+            self._publish()
             return True
 
     def distrust(self, digest: str, reason: str) -> None:
         """Serve a cartridge no more in this process alone: its bytes are sound, and others may serve it."""
         with self._lock:
-            case = self._cases.setdefault(digest, _Case())
-            case.distrust = case.distrust or reason
-            self._tell(digest)
+            self._distrusted.setdefault(digest, reason)
+            self._publish()
 
-    def look_up(self, digest: str) -> None:
-        """Take in what the directory says of a cartridge that comes to be served."""
+    def look_up(self, digests: Iterable[str]) -> None:
+        """Take in what the directory says of cartridges that come to be served."""
         with self._lock:
-            if digest not in self.reasons and (reason := self._quarantine.reason(digest)) is not None:
-                self._note(digest, reason)
+            for digest in digests:
+                if digest not in self._cases and (reason := self._quarantine.reason(digest)) is not None:
+                    self._cases[digest] = _Case(f"quarantined: {reason}", True, None)
+                    self._publish()
 
     def follow(self, knows: Callable[[str], bool]) -> bool:
         """Take in what others put into the directory, of cartridges that the caller `knows`, or lifted from it.
@@ -150,22 +145,19 @@ class ProcessQuarantine:
         noted = self._quarantine.digests()
         with self._lock:
             for digest in [d for d, case in self._cases.items() if case.is_noted and d not in noted]:
-                self._lift(digest)
+                del self._cases[digest]
+                self._publish()
                 logger.info("the quarantine of %s was lifted", digest)
-            for digest in noted - self.reasons.keys():
-                if knows(digest) and (reason := self._quarantine.reason(digest)) is not None:
-                    self._note(digest, reason)
-            now = self._clock()
-            if not (noted or self._cases) or now - self._asked_at < _LOOK_AGAIN_S:
-                return False
-            self._asked_at = now
-            return True
+        self.look_up(filter(knows, noted))
+        now = self._clock()
+        if not (noted or self._cases) or now - self._asked_at < _LOOK_AGAIN_S:
+            return False
+        self._asked_at = now
+        return True
 
     def ask_again(self) -> None:
         """Lift the quarantines of those that have other bytes on S3 than the ones that were wrong. Asks S3."""
-        with self._lock:
-            here = set(self.reasons)
-        for digest in self._quarantine.digests() | here:
+        for digest in self._quarantine.digests() | self.reasons.keys():
             copy = self._copy(digest)
             with suppress(CartridgeError):
                 if copy is not None and self._revision(copy.location) != copy.revision:
@@ -178,33 +170,14 @@ class ProcessQuarantine:
         with suppress(OSError):
             self._quarantine.lift(digest)
         with self._lock:
-            was_here = self._lift(digest)
-        if was_here:
+            lifted = self._cases.pop(digest, None)
+            self._publish()
+        if lifted is not None:
             logger.info("the quarantine of %s is lifted: it is fetched from S3 again", digest)
 
     def _copy(self, digest: str) -> BadCopy | None:
         case = self._cases.get(digest)
         return case.copy if case is not None and case.copy is not None else self._quarantine.copy(digest)
 
-    def _note(self, digest: str, reason: str) -> None:
-        case = self._cases.setdefault(digest, _Case())
-        case.reason, case.is_noted = f"quarantined: {reason}", True
-        self._tell(digest)
-
-    def _lift(self, digest: str) -> bool:
-        """End a quarantine here, not a distrust; whether there was one."""
-        case = self._cases.get(digest)
-        if case is None or case.reason is None:
-            return False
-        case.reason, case.is_noted, case.copy = None, False, None
-        if case.distrust is None:
-            del self._cases[digest]
-        self._tell(digest)
-        return True
-
-    def _tell(self, digest: str) -> None:
-        case = self._cases.get(digest)
-        if case is not None and (reason := case.reason or case.distrust) is not None:
-            self.reasons[digest] = reason
-        else:
-            self.reasons.pop(digest, None)
+    def _publish(self) -> None:
+        self.reasons = self._distrusted | {digest: case.reason for digest, case in self._cases.items()}
