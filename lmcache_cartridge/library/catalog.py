@@ -13,12 +13,7 @@ from ..artifact.cartridge import Cartridge, Place, Segment
 from ..artifact.fingerprint import Fingerprint, check_shift
 from ..artifact.location import is_remote
 from ..artifact.lru import Lru
-from ..errors import (
-    ArtifactError,
-    CartridgeError,
-    CartridgeNotFound,
-    ChunkSizeMismatch,
-)
+from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, ChunkSizeMismatch
 from .entries import Entries, Entry
 from .index import ChunkKey, Hasher, KeyIndex
 from .quarantine import ProcessQuarantine, Quarantine
@@ -84,9 +79,8 @@ class Catalog:
     def refresh(self) -> list[str]:
         """Take in what changed in the registry and the quarantine; return the digests that were removed from it.
 
-        Blocks for local reads only, and for some seconds at most: what else there is to read, and the manifests of
-        remote artefacts that are not here yet, is read in the background. Raises `RegistryError`; everything is as it was
-        then.
+        Blocks for local reads only, and for some seconds at most: the background reads the rest, and the manifests of
+        remote artefacts that have no copy here. Raises `RegistryError`; nothing is changed then.
         """
         with self._refreshing:
             return self._refresh()
@@ -145,7 +139,8 @@ class Catalog:
         row = self._entries.row(digest)
         if self._quarantine.put(digest, reason, row.location if row and is_remote(row.location) else None):
             entry = self._entries.get(digest)
-            logger.error("cartridge %s is quarantined: %s", ", ".join(entry.names) if entry else digest, reason)
+            names = ", ".join(entry.names) if entry else ""
+            logger.error("cartridge %s is quarantined: %s", names or digest, reason)
 
     def forgive(self, digest: str) -> None:
         """Lift a quarantine that a copy on S3 caused; what is there now is checked when it is loaded. Else no change."""

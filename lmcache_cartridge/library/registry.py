@@ -268,8 +268,8 @@ class Registry:
     def changes(self, since: int = 0) -> Changes:
         """Return what changed after `since`, an earlier answer's sequence; everything there is for 0.
 
-        Everything too where the file is another than the one that answered earlier, such as a backup put back. Raises
-        `RegistryError` where there is none any more: nobody means to remove everything by that.
+        Everything is also returned where the file is not the one that answered earlier, such as a restored backup.
+        Raises `RegistryError` where the file is gone: that is no way to remove everything.
         """
         if since and not self.path.exists():
             raise RegistryError(f"registry {self.path} is gone")
