@@ -179,7 +179,7 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
 
 def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:
     """Put an artefact of the same chunks, with other token ids, on S3 and register it there."""
-    from lmcache_cartridge.sources.sources import Sources
+    from lmcache_cartridge.sources.s3 import S3Source
     from lmcache_cartridge.sources.transfer import push as push_artifact
 
     root = scratch / "remote"
@@ -187,11 +187,8 @@ def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, regist
     bucket = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     server.client.create_bucket(Bucket=bucket)
     location = f"s3://{bucket}/remote"
-    sources = Sources(settings)
-    try:
-        push_artifact(root, location, sources.s3(), force=False, progress=lambda *_: None)
-    finally:
-        sources.close()
+    with contextlib.closing(S3Source(**settings.s3)) as source:
+        push_artifact(root, location, source, force=False, progress=lambda *_: None)
     registry.register(root, location)
     return manifest
 
@@ -536,12 +533,12 @@ def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str,
     server, digest, keys, settings = at.s3
     from lmcache_cartridge.artifact.location import parse
     from lmcache_cartridge.library.registry import Registry
-    from lmcache_cartridge.sources.sources import Sources
+    from lmcache_cartridge.sources.s3 import make_client
 
     location = Registry(settings.registry_path, read_only=True).find("remote").location
     bucket, prefix = parse(location)
-    key, sources = f"{prefix}/payload.safetensors", Sources(settings)
-    client, part = sources.s3()._client, settings.s3_part_bytes
+    key, part = f"{prefix}/payload.safetensors", settings.s3_part_bytes
+    client = make_client(settings.s3_endpoint_url, settings.s3_region, max_pool_connections=settings.s3_connections)
     buffer = written(at.case.size_bytes)
     start = at.manifest.payload.data_offset_bytes
     pool = ThreadPoolExecutor(settings.s3_connections)
@@ -569,7 +566,7 @@ def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str,
                 contenders[name] = lambda work=work: report.timed(lambda: list(work()))
         rows += make_rows(at.case, "s3", c, report.in_turns(contenders, repeat))
     pool.shutdown()
-    sources.close()
+    client.close()
     return rows
 
 

@@ -422,15 +422,15 @@ def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: 
 
 def push(root: Path, settings: Settings, registry: Registry, s3: Any) -> None:
     """Put an artefact on S3 and register it there."""
-    from lmcache_cartridge.sources.sources import Sources
+    from lmcache_cartridge.sources.s3 import S3Source
     from lmcache_cartridge.sources.transfer import push as push_artifact
 
-    bucket, sources = "ttft-benchmark", Sources(settings)
+    bucket, source = "ttft-benchmark", S3Source(**settings.s3)
     with contextlib.suppress(s3.client.exceptions.BucketAlreadyOwnedByYou):
         s3.client.create_bucket(Bucket=bucket)
     location = f"s3://{bucket}/{root.name}"
-    push_artifact(root, location, sources.s3(), force=False, progress=lambda *_: None)
-    sources.close()
+    push_artifact(root, location, source, force=False, progress=lambda *_: None)
+    source.close()
     registry.register(root, location)
 
 

@@ -135,6 +135,12 @@ class Settings(BaseModel):
         return buckets
 
     @property
+    def s3(self) -> dict[str, Any]:
+        """The arguments of `S3Source`."""
+        names = ("endpoint_url", "region", "connections", "part_bytes", "timeout_s")
+        return {name: getattr(self, f"s3_{name}") for name in names}
+
+    @property
     def registry_path(self) -> Path:
         """The registry file."""
         return self.home / "registry.sqlite"

@@ -32,7 +32,6 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 
 HEAD_SIZE = 32
@@ -107,5 +106,5 @@ def chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) ->
         offset += manifest.positions
     chunk = ChunkShape(shape.kv_heads, shape.layers, offset, shape.head_size, shape.dtype)  # all of it in one
     out = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-    ChunkLoader(Sources(Settings()), chunk, range(shape.kv_heads), "heads").load(segments, 0, out)
+    ChunkLoader(Sources(), chunk, range(shape.kv_heads), "heads").load(segments, 0, out)
     return heads_view(out, chunk)

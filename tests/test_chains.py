@@ -22,7 +22,6 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory import loader
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 
 MARGIN = 0.05
@@ -45,7 +44,7 @@ class Chain(NamedTuple):
         model = self.cartridges[0].manifest.fingerprint
         shape = ChunkShape(model.kv_heads, model.layers, offset, model.head_size, model.dtype)  # all of it in one chunk
         out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-        ChunkLoader(Sources(Settings()), shape, range(model.kv_heads), "heads").load(segments, 0, out)
+        ChunkLoader(Sources(), shape, range(model.kv_heads), "heads").load(segments, 0, out)
         return heads_view(out, shape)
 
     def right(self, kv: torch.Tensor, document: int) -> float:

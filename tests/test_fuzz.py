@@ -22,10 +22,9 @@ from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 
-_SOURCES = Sources(Settings())
+_SOURCES = Sources()
 LIMIT_BYTES = 4 << 20
 """What reading one small artefact may allocate at most, whatever it claims to be. The largest in here is 600 KiB."""
 _VALUES = [

@@ -36,6 +36,7 @@ from lmcache_cartridge.memory.rope import shift_keys
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources import transfer
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
+from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS, CHUNK = 80, 16
@@ -85,7 +86,7 @@ def _loaded(made: Made, root: Path, chunk: int, *, tokens: int = CHUNK, rank: in
     model = made.manifest.fingerprint
     heads = rank_heads(model.kv_heads, rank, world)
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
-    loader = ChunkLoader(sources or Sources(Settings()), shape, heads, layout, disk, keep_local=True)
+    loader = ChunkLoader(sources or Sources(), shape, heads, layout, disk, keep_local=True)
     out = torch.full((shape.size_bytes,), 0xEE, dtype=torch.uint8)
     loader.load([Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
     return VIEWS[layout](out, shape)
@@ -222,7 +223,7 @@ def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made,
     shape = ChunkShape(4, model.layers, CHUNK, model.head_size, model.dtype)
     out = torch.empty(shape.size_bytes, dtype=torch.uint8)
     segments = [Segment(Cartridge(made.manifest, root, str(root)), at) for at in (0, POSITIONS)]
-    ChunkLoader(Sources(Settings()), shape, range(4), "heads").load(segments, (offset + 2 * CHUNK) // CHUNK, out)
+    ChunkLoader(Sources(), shape, range(4), "heads").load(segments, (offset + 2 * CHUNK) // CHUNK, out)
     keys, values = _served(made, root)[:, :, 2 * CHUNK : 3 * CHUNK]
     expected = shift_keys(keys, model.rope, offset) if offset else keys
     assert torch.equal(VIEWS["heads"](out, shape), torch.stack([expected, values]))
@@ -244,10 +245,10 @@ def test_s3_and_the_disk_tier_hold_int8_and_what_is_read_of_them_is_counted_so(
     made: Made, tmp_path: Path, s3_credentials: S3Server, bucket: str
 ) -> None:
     settings = Settings(s3_endpoint_url=s3_credentials.endpoint, s3_region="us-east-1")
-    sources, root, location = Sources(settings), tmp_path / "doc", f"s3://{bucket}/doc"
+    sources, root, location = Sources(S3Source(**settings.s3)), tmp_path / "doc", f"s3://{bucket}/doc"
     disk = DiskCache(tmp_path / "disk", 3 * 4 * made.manifest.head_bytes(0))
     try:
-        pushed = transfer.push(root, location, sources.s3(), force=False, progress=lambda *_: None)
+        pushed = transfer.push(root, location, sources.s3, force=False, progress=lambda *_: None)
         assert pushed.manifest == made.manifest
         there = s3_credentials.client.get_object(Bucket=bucket, Key=f"doc/{PAYLOAD}")["Body"].read()
         assert there == (root / PAYLOAD).read_bytes()

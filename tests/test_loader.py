@@ -33,7 +33,6 @@ from lmcache_cartridge.errors import (
 from lmcache_cartridge.memory import loader as loader_module
 from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
 from lmcache_cartridge.sources.sources import Sources
 
@@ -60,7 +59,7 @@ def _loader(
     model = made.manifest.fingerprint
     heads = rank_heads(model.kv_heads, rank, world)
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
-    return ChunkLoader(source or Sources(Settings()), shape, heads, layout, disk, keep_local=True)
+    return ChunkLoader(source or Sources(), shape, heads, layout, disk, keep_local=True)
 
 
 def _load(loader: ChunkLoader, made: Made, root: Path, chunk: int) -> torch.Tensor:
@@ -333,7 +332,7 @@ def test_a_payload_that_may_not_be_read_has_its_own_error(made: Made, tmp_path: 
         from pathlib import Path
         sys.path.insert(0, "tests")
         import torch
-        from test_loader import Made, Settings, Sources, _load, _loader
+        from test_loader import Made, _load, _loader
         from lmcache_cartridge.artifact.reading import load_manifest
         from lmcache_cartridge.errors import SourceDenied
         root = Path(sys.argv[1])
@@ -438,7 +437,7 @@ def test_artefacts_in_directories_are_kept_on_disk_only_where_that_is_asked_for(
     disk = DiskCache(tmp_path / "cache", 1 << 20)
     model = made.manifest.fingerprint
     shape = ChunkShape(model.kv_heads, model.layers, 16, model.head_size, model.dtype)
-    loader = ChunkLoader(Sources(Settings()), shape, range(4), "heads", disk, keep_local=keep_local)
+    loader = ChunkLoader(Sources(), shape, range(4), "heads", disk, keep_local=keep_local)
     _load(loader, made, tmp_path / "doc", 0)
     assert (disk.stats().resident_bytes > 0) == keep_local
 

@@ -26,8 +26,8 @@ from lmcache_cartridge.errors import (
     SourceNotFound,
     TruncatedPayload,
 )
-from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.sources.manifest_cache import ManifestCache
+from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
 
@@ -37,7 +37,7 @@ class _Remote:
     def __init__(self, proxy: FaultyProxy, server: S3Server, bucket: str, tmp_path: Path) -> None:
         self.proxy, self.client, self.bucket, self._tmp_path = proxy, server.client, bucket, tmp_path
         self.location = f"s3://{bucket}/some/doc"
-        self.sources = Sources(from_mapping({"s3_endpoint_url": proxy.endpoint, "s3_timeout_s": 2}))
+        self.sources = Sources(S3Source(endpoint_url=proxy.endpoint, timeout_s=2))
         self.directory = tmp_path / "manifests"
 
     def put(self, seed: int = 0, **arguments: object) -> Made:
@@ -203,7 +203,7 @@ def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
 
 def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
     remote.put()
-    patient = Sources(from_mapping({"s3_endpoint_url": remote.proxy.endpoint, "s3_timeout_s": 30}))
+    patient = Sources(S3Source(endpoint_url=remote.proxy.endpoint, timeout_s=30))
     cache = ManifestCache(remote.directory, patient, max_age_s=0)
     copy = cache.fetch(remote.location)
     remote.requests()

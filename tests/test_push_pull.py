@@ -25,7 +25,7 @@ from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.sources import s3_call, transfer
+from lmcache_cartridge.sources import s3, transfer
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
@@ -272,7 +272,7 @@ def test_a_pull_of_wrong_bytes_leaves_nothing(here: _Machine, there: _Machine) -
 def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
     here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_call, "_LONGEST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(s3, "_LONGEST_BACKOFF_S", 0.01)
     _registered(here)
     here.json("push", "doc", here.location)
     for faults in ([None, reset], [None, None, None, flipped]):

@@ -29,6 +29,7 @@ from lmcache_cartridge.serve.request import MAX_CHAIN, Reference, Refusal, Route
 from lmcache_cartridge.serve.resolve import NeedsReading, Resolver, Selection
 from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.sources.manifest_cache import ManifestCache
+from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
 SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
@@ -402,7 +403,7 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
     settings = from_mapping(
         {"home": tmp_path / "home", "s3_endpoint_url": s3_credentials.endpoint, "buckets": [bucket]}
     )
-    sources, registry, resolver = Sources(settings), Registry(settings.registry_path), Resolver(settings)
+    sources, registry, resolver = Sources(S3Source(**settings.s3)), Registry(settings.registry_path), Resolver(settings)
     for version in (1, 2):
         root = tmp_path / str(version)
         made = make_artifact(root, positions=32, cartridge_id="h", version=version, seed=version)

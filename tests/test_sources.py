@@ -15,11 +15,10 @@ from s3 import S3Server
 from waiting import run_threads
 
 from lmcache_cartridge.artifact import local
-from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, Small
+from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFile
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.location import is_remote
 from lmcache_cartridge.errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
-from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
@@ -233,7 +232,7 @@ def test_a_known_revision_is_not_read_again_until_the_file_changes(place: Place)
     time.sleep(0.02)  # a file system's clock may tick slowly
     place.put("small", b"two")
     second = place.source.read(place.location, "small", 100, known=first.revision)
-    assert isinstance(second, Small)
+    assert isinstance(second, SmallFile)
     assert second.data == b"two"
     assert second.revision != first.revision
 
@@ -281,7 +280,7 @@ def test_a_location_is_read_from_where_its_form_says(
     far, near = S3Place(s3_credentials, bucket, monkeypatch), LocalPlace(tmp_path)
     far.put("payload", b"far")
     near.put("payload", b"near")
-    sources = Sources(from_mapping({"s3_endpoint_url": s3_credentials.endpoint}))
+    sources = Sources(S3Source(endpoint_url=s3_credentials.endpoint))
     for place, data in ((far, b"far"), (near, b"near")):
         out = bytearray(len(data))
         sources.read_into(place.location, "payload", ByteRange(0, len(data)), memoryview(out))
@@ -297,12 +296,12 @@ def test_a_location_is_read_from_where_its_form_says(
 @pytest.mark.parametrize("location", ["", "relative/path", "s3:/bucket/key", "S3://bucket/key", "file:///tmp", "/a\0b"])
 def test_a_location_of_another_form_is_refused(location: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedLocation, match="neither an absolute path nor s3://"):
-        Sources(from_mapping({"home": tmp_path})).size(location, "payload")
+        Sources().size(location, "payload")
 
 
 def test_local_artefacts_start_no_threads_for_s3(tmp_path: Path) -> None:
     (tmp_path / "payload").write_bytes(CONTENT)
     before = threading.active_count()
-    sources = Sources(from_mapping({"home": tmp_path}))
+    sources = Sources()
     assert sources.size(str(tmp_path), "payload") == SIZE
     assert threading.active_count() == before

@@ -14,7 +14,6 @@ from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.sources import Sources
 
 with quietly():
@@ -121,7 +120,7 @@ def test_what_is_no_whole_tiles_is_refused(name: str, tokens: int, size: int) ->
 def test_the_loader_packs_every_chunk_however_it_is_stored(tmp_path: Path, name: str, stored: int) -> None:
     made = make_artifact(tmp_path / "doc", positions=200, chunk_tokens=stored)
     shape = ChunkShape(2, 3, 64, 64, "bfloat16")
-    loader = ChunkLoader(Sources(Settings(home=tmp_path)), shape, range(2), name)
+    loader = ChunkLoader(Sources(), shape, range(2), name)
     cartridge = Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc"))
     for chunk in range(3):
         out = torch.zeros(shape.size_bytes, dtype=torch.uint8)

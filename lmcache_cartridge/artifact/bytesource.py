@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from ..errors import SourceError
+
 Seen = Callable[[memoryview], None]
 """Gets a buffer's bytes in order, each part as soon as it is filled; what it raises ends the read."""
 
@@ -16,36 +18,59 @@ class ByteRange(NamedTuple):
     end: int
 
 
-class Small(NamedTuple):
-    """A small file, whole."""
+class SmallFile(NamedTuple):
+    """A file, whole."""
 
     data: bytes
     revision: str
     """Changes whenever the file does; compare for equality only."""
 
 
-class ByteSource(Protocol):
-    """Read-only bytes of artefacts, safe from any thread.
+class RangeReader(Protocol):
+    """Ranges of files, read into the caller's memory. Safe from any thread.
 
-    A *location* is an artefact's absolute directory or its `s3://bucket/prefix`; `file` is a file of it. Every call
-    blocks. All raise `SourceError`: `SourceNotFound`, `SourceDenied` or `SourceTimeout` where it is known to be that.
+    A *location* is an artefact's absolute directory or its `s3://bucket/prefix`; `file` is a file of it. Every read
+    blocks. All raise `SourceError`: `SourceNotFound`, `SourceDenied` or `SourceTimeout` where it is known to be that,
+    and `TruncatedPayload` where the file ends early. After an error a buffer's bytes are undefined, and nothing is
+    written to it.
     """
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
-        """Fill `out`, of as many bytes as `where`, with those bytes of a file. An empty range asks nobody.
+        """Fill `out`, as many bytes as `where`, with these bytes of a file. An empty range asks nobody.
 
-        `seen` is called in this thread. Raises `TruncatedPayload` when the file ends early. After an error `out` is
-        undefined, and not written to.
+        `seen` is called in this thread.
         """
 
     def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        """Fill `outs` one after the other with a file's bytes from `start` on, in one request. As `read_into` else."""
+        """Fill `outs` one after the other with a file's bytes from `start` on, by one request."""
 
-    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
+    def request_bytes(self, location: str) -> int:
+        """Return the size of a request, where a few large ones cost less than many small ones; 0 elsewhere."""
+
+
+class FileReader(Protocol):
+    """Small files, and facts about files. Safe from any thread; raises as `RangeReader` does."""
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
         """Return a whole file, None if its revision still is `known`. Refuses a file larger than `limit_bytes`."""
 
     def size(self, location: str, file: str) -> int:
         """Return the size of a file in bytes."""
 
+    def revision(self, location: str, file: str) -> str:
+        """Return a file's revision, as `read` does."""
+
+
+class ByteSource(RangeReader, FileReader, Protocol):
+    """Read-only bytes of artefacts."""
+
     def close(self) -> None:
         """Give back connections and threads. Reads still under way may fail."""
+
+
+def read_whole(source: FileReader, location: str, file: str, limit_bytes: int) -> bytes:
+    """Return all bytes of a file, as `FileReader.read` does."""
+    found = source.read(location, file, limit_bytes)
+    if found is None:
+        raise SourceError(f"{location}/{file}: the source says that it is unchanged, unasked")
+    return found.data

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import SourceDenied, SourceError, SourceNotFound, TruncatedPayload
-from .bytesource import ByteRange, Seen, Small
+from .bytesource import ByteRange, Seen, SmallFile
 
 _STEP_BYTES = 2 << 20
 """Most that is read before it is shown, so that it is in the reading core's cache then. Every step takes the interpreter's
@@ -45,13 +45,17 @@ class LocalSource:
         finally:
             os.close(descriptor)
 
-    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
+    def request_bytes(self, location: str) -> int:
+        """See `ByteSource.request_bytes`."""
+        return 0
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
         """See `ByteSource.read`."""
         path = Path(location) / file
         descriptor = _open(path)
         try:
             status = os.fstat(descriptor)
-            revision = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+            revision = _revision(status)
             if revision == known:
                 return None
             with open(descriptor, "rb", closefd=False) as opened:
@@ -62,15 +66,15 @@ class LocalSource:
             os.close(descriptor)
         if len(data) > limit_bytes:
             raise SourceError(f"{path} has more than the {limit_bytes} bytes that it may have")
-        return Small(data, revision)
+        return SmallFile(data, revision)
 
     def size(self, location: str, file: str) -> int:
         """See `ByteSource.size`."""
-        path = Path(location) / file
-        try:
-            return path.stat().st_size
-        except OSError as error:
-            raise _mapped(error, path) from error
+        return _status(f"{location}/{file}").st_size
+
+    def revision(self, location: str, file: str) -> str:
+        """See `ByteSource.revision`."""
+        return _revision(_status(f"{location}/{file}"))
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -100,6 +104,17 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
+def _status(path: str) -> os.stat_result:
+    try:
+        return Path(path).stat()
+    except OSError as error:
+        raise _mapped(error, path) from error
+
+
+def _revision(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
 
 
 def _open(path: Path | str) -> int:

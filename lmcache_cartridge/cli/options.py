@@ -72,10 +72,11 @@ def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int
 def copy_of(arguments: argparse.Namespace, location: str) -> Path:
     """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
     from ..sources.manifest_cache import ManifestCache
+    from ..sources.s3 import S3Source
     from ..sources.sources import Sources
 
     settings = settings_of(arguments)
-    with closing(Sources(settings)) as sources:
+    with closing(Sources(S3Source(**settings.s3))) as sources:
         return ManifestCache(settings.manifests_dir, sources).fetch(location, force=True)
 
 

@@ -251,12 +251,13 @@ def _describe(arguments: argparse.Namespace) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from ..library.quarantine import Quarantine
+    from ..sources.s3 import S3Source
     from ..sources.sources import Sources
 
     settings = settings_of(arguments)
     registry, quarantine = registry_of(arguments), Quarantine(settings.quarantine_dir)
     results = []
-    with closing(Sources(settings)) as sources:
+    with closing(Sources(S3Source(**settings.s3))) as sources:
         for name in arguments.name:
             location = registry.find(name)
             problem = None
@@ -330,10 +331,10 @@ def _pull(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[S3Source, Callable[[str, int, int], None]]]:
     """Lend an S3 source and a progress bar, off with --format json."""
-    from ..sources.sources import Sources
+    from ..sources.s3 import S3Source
 
     settings = settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region)
-    with closing(Sources(settings)) as sources, ExitStack() as stack:
+    with closing(S3Source(**settings.s3)) as source, ExitStack() as stack:
         bars: dict[str, Callable[[int, int], None]] = {}
 
         def show_progress(what: str, done: int, total: int) -> None:
@@ -342,4 +343,4 @@ def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[S3Source, Callabl
                 bars[what] = stack.enter_context(progress(what, form=arguments.format, **kind))
             bars[what](done, total)
 
-        yield sources.s3(), show_progress
+        yield source, show_progress

@@ -23,6 +23,7 @@ from ..settings import Settings
 from ..sources.disk_cache import DiskCache
 from ..sources.manifest_cache import ManifestCache
 from ..sources.reads import Reads
+from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from .background import Background
 from .claim import Claim
@@ -76,7 +77,7 @@ class CartridgeStore:
         self.engine, self._settings, self._clock = engine, settings, clock
         shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
         self.shape = ChunkShape(len(heads), shape.layers, engine.chunk_tokens, shape.head_size, shape.dtype)
-        self._sources = Sources(settings)
+        self._sources = Sources(S3Source(**settings.s3))
         self._registry = Registry(settings.registry_path, read_only=True)
         self._catalog = Catalog(
             self._registry,

@@ -35,6 +35,7 @@ from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from ..sources.manifest_cache import ManifestCache
+from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from .request import Reference, Refusal, Unservable, shorten, without_paths
 
@@ -157,7 +158,7 @@ class Resolver:
         self._registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
         # A connection for each read there may be: a slow one keeps no other waiting.
-        sources = Sources(settings.model_copy(update={"s3_connections": MAX_READS}))
+        sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, sources)
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
         """By location and digest; once it was checked against the digest, it is not read again."""

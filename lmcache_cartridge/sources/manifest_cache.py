@@ -108,7 +108,7 @@ class ManifestCache:
 
     def payload_revision(self, location: str) -> str:
         """Return what changes whenever the payload at an `s3://` location does. Asks S3. Raises `SourceError`."""
-        return self._sources.s3().revision(location, reading.PAYLOAD)
+        return self._sources.revision(location, reading.PAYLOAD)
 
     def prune(self, keep: Container[str]) -> None:
         """Remove the copies of locations that nobody asked for in a month, except those to `keep`. Never raises."""

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import queue
+import random
 import re
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any, BinaryIO
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from ..artifact.bytesource import ByteRange, Seen, Small
+from ..artifact.bytesource import ByteRange, Seen, SmallFile
 from ..artifact.location import parse
-from ..errors import SourceError, TruncatedPayload
-from .s3_call import Broken, Call, Progress, cause_of, final, status_of
-from .workers import Workers
+from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound, SourceTimeout, TruncatedPayload
+
+T = TypeVar("T")
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _STEP_BYTES = 1 << 20
 """Most that is taken from a connection at once; between two steps a read notices that it was given up. Measured: 1.6 GB/s,
 1.3 with a quarter of it, 1.4 with four times as much, from a server on the same machine."""
+_LEAST_BYTES = 1 << 16
+"""What must come within a timeout, so that a server that sends a byte now and then is waited for no longer than that."""
+_LONGEST_BACKOFF_S = 5.0
 
 
 class S3Source:
@@ -25,7 +34,8 @@ class S3Source:
 
     Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests run
     at once, on as many threads, however many callers wait, and the client keeps as many connections, so that a request
-    neither waits for one nor has to open it. A read that was given up leaves its threads at their next byte.
+    neither waits for one nor has to open it. A read that was given up leaves its threads at their next byte. Client and
+    threads are made for the first call, which raises `SourceError` where boto3 is not installed.
     """
 
     def __init__(
@@ -39,151 +49,102 @@ class S3Source:
         attempts: int = 8,
         backoff_s: float = 0.1,
     ) -> None:
-        """`attempts` is how often in a row a request may fail before it is an error; between two of them it waits
-        `backoff_s`, twice that, and so on, less a random part. Raises `SourceError` where boto3 is not installed.
-        """
-        self._part_bytes, self._timeout_s, self._attempts, self._backoff_s = part_bytes, timeout_s, attempts, backoff_s
-        # Retries of reads are ours, since botocore's end where a body begins; those of uploads are botocore's.
-        self._new_client = partial(_client, endpoint_url, region)
-        self._client = self._new_client(
-            max_pool_connections=connections,
-            connect_timeout=min(5.0, timeout_s),
-            read_timeout=min(10.0, timeout_s),
-            retries={"total_max_attempts": 1},
-        )
-        self._endpoint = f"at {self._client.meta.endpoint_url}"
-        self._workers, self._progress = Workers(connections, "s3"), Progress()
-        self._closed = False
+        """A request may fail `attempts` times in a row; it waits `backoff_s`, twice that and so on, less a random part."""
+        self._server, self._connections, self._part_bytes = (endpoint_url, region), connections, part_bytes
+        self._shared = _Shared(_Threads(connections), _Progress(), timeout_s, attempts, backoff_s)
+        self._lock, self._closed = threading.Lock(), False
+        self._clients: dict[str, Any] = {}
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """See `ByteSource.read_into`."""
-        target = _target(location, file)
         if not len(out):
             return
-        with self._call(location, file) as call:
-            starts = range(0, len(out), self._part_bytes)
-            parts = [out[start : start + self._part_bytes] for start in starts]
-            call.run(
-                [
-                    partial(self._fill, call, target, where.start + start, [part])
-                    for start, part in zip(starts, parts, strict=True)
-                ]
-            )
+        call, step = self._call(location, file), self._part_bytes
+        call.run([partial(_fill, call, where.start + at, [out[at : at + step]]) for at in range(0, len(out), step)])
         if seen:
             seen(out)
 
     def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
         """See `ByteSource.read_each`."""
-        target = _target(location, file)
-        with self._call(location, file) as call:
-            call.run([partial(self._fill, call, target, start, outs)])
+        call = self._call(location, file)
+        call.run([partial(_fill, call, start, outs)])
 
-    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> Small | None:
+    def request_bytes(self, location: str) -> int:
+        """See `ByteSource.request_bytes`."""
+        return self._part_bytes
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
         """See `ByteSource.read`."""
-        target = _target(location, file)
-        if known:
-            target["IfNoneMatch"] = known
-        with self._call(location, file) as call:
-            return call.run([partial(call.retry, partial(self._whole, call, target, limit_bytes))])[0]
+        return self._ask(location, file, partial(_read_small, limit_bytes=limit_bytes, known=known))
 
     def size(self, location: str, file: str) -> int:
         """See `ByteSource.size`."""
-        return self._head(location, file)["ContentLength"]
+        return self._ask(location, file, _head)["ContentLength"]
 
     def revision(self, location: str, file: str) -> str:
-        """Return what changes whenever a file does; compare for equality only. Raises as `size` does."""
-        return self._head(location, file)["ETag"]
+        """See `ByteSource.revision`."""
+        return self._ask(location, file, _head)["ETag"]
 
-    def _head(self, location: str, file: str) -> dict[str, Any]:
-        target = _target(location, file)
-        with self._call(location, file) as call:
-            return call.run([partial(call.retry, lambda: self._client.head_object(**target))])[0]
+    def _ask(self, location: str, file: str, request: Callable[[_Call], T]) -> T:
+        call = self._call(location, file)
+        return call.run([lambda: call.retry(lambda: request(call))])[0]
 
     def upload(self, location: str, file: str, data: BinaryIO, progress: Callable[[int], None] | None = None) -> None:
         """Store an open file, a large one in parts. Blocks as long as it takes; `progress` gets bytes as they go."""
-        target = _target(location, file)
-        from boto3.s3.transfer import TransferConfig
+        with self._uploading(location, file) as (client, target):
+            from boto3.s3.transfer import TransferConfig
 
-        parts = TransferConfig(multipart_threshold=16 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
-        self._once(location, file, lambda: self._uploader.upload_fileobj(
-            data, target["Bucket"], target["Key"], Callback=progress, Config=parts
-        ))  # fmt: skip
+            parts = TransferConfig(multipart_threshold=16 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
+            client.upload_fileobj(data, target["Bucket"], target["Key"], Callback=progress, Config=parts)
 
     def delete(self, location: str, file: str) -> None:
         """Remove an object; no change if there is none."""
-        target = _target(location, file)
-        self._once(location, file, lambda: self._uploader.delete_object(**target))
+        with self._uploading(location, file) as (client, target):
+            client.delete_object(**target)
 
     def close(self) -> None:
         """See `ByteSource.close`."""
-        if not self._closed:
-            self._closed = True
-            self._workers.close()
-            self._client.close()
-            if "_uploader" in vars(self):
-                self._uploader.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._shared.threads.close()
+                for client in self._clients.values():
+                    client.close()
 
-    @cached_property
-    def _uploader(self) -> Any:
-        return self._new_client(retries={"mode": "standard", "total_max_attempts": self._attempts})
-
-    def _call(self, location: str, file: str) -> Call:
-        if self._closed:
-            raise SourceError(f"{location}/{file}: the source was closed")
-        return Call(
-            f"{location}/{file} {self._endpoint}", self._workers, self._timeout_s, self._attempts, self._backoff_s,
-            self._progress,
+    def _call(self, location: str, file: str) -> _Call:
+        timeout_s = self._shared.timeout_s
+        # Retries of reads are ours, since botocore's end where a body begins; those of uploads are botocore's.
+        client, target, name = self._client(
+            "reads", location, file, max_pool_connections=self._connections, connect_timeout=min(5.0, timeout_s),
+            read_timeout=min(10.0, timeout_s), retries={"total_max_attempts": 1},
         )  # fmt: skip
+        return _Call(name, client, target, self._shared)
 
-    def _once(self, location: str, file: str, request: Callable[[], object]) -> None:
-        """Run a request that botocore repeats where it may pass."""
+    @contextmanager
+    def _uploading(self, location: str, file: str) -> Iterator[tuple[Any, dict[str, str]]]:
+        """Yield a client, whose errors come out as ours, and what to tell it of a file."""
+        retries = {"mode": "standard", "total_max_attempts": self._shared.attempts}
+        client, target, name = self._client("uploads", location, file, retries=retries)
         try:
-            request()
+            yield client, target
         except Exception as error:
-            raise final(error, f"{location}/{file} {self._endpoint}") from cause_of(error)
+            problem = _mapped(error, name)
+            raise SourceError(f"{name}: {problem}") if isinstance(problem, _Transient) else problem from _cause(error)
 
-    def _fill(self, call: Call, target: dict[str, str], start: int, outs: Sequence[memoryview]) -> None:
-        """Fill `outs` from `start` of an object, going on from where a connection broke."""
-        done, size = 0, sum(map(len, outs))
-
-        def rest() -> None:
-            nonlocal done
-            end = start + size
-            response = self._client.get_object(**target, Range=f"bytes={start + done}-{end - 1}")
-            with response["Body"] as body:
-                _check_range(response, start + done, end, call.name)
-                while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
-                    call.write(outs, done, data)
-                    done += len(data)
-            if done < size:
-                raise Broken("the answer ended early")
-
-        call.retry(rest, lambda: done)
-
-    def _whole(self, call: Call, target: dict[str, str], limit_bytes: int) -> Small | None:
-        try:
-            response = self._client.get_object(**target)
-        except Exception as error:
-            if status_of(error) == 304:
-                return None
-            raise
-        data, length = bytearray(), response.get("ContentLength")
-        with response["Body"] as body:
-            while len(data) <= limit_bytes >= (length or 0):
-                piece = body.read1(min(_STEP_BYTES, limit_bytes + 1 - len(data)))
-                call.came(len(piece))
-                if not piece:
-                    break
-                data += piece
-        if max(len(data), length or 0) > limit_bytes:
-            raise SourceError(f"{call.name} has more than the {limit_bytes} bytes that it may have")
-        if length is not None and len(data) != length:
-            raise Broken("the answer ended early")
-        return Small(bytes(data), response.get("ETag", ""))
+    def _client(self, purpose: str, location: str, file: str, **options: Any) -> tuple[Any, dict[str, str], str]:
+        """Return the client for a purpose, made for its first call, a file's bucket and key, and its name in errors."""
+        bucket, key = parse(location)
+        with self._lock:
+            if self._closed:
+                raise SourceError(f"{location}/{file}: the source was closed")
+            if purpose not in self._clients:
+                self._clients[purpose] = make_client(*self._server, **options)
+            client = self._clients[purpose]
+        return client, {"Bucket": bucket, "Key": f"{key}/{file}"}, f"{location}/{file} at {client.meta.endpoint_url}"
 
 
-def _client(endpoint_url: str | None, region: str | None, **options: Any) -> Any:
-    """Return a boto3 client with these `botocore.config.Config` options."""
+def make_client(endpoint_url: str | None, region: str | None, **options: Any) -> Any:
+    """Return a boto3 client with these `botocore.config.Config` options. Raises `SourceError` where none can be made."""
     try:
         import boto3
         from botocore.config import Config
@@ -211,26 +172,279 @@ def _client(endpoint_url: str | None, region: str | None, **options: Any) -> Any
         ) from None
 
 
-def _target(location: str, file: str) -> dict[str, str]:
-    bucket, key = parse(location)
-    return {"Bucket": bucket, "Key": f"{key}/{file}"}
+def _head(call: _Call) -> dict[str, Any]:
+    return call.client.head_object(**call.target)
 
 
-def _check_range(response: dict, start: int, end: int, name: str) -> None:
+def _fill(call: _Call, start: int, outs: Sequence[memoryview]) -> None:
+    """Fill `outs` from `start` of an object, going on from where a connection broke."""
+    done, size = 0, sum(map(len, outs))
+
+    def rest() -> None:
+        nonlocal done
+        end = start + size
+        response = call.client.get_object(**call.target, Range=f"bytes={start + done}-{end - 1}")
+        with response["Body"] as body:
+            _check_range(response, start + done, end, call.name)
+            while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
+                call.write(outs, done, data)
+                done += len(data)
+        if done < size:
+            raise _Transient("the answer ended early")
+
+    call.retry(rest, lambda: done)
+
+
+def _check_range(response: dict[str, Any], start: int, end: int, name: str) -> None:
     """Raise unless the answer is bytes `start` to `end`: `TruncatedPayload` where the object ends before."""
     status, length = response["ResponseMetadata"]["HTTPStatusCode"], response.get("ContentLength")
     match = _CONTENT_RANGE.fullmatch(response.get("ContentRange") or "")
     if status == 206 and match:
         first, last, total = map(int, match.groups())
-        if first == start and last == min(end, total) - 1:
-            if total < end:
-                raise TruncatedPayload(f"{name} ends at byte {total}, {end - total} bytes early")
-            return
-    elif status == 200 and start == 0 and length is not None and length <= end:
-        if length < end:
-            raise TruncatedPayload(f"{name} ends at byte {length}, {end - length} bytes early")
-        return
-    raise SourceError(
-        f"{name}: asked for bytes {start} to {end}, the server answered {status} with other ones; it or a proxy before "
-        "it does not support ranges"
+        sound = first == start and last == min(end, total) - 1
+    else:
+        total = -1 if length is None else length
+        sound = status == 200 and start == 0 <= total <= end
+    if not sound:
+        raise SourceError(
+            f"{name}: asked for bytes {start} to {end}, the server answered {status} with other ones; it or a proxy "
+            "before it does not support ranges"
+        )
+    if total < end:
+        raise TruncatedPayload(f"{name} ends at byte {total}, {end - total} bytes early")
+
+
+def _read_small(call: _Call, limit_bytes: int, known: str | None) -> SmallFile | None:
+    from botocore.exceptions import ClientError
+
+    try:
+        response = call.client.get_object(**call.target, **({"IfNoneMatch": known} if known else {}))
+    except ClientError as error:
+        if known and _status_of(error) == 304:
+            return None
+        raise
+    data, length = bytearray(), response.get("ContentLength")
+    with response["Body"] as body:
+        most = limit_bytes + 1 if (length or 0) <= limit_bytes else 0
+        while len(data) < most and (piece := body.read1(min(_STEP_BYTES, most - len(data)))):
+            call.came(len(piece))
+            data += piece
+    if max(len(data), length or 0) > limit_bytes:
+        raise SourceError(f"{call.name} has more than the {limit_bytes} bytes that it may have")
+    if length is not None and len(data) != length:
+        raise _Transient("the answer ended early")
+    return SmallFile(bytes(data), response.get("ETag", ""))
+
+
+class _Threads:
+    """At most `count` daemon threads. Unlike an executor's they do not hold up the end of the process."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._begun, self._lock = count, 0, threading.Lock()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Have a task run when a thread is free. Does not block."""
+        future: Future[T] = Future()
+        self._tasks.put((future, task))
+        with self._lock:
+            if self._begun < self._count:
+                threading.Thread(target=self._work, name=f"s3-{self._begun}", daemon=True).start()
+                self._begun += 1
+        return future
+
+    def close(self) -> None:
+        """Have each thread end after what was submitted before. Does not block."""
+        for _ in range(self._count):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while entry := self._tasks.get():
+            future, task = entry
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:
+                    future.set_exception(error)
+            del entry, future, task  # else an idle thread keeps the last caller's buffer alive
+
+
+class _Progress:
+    """When reads last went on: `_LEAST_BYTES` came, or a task began or ended. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self.at_s, self._bytes, self._lock = time.monotonic(), 0, threading.Lock()
+
+    def add(self, size_bytes: int = _LEAST_BYTES) -> None:
+        """Note that so many bytes came."""
+        with self._lock:
+            self._bytes += size_bytes
+            if self._bytes >= _LEAST_BYTES:
+                self.at_s, self._bytes = time.monotonic(), 0
+
+
+class _Shared(NamedTuple):
+    """What all reads of a source have in common."""
+
+    threads: _Threads
+    progress: _Progress
+    timeout_s: float
+    attempts: int
+    backoff_s: float
+
+
+class _Transient(SourceError):
+    """A request failed in a way that may pass."""
+
+
+class _CallEnded(Exception):
+    """The call that a thread works for has ended."""
+
+
+class _Call:
+    """One read: its deadline, its retries, and that its buffers are not written to after it ended.
+
+    It ends `timeout_s` after it last went on, so one over a slow link that it shares takes as long as that needs. While
+    none of its tasks has a thread it waits for others, as long as they go on.
+    """
+
+    def __init__(self, name: str, client: Any, target: dict[str, str], shared: _Shared) -> None:
+        self.name, self.client, self.target, self._shared = name, client, target, shared
+        self._progress, self._running = _Progress(), 0
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._last: Exception | None = None
+
+    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Run tasks on the threads and return their results; raise the first error, or `SourceTimeout`. Once only."""
+        futures = [self._shared.threads.submit(partial(self._work, task)) for task in tasks]
+        try:
+            while True:
+                done, waiting = wait(futures, max(0.0, self._left_s()), FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if not waiting:
+                    return [future.result() for future in futures]
+                if self._left_s() <= 0:
+                    raise SourceTimeout(
+                        f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
+                        f"{self._shared.timeout_s:g} s" + (f"; last: {self._last}" if self._last else "")
+                    )
+        finally:
+            with self._lock:
+                self._ended.set()
+            for future in futures:
+                future.cancel()
+
+    def _work(self, task: Callable[[], T]) -> T:
+        with self._lock:
+            self._running += 1
+        self._progress.add()
+        try:
+            result = task()
+        finally:
+            with self._lock:
+                self._running -= 1
+        self._progress.add()
+        self._shared.progress.add()
+        return result
+
+    def _left_s(self) -> float:
+        with self._lock:
+            at_s = self._progress.at_s if self._running else max(self._progress.at_s, self._shared.progress.at_s)
+        return at_s + self._shared.timeout_s - time.monotonic()
+
+    def came(self, size_bytes: int) -> None:
+        """Note that bytes came. Raises `_CallEnded` if the call has ended."""
+        if self._ended.is_set():
+            raise _CallEnded
+        self._progress.add(size_bytes)
+        self._shared.progress.add(size_bytes)
+
+    def write(self, outs: Sequence[memoryview], start: int, data: bytes) -> None:
+        """Copy to `start` of the caller's buffers in a row, which are the caller's alone once the call has ended."""
+        rest = memoryview(data)
+        with self._lock:
+            self.came(len(data))
+            for out in outs:
+                part = rest[: max(0, len(out) - start)]
+                out[start : start + len(part)] = part
+                rest, start = rest[len(part) :], max(0, start - len(out))
+
+    def retry(self, request: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+        """Return what `request` returns, repeating what may pass; one that made `progress` counts as a new one."""
+        failures, before = 0, progress()
+        while True:
+            self.came(0)
+            try:
+                return request()
+            except _CallEnded:
+                raise
+            except Exception as error:
+                problem = _mapped(error, self.name)
+                if not isinstance(problem, _Transient):
+                    raise problem from _cause(error)
+                failures = failures + 1 if progress() == before else 1
+                before = progress()
+                self._last = problem
+                if failures >= self._shared.attempts:
+                    raise SourceError(f"{self.name}: {problem}; tried {failures} times") from _cause(error)
+            longest_s = min(_LONGEST_BACKOFF_S, self._shared.backoff_s * 2 ** (failures - 1))
+            self._ended.wait(longest_s * random.uniform(0.5, 1))
+
+
+def _mapped(error: Exception, name: str) -> CartridgeError:
+    """Return the error of ours for a foreign one, `_Transient` for one that may pass. None says a secret."""
+    import http.client  # here, since every command would wait for it and what it imports
+
+    import urllib3
+    from botocore import exceptions as aws
+
+    kind = type(error).__name__
+    if isinstance(error, CartridgeError):
+        return error
+    if isinstance(error, aws.ClientError):
+        return _answered(_status_of(error), error.response.get("Error", {}).get("Code", ""), name)
+    without = aws.NoCredentialsError | aws.PartialCredentialsError | aws.CredentialRetrievalError
+    if isinstance(error, without | aws.TokenRetrievalError | aws.SSOError):
+        return SourceDenied(
+            f"{name}: no credentials ({kind}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
+        )
+    if isinstance(error, aws.SSLError):
+        return SourceError(f"{name}: TLS failed; is the certificate one that AWS_CA_BUNDLE or the system knows?")
+    closed = aws.ConnectionError | aws.ConnectionClosedError | aws.ReadTimeoutError | OSError
+    cut = (
+        aws.ResponseStreamingError | aws.IncompleteReadError | urllib3.exceptions.HTTPError | http.client.HTTPException
     )
+    if isinstance(error, closed | cut) or kind == "ResponseParserError":
+        return _Transient(f"the connection failed ({kind})")
+    return SourceError(f"{name}: the request failed ({kind})")
+
+
+def _answered(status: int, code: str, name: str) -> CartridgeError:
+    """Return the error for an answer with this HTTP status and S3 error code."""
+    code = code if re.fullmatch(r"[A-Za-z0-9.]{1,64}", code) else ""
+    answer = f"the server answers {status} {code}".rstrip()
+    if status == 404:
+        return SourceNotFound(f"{name}: {answer}; no such object")
+    if status in (401, 403):
+        return SourceDenied(
+            f"{name}: {answer}; these credentials may not use it, or it is not there and they may not list the bucket"
+        )
+    if status == 416:
+        return TruncatedPayload(f"{name} ends before the bytes that were asked for")
+    if status >= 500 or status in (408, 429) or code in ("RequestTimeout", "SlowDown"):
+        return _Transient(answer)
+    return SourceError(f"{name}: {answer}")
+
+
+def _status_of(error: Any) -> int:
+    """Return the HTTP status that a `ClientError` came with, 0 where there is none."""
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+
+
+def _cause(error: Exception) -> Exception | None:
+    """Return the error to show as the cause; an unknown one may quote request headers, so it is not shown."""
+    from botocore import exceptions as aws
+
+    shown = aws.ClientError | aws.ConnectionError | aws.ConnectionClosedError | aws.ReadTimeoutError | OSError
+    return error if isinstance(error, shown) and not isinstance(error, CartridgeError) else None
