@@ -15,7 +15,7 @@ import pytest
 from faulty_proxy import FaultyProxy, reset, silence, status
 from making import Made, files_under, make_artifact
 from s3 import S3Server, both
-from waiting import run_threads
+from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, load_manifest, load_token_ids
 from lmcache_cartridge.errors import (
@@ -351,10 +351,10 @@ def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypat
     remote.put()
     cache = remote.cache()
     copy = cache.fetch(remote.location)
-    for number in range(9):
-        assert cache.known(f"s3://bucket/{number}") is None
-        assert len(cache._entries) <= 3
-    assert cache.known(remote.location) == copy
+    for others, fresh in (2, True), (9, False):
+        for number in range(others):
+            assert cache.known(f"s3://bucket/{number}") is None
+        assert (cache.is_fresh(remote.location), cache.known(remote.location)) == (fresh, copy)
 
 
 def test_a_cache_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
@@ -384,11 +384,11 @@ def test_a_copy_is_known_while_somebody_asks_a_server_that_does_not_answer(remot
     remote.put()
     cache = remote.cache(max_age_s=0)
     copy = cache.fetch(remote.location)
+    remote.requests()
     remote.proxy.always = silence
     asking = threading.Thread(target=cache.fetch, args=(remote.location,))
     asking.start()
-    while not cache._entry(remote.location).lock.locked():
-        time.sleep(0.001)
+    until(remote.requests)
     assert cache.known(remote.location) == copy
     assert cache.is_fresh(remote.location)
     remote.proxy.always = None
