@@ -22,6 +22,7 @@ from safetensors import safe_open
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.bytesource import Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
+from lmcache_cartridge.artifact.check import checksum
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.int8 import is_finite, record
 from lmcache_cartridge.artifact.local import LocalSource
@@ -323,7 +324,7 @@ def _forged(root: Path, made: Made, field: str, number: float, chunk: int = 2, h
     data[at : at + 4] = np.float32(number).tobytes()
     (root / PAYLOAD).write_bytes(data)
     sums = [list(row) for row in made.manifest.payload.checksums]
-    sums[chunk][head] = reading.checksum(bytes(data[where.start : where.end]))
+    sums[chunk][head] = checksum(bytes(data[where.start : where.end]))
     payload = msgspec.structs.replace(made.manifest.payload, checksums=tuple(map(tuple, sums)))
     draft = msgspec.structs.replace(made.manifest, payload=payload)
     manifest = msgspec.structs.replace(draft, digest=content_digest(draft))

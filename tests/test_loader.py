@@ -16,8 +16,9 @@ from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint,
 from lmcache_cartridge.artifact import check
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
+from lmcache_cartridge.artifact.check import is_finite
 from lmcache_cartridge.artifact.local import LocalSource
-from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, is_finite
+from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.errors import (
     ArtifactError,
     CorruptChunk,

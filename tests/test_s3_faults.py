@@ -25,12 +25,12 @@ from faulty_proxy import (
     trickle_headers,
     truncated,
 )
-from making import make_artifact
+from making import check_chunk, make_artifact
 from s3 import S3Server, both
 from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
-from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify_chunk
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.errors import (
     CorruptChunk,
     SourceDenied,
@@ -307,9 +307,9 @@ def test_wrong_bytes_are_found_by_the_checksum_of_their_chunk(
     proxy.faults = [flipped]
     source.read_into(f"s3://{bucket}/doc", PAYLOAD, where, out)
     with pytest.raises(CorruptChunk, match="cartridge doc@1: chunk 1, KV head 0"):
-        verify_chunk(made.manifest, 1, range(2), out, PAYLOAD)
+        check_chunk(made.manifest, 1, range(2), out)
     source.read_into(f"s3://{bucket}/doc", PAYLOAD, where, out)
-    verify_chunk(made.manifest, 1, range(2), out, PAYLOAD)
+    check_chunk(made.manifest, 1, range(2), out)
 
 
 def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(

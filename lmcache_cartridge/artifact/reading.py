@@ -17,26 +17,22 @@ from blake3 import blake3
 
 from ..errors import (
     ArtifactError,
-    CorruptChunk,
     ManifestError,
-    NonFiniteKV,
     ReplacedArtifact,
     SourceError,
     TruncatedPayload,
     WrongDtype,
     WrongShape,
 )
-from . import int8
-from .bytesource import ByteRange
+from .bytesource import ByteRange, Seen
+from .check import ChunkCheck
 from .fingerprint import Fingerprint
 from .local import LocalSource, open_regular
-from .manifest import CHECKSUM_BYTES, MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
+from .manifest import MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
 
 MANIFEST = "manifest.json"
 PAYLOAD = "payload.safetensors"
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_INFINITY = {"bfloat16": ("<i2", 0x7F80), "float16": ("<i2", 0x7C00), "float32": ("<i4", 0x7F800000)}
-"""Of each dtype: a signed integer of its size, and infinity's bits in it."""
 
 
 def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
@@ -45,53 +41,6 @@ def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
     start = manifest.payload.data_offset_bytes + before
     of_head = manifest.head_bytes(chunk)
     return ByteRange(start + heads.start * of_head, start + heads.stop * of_head)
-
-
-def verify_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview, where: str) -> None:
-    """Raise `CorruptChunk` unless `data`, heads `heads` of stored chunk `chunk`, has the manifest's checksums."""
-    of_head = manifest.head_bytes(chunk)
-    for i, head in enumerate(heads):
-        found = checksum(data[i * of_head : (i + 1) * of_head])
-        compare_checksum(manifest, chunk, head, found, where)
-
-
-def compare_checksum(manifest: Manifest, chunk: int, head: int, found: str, where: str) -> None:
-    """Raise `CorruptChunk` unless `found` is the manifest's checksum of one head of a stored chunk."""
-    expected = manifest.payload.checksums[chunk][head]
-    if found != expected:
-        raise CorruptChunk(
-            f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
-            f"its manifest says {expected}. Replace the file from its source, or build the cartridge again"
-        )
-
-
-def checksum(data: memoryview | bytes) -> str:
-    """Return the checksum of a head of a chunk."""
-    return blake3(data).hexdigest(CHECKSUM_BYTES)
-
-
-def check_finite(manifest: Manifest, chunk: int, data: memoryview, where: str) -> None:
-    """Raise `NonFiniteKV` if `data`, heads of stored chunk `chunk`, has a NaN or an infinity, or comes to one."""
-    shape = manifest.fingerprint
-    if manifest.payload.encoding == "int8":
-        finite = int8.is_finite(data, shape, manifest.chunk_length(chunk))
-    else:
-        finite = is_finite(data, shape.dtype)
-    if not finite:
-        raise NonFiniteKV(
-            f"cartridge {manifest.name}: chunk {chunk} of {where} holds NaN or infinity; whatever made it overflowed. "
-            "Build it again, in bfloat16 or float32 if it was float16"
-        )
-
-
-def is_finite(data: memoryview, dtype: str) -> bool:
-    """Return whether `data`, whole numbers of `dtype`, has no NaN and no infinity."""
-    words, infinity = _INFINITY[dtype]
-    signed = np.frombuffer(data, dtype=words)
-    # IEEE 754 numbers of one sign are integers that grow with them, infinity and NaN last: as signed integers those
-    # without a sign are the largest, as unsigned ones those with it.
-    negative = infinity + (1 << 8 * signed.itemsize - 1)
-    return bool(signed.max() < infinity and signed.view(words.replace("i", "u")).max() < negative)
 
 
 def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:
@@ -176,15 +125,15 @@ def _read_at_most(path: Path, limit_bytes: int) -> bytes:
         return file.read(min(limit_bytes, os.fstat(file.fileno()).st_size))
 
 
-Read = Callable[[ByteRange, memoryview], None]
-"""Fills a buffer with some bytes of a payload."""
+Read = Callable[[ByteRange, memoryview, Seen | None], None]
+"""Fills a buffer with some bytes of a payload, as `ByteSource.read_into` does."""
 
 
 def verify(root: Path, read: Read | None = None, where: str | None = None) -> Iterator[tuple[int, int]]:
     """Check everything an artefact promises, yielding (chunks done, chunks) as it goes.
 
-    With `read` its payload is not beside its manifest but `where` that reads. Raises `ManifestError` or `ArtifactError`
-    at the first thing that is wrong.
+    `read` reads a payload that is elsewhere than beside its manifest, at `where`. Raises `ManifestError` or
+    `ArtifactError` for the first fault.
     """
     manifest = load_manifest(root, payload=read is None)
     load_token_ids(manifest, root)
@@ -196,10 +145,9 @@ def verify(root: Path, read: Read | None = None, where: str | None = None) -> It
     heads = range(manifest.fingerprint.kv_heads)
     buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
     for chunk in range(manifest.chunks):
-        data = buffer[: len(heads) * manifest.head_bytes(chunk)]
-        read(chunk_range(manifest, chunk, heads), data)
-        verify_chunk(manifest, chunk, heads, data, where)
-        check_finite(manifest, chunk, data, where)
+        check, data = ChunkCheck(manifest, chunk, heads), buffer[: len(heads) * manifest.head_bytes(chunk)]
+        read(chunk_range(manifest, chunk, heads), data, check.update)
+        check.finish(data, where)
         yield chunk + 1, manifest.chunks
 
 
@@ -211,15 +159,15 @@ def check_local_header(manifest: Manifest, root: Path) -> None:
 
 
 def check_header(manifest: Manifest, read: Read, where: str) -> None:
-    """Check that a payload says of itself what its manifest says. Serving goes by the manifest alone.
+    """Check that a payload's own header agrees with its manifest, which alone is used for serving.
 
-    Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header that would tell other readers something else.
+    Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header by which other readers would read something else.
     """
     payload = manifest.payload
     expected = payload_header(manifest.fingerprint, manifest.positions, payload.chunk_tokens, payload.encoding)
     found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
     if len(expected) == payload.data_offset_bytes:
-        read(ByteRange(0, len(expected)), memoryview(found))
+        read(ByteRange(0, len(expected)), memoryview(found), None)
     if found == expected:
         return
     try:
@@ -239,9 +187,9 @@ def check_header(manifest: Manifest, read: Read, where: str) -> None:
 
 
 def _reader(path: Path) -> Read:
-    def read(where: ByteRange, out: memoryview) -> None:
+    def read(where: ByteRange, out: memoryview, seen: Seen | None) -> None:
         try:
-            LocalSource().read_into(str(path.parent), path.name, where, out)
+            LocalSource().read_into(str(path.parent), path.name, where, out, seen)
         except SourceError as error:
             raise ArtifactError(str(error)) from error
 

@@ -15,10 +15,11 @@ from blake3 import blake3
 from ..errors import ArtifactError, CartridgeExists
 from . import files
 from .canary import ServedCanary
+from .check import checksum
 from .fingerprint import Fingerprint
 from .identity import Identity
 from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode, head_bytes
-from .reading import MANIFEST, PAYLOAD, checksum, payload_header
+from .reading import MANIFEST, PAYLOAD, payload_header
 
 TOKENS = "token_ids.npy"
 DOCUMENT = "document_ids.npy"
