@@ -27,7 +27,6 @@ from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.sources import s3, transfer
 from lmcache_cartridge.sources.s3 import S3Source
-from lmcache_cartridge.sources.sources import Sources
 
 
 class _Ran(NamedTuple):
@@ -376,11 +375,11 @@ def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
     here.json("push", "doc", here.location)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
     assert there("register", here.location).status == 0
-    kept, s3 = [], Sources.s3
-    monkeypatch.setattr(Sources, "s3", lambda self: kept.append(s3(self)) or kept[-1])  # else going out of use closes
+    kept, init = [], S3Source.__init__
+    monkeypatch.setattr(S3Source, "__init__", lambda self, **how: kept.append(self) or init(self, **how))
     proxy.open_most = proxy.open_now
     assert there.json("verify", "doc") == [{"name": "doc@1", "sound": True, "problem": None}]
-    assert kept and proxy.open_most > 0, "it was not read through the proxy"
+    assert kept and proxy.open_most > 0, "it was not read through the proxy; kept, since going out of use closes"
     until(lambda: proxy.open_now == 0)
 
 

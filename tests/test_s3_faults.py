@@ -357,6 +357,7 @@ def test_a_server_that_stays_away_is_an_error(s3_server: S3Server, s3_credential
 def test_connections_and_threads_are_bounded_whatever_happens(
     proxy: FaultyProxy, source: S3Source, location: str
 ) -> None:
+    run_threads(8, lambda _: _read(source, location), timeout_s=60)  # its threads begin with the first reads
     before = threading.active_count()
     for fault in (None, reset, truncated(10), status(500)):
         proxy.faults = [fault] * 20 if fault else []
