@@ -111,7 +111,7 @@ def compare(expected: Expected, given: Sequence[int], logprobs: Sequence[Mapping
     is not the expected one the two answer different questions, and nothing is compared. An answer that is shorter
     than it should be differs without end, and so does a logprob that is no number.
     """
-    total = count = positions = 0
+    total, count, positions = 0.0, 0, 0
     for tokens, wanted, chosen, found in zip(expected.tokens, expected.logprobs, given, logprobs, strict=False):
         least = min(found.values(), default=float("-inf"))
         for token, logprob in zip(tokens, wanted, strict=True):

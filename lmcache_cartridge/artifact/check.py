@@ -26,7 +26,7 @@ class ChunkCheck:
         self._head_bytes = manifest.head_bytes(chunk)
         self._checksums: list[str] = []
         self._hasher, self._hashed = blake3(), 0
-        self._by_parts = not known_finite and manifest.payload.encoding == "plain"
+        self._by_parts = not known_finite and manifest.stored.encoding == "plain"
         self._finite = known_finite or self._by_parts  # int8 is looked at whole, at the end
 
     def update(self, part: memoryview) -> None:
@@ -45,7 +45,7 @@ class ChunkCheck:
     def finish(self, data: memoryview, where: str) -> None:
         """Raise `CorruptChunk` or `NonFiniteKV`, naming `where`, unless `data`, all bytes that were taken, is sound."""
         manifest, chunk = self._manifest, self._chunk
-        expected = manifest.payload.checksums[chunk]
+        expected = manifest.stored.checksums[chunk]
         for head, found in zip(self._heads, self._checksums, strict=True):
             if found != expected[head]:
                 raise CorruptChunk(

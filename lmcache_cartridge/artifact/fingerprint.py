@@ -104,7 +104,8 @@ def _rope_differences(mine: Rope | None, theirs: Rope | None) -> list[str]:
         for name in ("kind", "rotary_dim", "attention_factor")
         if getattr(mine, name) != getattr(theirs, name)
     ]
-    if msgspec.UNSET not in (mine.layers, theirs.layers) and mine.layers != theirs.layers:
+    unset = msgspec.UNSET
+    if mine.layers is not unset and theirs.layers is not unset and mine.layers != theirs.layers:
         lines.append(f"rope layers: {list(mine.layers)}, not {list(theirs.layers)}")
     same_length = len(mine.inv_freq) == len(theirs.inv_freq)
     if not same_length or not all(

@@ -125,6 +125,7 @@ def _open(path: Path | str) -> int:
 
 
 def _mapped(error: OSError, path: Path | str) -> SourceError:
+    kind: type[SourceError]
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         kind = SourceNotFound
     elif isinstance(error, PermissionError):

@@ -114,7 +114,7 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     checksums: tuple[tuple[str, ...], ...]
     """Hex blake3 of each head of each chunk as it is stored: `checksums[chunk][kv_head]`."""
     encoding: str = "plain"
-    """One of `ENCODINGS`. Left out of the file where it is plain, as releases that knew no other had it."""
+    """One of `ENCODINGS`. Left out of the file where it is "plain"."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,6 +138,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For a trained cartridge, the ids of its document: what a request gets when the KV cannot be had."""
     canary: ServedCanary | None = None
     """What a server asks of its engine before it answers from this cartridge. Not part of its digest."""
+
+    @property
+    def stored(self) -> Payload:
+        """The payload. Raises `ManifestError` for a cartridge of tokens only, which has none."""
+        if self.payload is None:
+            raise ManifestError(f"cartridge {self.name} has no payload")
+        return self.payload
 
     @property
     def chunks(self) -> int:
@@ -164,11 +171,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def chunk_length(self, chunk: int) -> int:
         """Return the number of positions in stored chunk `chunk`."""
-        return min(self.payload.chunk_tokens, self.positions - chunk * self.payload.chunk_tokens)
+        return min(self.stored.chunk_tokens, self.positions - chunk * self.stored.chunk_tokens)
 
     def head_bytes(self, chunk: int) -> int:
         """Return the bytes of one KV head of stored chunk `chunk`: K and V of all layers."""
-        return head_bytes(self.fingerprint, self.chunk_length(chunk), self.payload.encoding)
+        return head_bytes(self.fingerprint, self.chunk_length(chunk), self.stored.encoding)
 
     def encode(self) -> bytes:
         """Return the manifest as indented JSON."""

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from blake3 import blake3
@@ -31,14 +32,14 @@ from .local import LocalSource, open_regular
 from .manifest import MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
 
 MANIFEST = "manifest.json"
-PAYLOAD = "payload.safetensors"
+PAYLOAD: Final = "payload.safetensors"
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
     """Return where KV heads `heads` of stored chunk `chunk` lie in the payload: always one contiguous range."""
     before = chunk * manifest.fingerprint.kv_heads * manifest.head_bytes(0)
-    start = manifest.payload.data_offset_bytes + before
+    start = manifest.stored.data_offset_bytes + before
     of_head = manifest.head_bytes(chunk)
     return ByteRange(start + heads.start * of_head, start + heads.stop * of_head)
 
@@ -73,10 +74,10 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
 
 def check_size(manifest: Manifest, size_bytes: int, where: str, remedy: str) -> None:
     """Raise `TruncatedPayload`, which ends in `remedy`, unless the payload `where` has the manifest's size."""
-    if size_bytes != manifest.payload.size_bytes:
+    if size_bytes != manifest.payload_bytes:
         raise TruncatedPayload(
             f"cartridge {manifest.name}: {where} has {size_bytes} bytes, its manifest says "
-            f"{manifest.payload.size_bytes}. {remedy}"
+            f"{manifest.payload_bytes}. {remedy}"
         )
 
 
@@ -163,7 +164,7 @@ def check_header(manifest: Manifest, read: Read, where: str) -> None:
 
     Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header by which other readers would read something else.
     """
-    payload = manifest.payload
+    payload = manifest.stored
     expected = payload_header(manifest.fingerprint, manifest.positions, payload.chunk_tokens, payload.encoding)
     found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
     if len(expected) == payload.data_offset_bytes:

@@ -7,6 +7,7 @@ import shutil
 import uuid
 from pathlib import Path
 from types import TracebackType
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -21,8 +22,8 @@ from .identity import Identity
 from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode, head_bytes
 from .reading import MANIFEST, PAYLOAD, payload_header
 
-TOKENS = "token_ids.npy"
-DOCUMENT = "document_ids.npy"
+TOKENS: Final = "token_ids.npy"
+DOCUMENT: Final = "document_ids.npy"
 INLINE_TOKENS = 64
 """Up to this many token ids stand in the manifest itself."""
 
@@ -86,7 +87,8 @@ class ArtifactWriter:
     @property
     def payload(self) -> Path:
         """Where the payload lies until `commit()`; complete once every chunk is written."""
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
         return self._partial / PAYLOAD
 
     def write(self, data: memoryview | bytes) -> None:
@@ -99,7 +101,7 @@ class ArtifactWriter:
         of_head = head_bytes(self._fingerprint, length, self._encoding)
         expected = self._fingerprint.kv_heads * of_head if self._file and length > 0 else 0
         view = memoryview(data).cast("B")
-        if len(view) != expected or not expected:
+        if self._file is None or len(view) != expected or not expected:
             raise ArtifactError(f"cartridge {self._id}: chunk {chunk} has {len(view)} bytes, not {expected}")
         self._checksums.append(tuple(checksum(view[i : i + of_head]) for i in range(0, expected, of_head)))
         self._file.write(view)
@@ -154,7 +156,7 @@ class ArtifactWriter:
         manifest = msgspec.structs.replace(draft, digest=content_digest(draft))
         return decode(manifest.encode(), str(self.root))
 
-    def _write_ids(self, token_ids: np.ndarray, name: str) -> Tokens:
+    def _write_ids(self, token_ids: np.ndarray, name: Literal["token_ids.npy", "document_ids.npy"]) -> Tokens:
         """Return the manifest's entry for some ids, having written them beside it if they are many."""
         ids = np.ascontiguousarray(token_ids, dtype="<u4")
         digest = blake3(ids.tobytes()).hexdigest()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..artifact import files, reading
+from ..artifact.bytesource import read_whole
 from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
 from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound
 from ..library.registry import Registry
@@ -130,7 +131,7 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
     try:
         partial.mkdir()
         for file, limit_bytes in reading.id_files(manifest).items():
-            files.write(partial / file, [source.read(location, file, limit_bytes).data])
+            files.write(partial / file, [read_whole(source, location, file, limit_bytes)])
         if manifest.payload:
             files.write(partial / manifest.payload.file, _windows(manifest, location, source, progress))
         files.write(partial / reading.MANIFEST, [manifest.encode()])
@@ -142,7 +143,7 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
 
 def _windows(manifest: Manifest, location: str, source: S3Source, progress: Progress) -> Iterator[memoryview]:
     """Yield the payload window by window; each is overwritten by the next."""
-    file, total = manifest.payload.file, manifest.payload.size_bytes
+    file, total = manifest.stored.file, manifest.payload_bytes
     _check_size(manifest, location, source)
     window = memoryview(bytearray(min(total, _WINDOW_BYTES)))
     for start in range(0, total, _WINDOW_BYTES):
@@ -169,12 +170,12 @@ def _holds(root: Path, manifest: Manifest) -> bool:
 
 def _manifest_at(location: str, source: S3Source) -> Manifest | None:
     try:
-        small = source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES)
+        data = read_whole(source, location, reading.MANIFEST, MAX_MANIFEST_BYTES)
     except SourceNotFound as error:
         if "NoSuchBucket" in str(error):
             raise
         return None
-    return decode(small.data, f"{location}/{reading.MANIFEST}")
+    return decode(data, f"{location}/{reading.MANIFEST}")
 
 
 def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
@@ -188,7 +189,7 @@ def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
 
 
 def _check_size(manifest: Manifest, location: str, source: S3Source) -> None:
-    file = manifest.payload.file
+    file = manifest.stored.file
     reading.check_size(manifest, source.size(location, file), f"{location}/{file}", "Push it again")
 
 
