@@ -16,6 +16,7 @@ from .errors import SettingsError
 
 HOME_VARIABLE = "LMCACHE_CARTRIDGE_HOME"
 CACHE_VARIABLE = "LMCACHE_CARTRIDGE_CACHE"
+UNPROVEN_VARIABLE = "LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS"
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -70,6 +71,12 @@ class Settings(BaseModel):
     """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
     """Time between two looks for changes of the registry; 0 means never."""
+
+    unproven_versions: bool = Field(
+        default_factory=lambda: os.environ.get(UNPROVEN_VARIABLE, "") not in ("", "0", "false")
+    )
+    """Whether versions of vLLM and LMCache may run that this release was not proven with; by default
+    `$LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS`. They may answer wrongly without an error."""
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 

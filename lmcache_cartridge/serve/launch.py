@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from blake3 import blake3
 
 from ..engine.contract import API_PLUGIN, CONTROL, WORKER_EXTENSION
+from ..engine.versions import check_versions
 from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
 from ..settings import Settings
@@ -89,11 +90,12 @@ def plan(
     """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
 
     In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`. 0 means:
-    as much as the registered cartridges need, and a free port. Raises `UnsupportedEngine` if vLLM is not installed,
-    and for options of vLLM that do not go with cartridges.
+    as much as the registered cartridges need, and a free port. Raises `UnsupportedEngine` where vLLM or LMCache is not
+    installed or not of a proven version, and for options of vLLM that do not go with cartridges.
     """
     arguments = Arguments(vllm_args)
     arguments.check()
+    check_versions(unproven=settings.unproven_versions)
     yaml = lmcache_yaml(settings, chunk_tokens)
     # Named by content: servers with other settings may share the home.
     path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
