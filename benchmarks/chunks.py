@@ -131,7 +131,7 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     from inprocess import lmcache_config, lmcache_engine, lmcache_metadata, plugin
 
     from lmcache_cartridge.artifact.reading import load_token_ids
-    from lmcache_cartridge.engine import host as engines
+    from lmcache_cartridge.engine import describe as engines
     from lmcache_cartridge.engine.inject import EngineWriteConnector
     from lmcache_cartridge.library.registry import Registry
 

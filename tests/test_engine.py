@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.engine import host as engines
+from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel

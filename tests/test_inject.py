@@ -15,7 +15,7 @@ from lmcache.utils import EngineType
 from lmcache.v1 import gpu_connector
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 
-from lmcache_cartridge.engine.cpu import cpu_connector
+from lmcache_cartridge.engine.host import cpu_connector
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.memory import tiles
@@ -376,10 +376,17 @@ def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path: Path
     with pytest.raises(RuntimeError, match="No supported cpu connector"):
         create()
     original = gpu_connector.CreateGPUConnector
-    with cpu_connector():
+    with cpu_connector(EngineWriteConnector, in_worker=True):
         assert isinstance(create(), EngineWriteConnector)
         assert create() is not create()
     assert gpu_connector.CreateGPUConnector is original
-    with pytest.raises(KeyError), cpu_connector():
+    with pytest.raises(KeyError), cpu_connector(EngineWriteConnector, in_worker=True):
         raise KeyError
     assert gpu_connector.CreateGPUConnector is original
+    with cpu_connector(EngineWriteConnector, in_worker=False):
+        pass  # the scheduler builds none
+    with (
+        pytest.raises(UnsupportedEngine, match="CreateGPUConnector"),
+        cpu_connector(EngineWriteConnector, in_worker=True),
+    ):
+        pass

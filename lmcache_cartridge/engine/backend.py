@@ -24,8 +24,8 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from ..errors import UnsupportedEngine
 from ..memory.store import CartridgeStore, Engine
 from ..settings import Settings, from_extra_config
-from . import contract
-from . import host as engines
+from . import contract, host
+from .describe import describe
 from .memory_objects import MemoryObjects
 
 logger = logging.getLogger(__name__)
@@ -67,21 +67,20 @@ class CartridgeBackend(StoragePluginInterface):
     def _open(self) -> CartridgeStore | None:
         if self.metadata.role == "scheduler":
             return None
-        from lmcache.integration.vllm.utils import ENGINE_NAME
-        from lmcache.v1.cache_engine import LMCacheEngineBuilder
-
+        host.start("in-process")
+        host.verify("worker")
         settings = from_extra_config(self.config.extra_config, type(self).__name__)
         if 1000 * settings.lookup_timeout_s >= self.config.lookup_timeout_ms:
             raise UnsupportedEngine(
                 f"lookup_timeout_s is {settings.lookup_timeout_s}, but LMCache gives up on a lookup after "
                 f"lookup_timeout_ms: {self.config.lookup_timeout_ms}; make ours shorter"
             )
-        lmcache_engine = LMCacheEngineBuilder.get(ENGINE_NAME)
+        lmcache_engine = host.lmcache_engine()
         if lmcache_engine is None:
             raise UnsupportedEngine(
                 "LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only"
             )
-        engine = engines.describe(self.config, self.metadata, lmcache_engine)
+        engine = describe(self.config, self.metadata, lmcache_engine)
         store = open_store(settings, engine)
         logger.info(
             "serving %d cartridges (%s) from %s: cpu tier %d bytes, chunk %d tokens of %d bytes, rank %d of %d, %s",

@@ -17,7 +17,7 @@ from .contract import API_PLUGIN, GRANT
 
 if TYPE_CHECKING:
     import torch
-    from lmcache.v1.manager import LMCacheManager
+    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -30,47 +30,45 @@ class CartridgeConnector(LMCacheConnectorV1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
-        from .cpu import cpu_connector
-        from .host import check_vllm
+        from . import host
+        from .describe import check_vllm
 
+        host.start("in-process")
         check_vllm(vllm_config, kv_cache_config)
         warn_without_api(role)
-        with cpu_connector():
+        with host.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)
+        self._config = vllm_config
+        self._lmcache = host.InProcess(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Choose the injector for these caches, let LMCache load its plugins, and make sure that ours is there.
 
         Raises `UnsupportedEngine` otherwise, which ends the server's start.
         """
-        manager = self._lmcache_engine._manager
         try:
-            self._register(kv_caches, manager)
+            self._register(kv_caches)
         except Exception:
-            # LMCache's storage thread would keep the failed process, and so the server, hanging. Not stop_services():
-            # it aborts in libzmq here (LMCache 0.5.6), and the reason below would be lost.
-            storage = manager.lmcache_engine and manager.lmcache_engine.storage_manager
-            if storage:
-                storage.close()
+            self._lmcache.end_storage()
             raise
 
-    def _register(self, kv_caches: dict[str, torch.Tensor], manager: LMCacheManager) -> None:
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..errors import UnsupportedEngine
+        from . import host
         from .backend import CartridgeBackend
         from .control import offer
-        from .host import is_split
+        from .describe import is_split
 
-        if manager.lmcache_engine is None:
-            raise UnsupportedEngine(f"LMCache did not start: {manager._init_failed_reason}")
+        if self._lmcache.engine is None:
+            raise UnsupportedEngine(f"LMCache did not start: {self._lmcache.failure}")
+        host.verify("worker")
         if not all(map(is_split, kv_caches.values())):
             self._bind_injector(kv_caches)
         super().register_kv_caches(kv_caches)
-        storage = manager.lmcache_engine.storage_manager
-        backends = storage.storage_backends.values() if storage is not None else ()
-        if not any(isinstance(backend, CartridgeBackend) for backend in backends):
+        if not any(isinstance(backend, CartridgeBackend) for backend in self._lmcache.backends()):
             reason = (
                 CartridgeBackend.refusal
-                or manager._init_failed_reason
+                or self._lmcache.failure
                 or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
@@ -78,18 +76,16 @@ class CartridgeConnector(LMCacheConnectorV1):
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
+        from . import host
         from .inject import EngineWriteConnector
 
-        engine = self._lmcache_engine.lmcache_engine
+        engine = self._lmcache.engine
         layers, _, tokens, heads, head_size = engine.metadata.kv_shape
         dtype = str(engine.metadata.kv_dtype).removeprefix("torch.")
         if not isinstance(engine.gpu_connector, EngineWriteConnector):
             engine.gpu_connector = EngineWriteConnector()
-        engine.gpu_connector.bind(
-            kv_caches,
-            self._vllm_config.compilation_config.static_forward_context,
-            ChunkShape(heads, layers, tokens, head_size, dtype),
-        )
+        shape = ChunkShape(heads, layers, tokens, head_size, dtype)
+        engine.gpu_connector.bind(kv_caches, host.attention_layers(self._config), shape)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return what LMCache found; for a trained cartridge all of it, whether found or not.
@@ -101,12 +97,14 @@ class CartridgeConnector(LMCacheConnectorV1):
         must_inject = positions_to_inject(request)
         if not must_inject or num_computed_tokens + (matched or 0) >= must_inject:
             return matched, is_async
-        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
-
-        self._lmcache_engine.load_specs[request.request_id] = LoadSpec(
-            vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=must_inject, can_load=False
-        )
+        self._lmcache.promise(request.request_id, num_computed_tokens, must_inject)
         return must_inject - num_computed_tokens, False
+
+
+def _unbound_injector() -> GPUConnectorInterface:
+    from .inject import EngineWriteConnector
+
+    return EngineWriteConnector()
 
 
 def warn_without_api(role: KVConnectorRole) -> None:

@@ -30,8 +30,7 @@ from ..errors import CartridgeError, UnsupportedEngine
 from ..memory.claim import Claim
 from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
-from . import frames
-from .contract import CONTROL_METHOD
+from . import frames, host
 
 logger = logging.getLogger(__name__)
 
@@ -186,12 +185,9 @@ def offer(adapter_path: str | None = None) -> None:
 
     `adapter_path` is the control socket of this rank's store where LMCache's server has the store.
     """
-    from vllm.v1.worker.worker_base import WorkerBase
-
     global _adapter_path
     _adapter_path = adapter_path
-    if not hasattr(WorkerBase, CONTROL_METHOD):
-        WorkerBase.cartridge_control = CartridgeWorker.cartridge_control
+    host.add_to_workers(CartridgeWorker.cartridge_control)
 
 
 def _only_store() -> CartridgeStore:

@@ -1,185 +1,79 @@
-"""What engine is this, and may it be served? Every trap that would corrupt or lose cartridges is refused here."""
+"""Host: every name of vLLM and LMCache that they do not promise, in this one file.
+
+`NAMES` lists the names. `verify` resolves and tries those of one part when that part starts, so that a release which
+renamed one is refused at once, by name, and never found by a request. Nothing is imported until it is asked for.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from ..artifact import fingerprint
-from ..errors import UnsupportedEngine, UnsupportedModel
-from ..memory.rope import default_frequencies
-from ..memory.store import Engine
-from .contract import PLAIN_CACHES, REFUSED_EXTRA
+from ..errors import SettingsError, UnsupportedEngine
+from ..settings import Settings, from_environment
+from .contract import CONTROL_METHOD
+from .versions import PROVEN, check_versions, versions
 
 if TYPE_CHECKING:
-    from lmcache.v1.cache_engine import LMCacheEngine
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.metadata import LMCacheMetadata
+    import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Part = Literal["api", "worker", "in-process", "multiprocess", "adapter"]
+"""What starts: the API server, a vLLM worker, one of the two connectors, or the adapter in LMCache's server."""
 
 
-def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
-    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
-    transfer = config.kv_transfer_config
-    refuse = UnsupportedEngine
-    if transfer.kv_role != "kv_consumer":
-        raise refuse(
-            f"kv_role is {transfer.kv_role}; LMCache would store what the engine computed, and its CPU and fused "
-            'layouts cannot be read back yet. Set "kv_role": "kv_consumer" in --kv-transfer-config'
-        )
-    if config.lora_config is not None:
-        raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise refuse("pipeline parallelism is not supported; use --tensor-parallel-size instead")
-    if _is_one_of_several(config):
-        raise refuse(
-            "data parallelism is not supported: vLLM lets the API server reach the first engine only, so the others would "
-            "have no cartridges. Start one server for each engine, and a router before them"
-        )
-    if config.parallel_config.prefill_context_parallel_size > 1 or (
-        config.parallel_config.decode_context_parallel_size > 1
-    ):
-        raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
-    if config.speculative_config is not None:
-        raise refuse("speculative decoding adds draft layers whose KV no cartridge has; switch it off")
-    if config.cache_config.cache_dtype not in PLAIN_CACHES:
-        raise refuse(f"the KV cache is quantised ({config.cache_config.cache_dtype}); remove --kv-cache-dtype")
-    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
-        raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
-    for key, why in REFUSED_EXTRA.items():
-        if transfer.get_from_extra_config(key, None):
-            raise refuse(f"{key} {why}; remove it from kv_connector_extra_config")
+def start(part: Part) -> None:
+    """Check the versions and every name of a part. Raises `UnsupportedEngine`.
 
-
-def _is_one_of_several(config: VllmConfig) -> bool:
-    """Whether the engine is one of several under data parallelism.
-
-    Engines of dense models are told that they are alone; the name that vLLM gives each for KV transfer is what is left.
+    Whether unproven versions may run is read from the YAML that `LMCACHE_CONFIG_FILE` names, if there is one.
     """
-    parallel, name = config.parallel_config, config.kv_transfer_config.engine_id or ""
-    return parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0 or bool(re.search(r"_dp\d+$", name))
+    try:
+        unproven = from_environment().unproven_versions
+    except SettingsError:
+        unproven = Settings().unproven_versions
+    check_versions(unproven=unproven)
+    verify(part)
 
 
-def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
-    """Raise `UnsupportedEngine`, with the fix, for an LMCache configuration under which cartridges are not safe."""
-    problems = {
-        "enable_async_loading": "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)",
-        "use_layerwise": "it drops request tags and memory references too early (LMCache 0.5.6)",
-        "enable_blending": "it recomputes and moves cached KV",
-        "local_cpu": "LMCache's CPU cache would adopt cartridge memory by reference and answer in its place",
-    }
-    for option, why in problems.items():
-        if getattr(config, option):
-            raise UnsupportedEngine(f"LMCache's {option} is on: {why}. Set `{option}: false` in the LMCache YAML")
-    if getattr(config, "min_retrieve_tokens", 0):
-        raise UnsupportedEngine("LMCache's min_retrieve_tokens hides short cartridges; set it to 0")
-    algorithm = config.pre_caching_hash_algorithm
-    if algorithm not in ("sha256_cbor", "sha256"):
-        raise UnsupportedEngine(
-            f"pre_caching_hash_algorithm is {algorithm}, whose hashes differ from process to process, so no cartridge "
-            "would ever be found. Set `pre_caching_hash_algorithm: sha256_cbor` in the LMCache YAML"
-        )
-    locations = config.retrieve_locations
-    if locations is not None and not set(locations) & set(config.storage_plugins or ()):
-        raise UnsupportedEngine(
-            f"LMCache looks cartridges up in retrieve_locations only, {locations}, which names no storage plugin. Name "
-            "the cartridge plugin there as in storage_plugins, or remove it"
-        )
-    if metadata.use_mla:
-        raise UnsupportedEngine("multi-head latent attention stores one latent vector, not K and V per head")
+def verify(part: Part) -> None:
+    """Resolve and try every name that a part needs. Raises `UnsupportedEngine` with the name and the versions."""
+    for path, is_sound in NAMES[part].items():
+        try:
+            problem = None if is_sound(_resolved(path)) else "it is not what it was"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            raise changed(path, problem)
 
 
-def is_split(kv_cache: torch.Tensor) -> bool:
-    """Whether a registered KV cache has K and V as planes of their own, which LMCache's kernels write correctly.
-
-    vLLM < 0.26 registers `[2, blocks, block, heads, size]` or `[blocks, 2, ...]`; later ones
-    `[blocks, heads, block, 2 * size]`, which LMCache 0.5.6 corrupts silently (LMCache#4463).
-    """
-    return kv_cache.dim() == 5
-
-
-def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:
-    """Return what the store must know of the engine in this process.
-
-    Called while vLLM's worker registers its KV caches. Raises `UnsupportedEngine` where an injector would write
-    wrong KV, or where vLLM's configuration is out of reach.
-    """
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None:
-        raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
-    check_vllm(vllm_config)
-    check_lmcache(config, metadata)
-    parallel = vllm_config.parallel_config
-
-    def hasher(token_ids: list[int]) -> list[int]:
-        return [h for _, _, h in engine.token_database.process_tokens(tokens=token_ids, make_key=False)]
-
-    return Engine(
-        fingerprint=fingerprint_of(vllm_config, metadata),
-        chunk_tokens=config.chunk_size,
-        rank=parallel.rank % parallel.tensor_parallel_size,
-        world=parallel.tensor_parallel_size,
-        layout=_layout(engine, vllm_config),
-        hasher=hasher,
-        pin_memory=torch.cuda.is_available(),
-        allow_trained=vllm_config.kv_transfer_config.kv_load_failure_policy == "fail",
+def changed(name: str, problem: str) -> UnsupportedEngine:
+    """Return the error for a name of vLLM's or LMCache's that is not what it was."""
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    proven = ", ".join(f"{name} {version}" for name, version in PROVEN.items())
+    return UnsupportedEngine(
+        f"cartridges need {name}, which has changed ({problem}). Found {found}; proven with {proven}"
     )
 
 
-def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
-    from .inject import EngineWriteConnector
-
-    if isinstance(engine.gpu_connector, EngineWriteConnector):
-        return engine.gpu_connector.layout
-    caches = [
-        layer.kv_cache
-        for layer in vllm_config.compilation_config.static_forward_context.values()
-        if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
-    ]
-    if caches and all(map(is_split, caches)):
-        return "kv_2ltd"
-    raise UnsupportedEngine(
-        "LMCache's own connector writes wrong KV into this engine's fused cache layout (LMCache#4463). Use "
-        '"kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector"'
-    )
-
-
-def fingerprint_of(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
-    model = vllm_config.model_config
-    inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
-    directory = fingerprint.model_directory(model.model)
-    found = fingerprint.of_config(
-        fingerprint.config_fields(model.hf_text_config) | {"architectures": model.hf_config.architectures},
-        dtype=str(metadata.kv_dtype).removeprefix("torch."),
-        inv_freq=inv_freq,
-        attention_factor=attention_factor,
-        weights=fingerprint.weights_digest(directory) if directory else None,
-    )
-    engine_layers = metadata.kv_shape[0]
-    if engine_layers != found.layers:
-        raise UnsupportedModel(f"the engine caches {engine_layers} layers, the model's config has {found.layers}")
+def _resolved(path: str) -> Any:
+    module, _, attributes = path.partition(":")
+    found = import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute)
     return found
 
 
-def _rope_frequencies(config: Any) -> tuple[Sequence[float] | None, float]:
-    """Return the frequencies and attention factor that transformers derives from a config; None without RoPE."""
-    fields = fingerprint.config_fields(config)
-    kind = fingerprint.rope_parameters(fields).get("rope_type")
-    if kind is None:
-        return None, 1.0
-    if kind == "default":
-        return default_frequencies(fields), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+def _attribute(owner: Any, name: str) -> Any:
+    """Return an attribute of a live object of theirs. Raises `UnsupportedEngine` where there is none."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise changed(f"{type(owner).__name__}.{name}", str(error)) from None
 
-    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
-    return inv_freq.tolist(), attention_factor
 
+# vLLM's API server.
 
 _HANDLERS = (
     "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
@@ -197,9 +91,9 @@ def wrap_handlers(state: Any, engine_client: Any, renderer: Callable[[Any], Any]
         if (serving := getattr(state, name, None)) is None:
             continue
         if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
-            raise UnsupportedEngine(f"vLLM's {name} has no online_renderer or engine_client to wrap; use vLLM 0.32")
+            raise changed(f"online_renderer and engine_client of {name}", "one of them is not there")
         serving.online_renderer = renderer(serving.online_renderer)
-    for serving in state._state.values():
+    for serving in _attribute(state, "_state").values():
         if getattr(serving, "engine_client", None) is engine_client:
             serving.engine_client = engine(engine_client)
 
@@ -216,7 +110,7 @@ async def check_handlers(state: Any) -> None:
     from vllm.exceptions import GracefulHTTPError
 
     model = state.openai_serving_models.base_model_paths[0].name
-    chat: Any = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    chat: Any = {"model": model, **_CHAT}
     nothing: Any = {"cartridges": [""]}
     asked: dict[str, Callable[[Any], Any]] = {
         "openai_serving_completion": lambda s: s.create_completion(
@@ -239,9 +133,7 @@ async def check_handlers(state: Any) -> None:
             if str(refusal).startswith("cartridges.0"):
                 continue
             reply = refusal
-        raise UnsupportedEngine(
-            f"vLLM's {name} does not show us the field `cartridges` ({reply!r:.200}); use vLLM 0.32"
-        )
+        raise changed(f"{name} and the field `cartridges` in its requests", f"it answers {reply!r:.200}")
 
 
 def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
@@ -249,5 +141,310 @@ def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, (module, class_name) in ours.items():
-        del KVConnectorFactory._registry[name]  # a name that vLLM does not know any more must end the start
+        if name not in KVConnectorFactory._registry:
+            raise changed(f"the connector {name}", "vLLM does not know it")
+        del KVConnectorFactory._registry[name]
         KVConnectorFactory.register_connector(name, module, class_name)
+
+
+# vLLM's worker.
+
+
+def add_to_workers(method: Callable[[Any], str]) -> None:
+    """Give vLLM's worker class our method, unless `--worker-extension-cls` did."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if not hasattr(WorkerBase, CONTROL_METHOD):
+        setattr(WorkerBase, CONTROL_METHOD, method)
+
+
+def current_vllm_config() -> VllmConfig | None:
+    """Return the configuration that vLLM has set in this process while it builds an engine."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
+def attention_layers(config: VllmConfig) -> Mapping[str, Any]:
+    """Return the engine's attention layers, by name."""
+    return _attribute(config.compilation_config, "static_forward_context")
+
+
+def layer_index(name: str) -> int:
+    """Return the number of the layer that a name of vLLM's stands for."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return extract_layer_index(name)
+
+
+def can_write(layer: Any) -> bool:
+    """Whether an attention layer has an op that writes its KV cache; `probe` shows that it writes what it is given."""
+    return hasattr(getattr(layer, "impl", None), "do_kv_cache_update")
+
+
+def write_kv(layer: Any, keys: torch.Tensor, values: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Have an attention layer write K and V, `[T, H, D]` each, to these slots of a cache laid out as its own."""
+    layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, slots)
+
+
+def rope_frequencies(kind: str, config: Any) -> tuple[list[float], float]:
+    """Return the inverse frequencies and attention factor that transformers derives from a model's config."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    return inverse.tolist(), factor
+
+
+# LMCache in vLLM's process.
+
+
+class InProcess:
+    """LMCache behind vLLM's own connector."""
+
+    def __init__(self, connector: Any) -> None:
+        """Raises `UnsupportedEngine` where a part of it is not where it was."""
+        self._adapter = _attribute(connector, "_lmcache_engine")
+        self._manager = _attribute(self._adapter, "_manager")
+        self._load_specs = _attribute(self._adapter, "load_specs")
+        _attribute(self._manager, "_init_failed_reason")
+        _attribute(self._manager, "lmcache_engine")
+
+    @property
+    def engine(self) -> Any:
+        """LMCache's engine, None where it did not start."""
+        return self._manager.lmcache_engine
+
+    @property
+    def failure(self) -> str:
+        """Why LMCache did not start, empty where it says nothing."""
+        return self._manager._init_failed_reason
+
+    def backends(self) -> list[Any]:
+        """Return the storage backends that LMCache has loaded."""
+        storage = _attribute(self.engine, "storage_manager")
+        return [] if storage is None else list(_attribute(storage, "storage_backends").values())
+
+    def end_storage(self) -> None:
+        """End LMCache's storage thread, which would keep a failed process, and so the server, hanging.
+
+        Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
+        """
+        if self.engine is not None and self.engine.storage_manager is not None:
+            self.engine.storage_manager.close()
+
+    def promise(self, request_id: str, computed: int, until: int) -> None:
+        """Have LMCache take the positions from `computed` to `until` for found, and find that they cannot be loaded."""
+        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
+
+        self._load_specs[request_id] = LoadSpec(
+            vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False
+        )
+
+
+def lmcache_engine() -> Any:
+    """Return LMCache's engine in this vLLM worker, None outside of one."""
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    return LMCacheEngineBuilder.get(ENGINE_NAME)
+
+
+def hasher(engine: Any) -> Callable[[list[int]], list[int]]:
+    """Return how LMCache names the chunks of a prompt. Raises `UnsupportedEngine` where it cannot be asked."""
+    process = _attribute(_attribute(engine, "token_database"), "process_tokens")
+
+    def hashes(token_ids: list[int]) -> list[int]:
+        return [chunk_hash for _, _, chunk_hash in process(tokens=token_ids, make_key=False)]
+
+    tokens = engine.config.chunk_size
+    try:
+        named = hashes(list(range(tokens + 1)))
+    except (TypeError, ValueError) as error:
+        raise changed("token_database.process_tokens", str(error)) from error
+    if len(named) != 1 or not isinstance(named[0], int):
+        raise changed("token_database.process_tokens", f"one chunk of {tokens} tokens is named {named}")
+    return hashes
+
+
+@contextmanager
+def cpu_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]:
+    """Let LMCache build its engine on CPU while this is active, with the connector that `make` returns.
+
+    LMCache 0.5.6 has none for CPU: `CreateGPUConnector` raises there. LMCache looks it up at each call, so it is
+    replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it. On other
+    devices nothing changes.
+    """
+    from lmcache import torch_device_type
+    from lmcache.v1 import gpu_connector
+
+    if torch_device_type != "cpu":
+        yield
+        return
+    with _replaced(gpu_connector, "CreateGPUConnector", make) as calls:
+        yield
+    if in_worker and not calls:
+        raise changed("lmcache.v1.gpu_connector:CreateGPUConnector", "LMCache did not ask for it")
+
+
+@contextmanager
+def _replaced(module: Any, name: str, make: Callable[[], Any]) -> Iterator[list[None]]:
+    """Let a function of a module return what `make` does; yields a list with one entry for each call."""
+    calls: list[None] = []
+
+    def function(*_: Any, **__: Any) -> Any:
+        calls.append(None)
+        return make()
+
+    original = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield calls
+    finally:
+        setattr(module, name, original)
+
+
+# LMCache's own connector to its server.
+
+
+@contextmanager
+def model_name(name: str) -> Iterator[None]:
+    """Let LMCache's connector call the model `name` in its keys; it looks the name up once, while it is built.
+
+    Raises `UnsupportedEngine` where it did not: its keys would not tell engines apart.
+    """
+    from lmcache.integration.vllm import lmcache_mp_connector
+
+    with _replaced(lmcache_mp_connector, "get_dcp_decorated_model_name", lambda: name) as calls:
+        yield
+    if not calls:
+        raise changed("lmcache_mp_connector:get_dcp_decorated_model_name", "the connector did not ask for it")
+
+
+def lookup_key(model: str, world: int, token_ids: list[int], salt: str) -> Any:
+    """Return the key of a lookup by the session `salt` for one chunk, under that salt."""
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+    return IPCCacheServerKey(
+        model, world, None, tuple(token_ids), 0, len(token_ids), salt, cache_salt=salt, num_kv_readers=1
+    )
+
+
+def may_look_up_again(tracker: Any) -> bool:
+    """Whether a request that LMCache tells a miss for is still where another lookup makes sense."""
+    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+
+    return tracker.state == LMCacheMPRequestState.PREFETCHING and not tracker.num_lmcache_hit_tokens
+
+
+def let_go_of_hits(tracker: Any) -> None:
+    """Have LMCache retrieve nothing for a request, as if vLLM had what LMCache found."""
+    tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+
+
+def _is_asked_for_trackers(connector: Any) -> bool:
+    """Whether a lookup goes through the method that `CartridgeMPConnector` overrides to name the request's keys."""
+
+    class Asked(Exception):
+        pass
+
+    class Probe(connector):
+        def __init__(self) -> None:
+            """Build nothing."""
+
+        def _get_or_create_request_tracker(self, request: Any) -> Any:
+            raise Asked
+
+    try:
+        Probe().get_num_new_matched_tokens(object(), 0)
+    except Asked:
+        return True
+    return False
+
+
+def _is_memory_object(kind: Any) -> bool:
+    import torch
+
+    described = _resolved("lmcache.v1.memory_management:MemoryObjMetadata")(
+        torch.Size([1]), torch.uint8, 0, 1, ref_count=1, shapes=[torch.Size([1])], dtypes=[torch.uint8]
+    )
+    made = kind(torch.zeros(1, dtype=torch.uint8), described, None)
+    return made.get_ref_count() == 1 and made.tensor.numel() == 1
+
+
+def _is_hasher(hasher: Any) -> bool:
+    """Whether LMCache's server still names chunks by the chain of hashes that it was seen to use."""
+    from blake3 import blake3
+
+    seed = blake3(bytes(12)).digest()
+    first = blake3(seed + b"\0\0\0\1\0\0\0\2").digest()
+    return list(hasher(2, "blake3").compute_chunk_hashes([1, 2, 3])) == [first]
+
+
+def _reads(**fields: Any) -> Callable[[Any], bool]:
+    """Return a check that a request class takes these fields and has what we read of it."""
+    return lambda kind: kind(model="m", **fields).kv_transfer_params is None
+
+
+_CHAT: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
+_TRACKER = "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestTracker"
+
+NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
+    "api": {
+        "vllm.exceptions:GracefulHTTPError": lambda kind: str(kind("x", 400)) == "x",
+        "vllm.exceptions:RetryableRequestError": lambda kind: str(kind("x")) == "x",
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest": _reads(prompt="x"),
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**_CHAT),
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
+        "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**_CHAT),
+    },
+    "worker": {
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": lambda names: (
+            {"LMCacheConnectorV1", "LMCacheMPConnector"} <= set(names)
+        ),
+        "vllm.config:get_current_vllm_config_or_none": lambda get: get() or True,
+        "vllm.model_executor.models.utils:extract_layer_index": lambda index: index("model.layers.3.attn") == 3,
+        "vllm.v1.worker.worker_base:WorkerBase": callable,
+        "transformers.modeling_rope_utils:ROPE_INIT_FUNCTIONS": lambda kinds: "llama3" in kinds,
+    },
+    "in-process": {
+        "lmcache:torch_device_type": lambda kind: isinstance(kind, str),
+        "lmcache.v1.gpu_connector:CreateGPUConnector": callable,
+        "lmcache.integration.vllm.utils:ENGINE_NAME": lambda name: isinstance(name, str),
+        "lmcache.v1.cache_engine:LMCacheEngineBuilder.get": lambda get: get("nobody") is None,
+        "lmcache.integration.vllm.vllm_v1_adapter:LoadSpec": lambda kind: kind(
+            vllm_cached_tokens=1, lmcache_cached_tokens=2, can_load=False
+        ),
+        "lmcache.v1.memory_management:TensorMemoryObj": _is_memory_object,
+    },
+    "multiprocess": {
+        f"{_CONNECTOR}:LMCacheMPConnector._get_or_create_request_tracker": callable,
+        f"{_CONNECTOR}:LMCacheMPConnector": _is_asked_for_trackers,
+        f"{_CONNECTOR}:LMCacheMPConnector._get_request_tracker": callable,
+        f"{_CONNECTOR}:get_dcp_decorated_model_name": callable,
+        f"{_TRACKER}.cache_salt": lambda salt: salt == "",
+        f"{_TRACKER}.num_vllm_hit_tokens": lambda tokens: tokens == 0,
+        f"{_TRACKER}.num_lmcache_hit_tokens": lambda tokens: tokens == 0,
+        f"{_TRACKER}.state": lambda state: state.name == "PREFETCHING",
+        "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestState.PREFETCHING": lambda _: True,
+        "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPConnectorMetadata": lambda kind: (
+            "requests" in vars(kind())
+        ),
+        "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPSchedulerAdapter.cleanup_lookup_result": callable,
+        "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey": lambda _: (
+            lookup_key("m", 1, [1, 2], "salt").cache_salt == "salt"
+        ),
+    },
+    "adapter": {
+        "lmcache.v1.multiprocess.token_hasher:TokenHasher": _is_hasher,
+        "lmcache.lmcache_native:Bitmap": lambda kind: not kind(2).test(1),
+        "lmcache.v1.distributed.internal_api:L2StoreResult": lambda kind: kind(True, 0) is not None,
+        "lmcache.v1.platform:create_event_notifier": callable,
+        "lmcache.v1.distributed.api:ObjectKey": lambda kind: kind(b"h", "m", 1, 0, "salt").cache_salt == "salt",
+    },
+}
+"""By what needs them, every such name as `module:attribute.attribute`, and a trial of what it stands for.
+
+A trial that returns something false or raises has found a change. Some names are of live objects and so are looked at
+where those are: `InProcess`, `hasher`, `wrap_handlers`, `cpu_connector`, `model_name`.
+"""

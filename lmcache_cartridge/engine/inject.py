@@ -14,6 +14,7 @@ from lmcache.v1.memory_management import MemoryObj
 from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.layout import ChunkShape, heads_view
+from . import host
 from .probe import block_layout
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,11 @@ class EngineWriteConnector(GPUConnectorInterface):
 
         `shape` is that of the chunks that will come. Raises `UnsupportedEngine` when a layer cannot be written to.
         """
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        names = sorted(kv_caches, key=extract_layer_index)
-        if [extract_layer_index(name) for name in names] != list(range(shape.layers)):
+        names = sorted(kv_caches, key=host.layer_index)
+        if [host.layer_index(name) for name in names] != list(range(shape.layers)):
             raise UnsupportedEngine(f"the engine's KV caches {names} are not those of layers 0 to {shape.layers - 1}")
         for name in names:
-            impl = getattr(layers.get(name), "impl", None)
-            if not hasattr(impl, "do_kv_cache_update"):
+            if not host.can_write(layers.get(name)):
                 raise UnsupportedEngine(f"the attention backend of layer {name} has no op to write its KV cache")
             if str(kv_caches[name].dtype).removeprefix("torch.") != shape.dtype:
                 raise UnsupportedEngine(
@@ -153,7 +151,7 @@ class EngineWriteConnector(GPUConnectorInterface):
             if slots.device.type != "cpu":
                 # The CUDA ops take a token stride only; the CPU op takes a head stride too and needs no copy.
                 keys, values = keys.contiguous(), values.contiguous()
-            module.impl.do_kv_cache_update(module, keys, values, kv_cache, slots)
+            host.write_kv(module, keys, values, kv_cache, slots)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Write one chunk; see `batched_to_gpu`."""

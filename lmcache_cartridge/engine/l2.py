@@ -32,10 +32,12 @@ from ..memory.layout import DTYPES, rank_heads
 from ..memory.store import CartridgeStore, Engine
 from ..memory.tiles import is_tiled
 from ..settings import from_mapping
+from . import host
 from .control import ControlServer
 from .l1_copies import Copies
 from .l2_tasks import Acknowledgements, Task, Tasks
 from .report import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
+from .versions import check_versions
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
@@ -76,6 +78,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         if not isinstance(self._engines, int) or self._engines < 1:
             raise SettingsError("adapter_params.engines is a number from 1 on")
         settings = from_mapping(own, "adapter_params.")
+        check_versions(unproven=settings.unproven_versions)
+        host.verify("adapter")
         self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
         self._seats: dict[tuple[str, int], _Seat] = {}

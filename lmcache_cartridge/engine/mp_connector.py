@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import vllm
-from lmcache.integration.vllm import lmcache_mp_connector
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
-from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
+from . import host
 from .connector import positions_to_inject, warn_without_api
 from .contract import CONTROL
 from .control import offer
-from .host import check_vllm, fingerprint_of
+from .describe import check_vllm, fingerprint_of
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
+from .versions import versions
 
 if TYPE_CHECKING:
     from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
@@ -59,6 +55,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
+        host.start("multiprocess")
         check_vllm(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
@@ -74,7 +71,9 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._missing: dict[str, int] = {}
         self._retries: dict[str, _Retry] = {}
         self._lost: set[int] = set()
-        with _model_name(self._engine.key_name):
+        self._lost_in_step: set[int] = set()
+        self._config = vllm_config
+        with host.model_name(self._engine.key_name):
             super().__init__(vllm_config, role, kv_cache_config)
 
     # The worker's side.
@@ -82,8 +81,8 @@ class CartridgeMPConnector(LMCacheMPConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
         try:
-            layers = self._vllm_config.compilation_config.static_forward_context
-            layout = written_layout(kv_caches, layers)
+            host.verify("worker")
+            layout = written_layout(kv_caches, host.attention_layers(self._config))
             super().register_kv_caches(kv_caches)
             self._confirmed = self._confirm(layout)
             offer(self._confirmed.control)
@@ -92,7 +91,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             raise
 
     def _confirm(self, layout: str) -> Confirmed:
-        parallel = self._vllm_config.parallel_config
+        parallel = self._config.parallel_config
         report = Report(
             model_name=self._engine.key_name,
             fingerprint=self._engine.fingerprint,
@@ -104,21 +103,15 @@ class CartridgeMPConnector(LMCacheMPConnector):
             allow_trained=self._engine.allow_trained,
         )
         logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
-        path = self._vllm_config.kv_transfer_config.get_from_extra_config(CONTROL, None)
+        path = self._config.kv_transfer_config.get_from_extra_config(CONTROL, None)
         return confirm(path, report, self._look_up_check())
 
     def _look_up_check(self) -> str:
         """Have LMCache's server look up a chunk that nobody has, so that our adapter sees its key; return its salt."""
-        client, tokens, salt = (
-            self.worker_adapter.req_client,
-            self.worker_adapter.lmcache_tokens_per_chunk,
-            check_salt(),
-        )
+        adapter, salt = self.worker_adapter, check_salt()
+        client, ids = adapter.req_client, check_ids(adapter.lmcache_tokens_per_chunk)
         deadline = time.monotonic() + _CHECK_TIMEOUT_S
-        key = IPCCacheServerKey(
-            self._engine.key_name, self.worker_adapter.world_size, None, tuple(check_ids(tokens)), 0, tokens, salt,
-            cache_salt=salt, num_kv_readers=1,
-        )  # fmt: skip
+        key = host.lookup_key(self._engine.key_name, adapter.world_size, ids, salt)
         client.lookup(key, 1).result(timeout=_CHECK_TIMEOUT_S)
         while client.query_prefetch_status(salt).result(timeout=_CHECK_TIMEOUT_S) is None:
             if time.monotonic() > deadline:
@@ -129,7 +122,12 @@ class CartridgeMPConnector(LMCacheMPConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that LMCache could not fill, and those of trained cartridges that it did not have."""
-        return super().get_block_ids_with_load_errors() | getattr(self._connector_metadata, "cartridge_lost", set())
+        return super().get_block_ids_with_load_errors() | self._lost_in_step
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take what the scheduler says of the step that begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._lost_in_step = connector_metadata.lost if isinstance(connector_metadata, StepMetadata) else set()
 
     # The scheduler's side.
 
@@ -155,7 +153,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         if self._look_up_again(tracker):
             return None, True
         # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends.
-        tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+        host.let_go_of_hits(tracker)
         self._missing[request.request_id] = num_computed_tokens
         return needed - num_computed_tokens, False
 
@@ -165,8 +163,8 @@ class CartridgeMPConnector(LMCacheMPConnector):
         LMCache 0.5.6 tells a miss where another request for the same chunks brought them into its memory between its
         two looks at it, and where its memory is taken by such requests at the moment.
         """
-        state, tries = LMCacheMPRequestState.PREFETCHING, self._retries.get(tracker.request_id, _Retry(0, 0.0)).tries
-        if tries == _MAX_RETRIES or tracker.state != state or tracker.num_lmcache_hit_tokens:
+        tries = self._retries.get(tracker.request_id, _Retry(0, 0.0)).tries
+        if tries == _MAX_RETRIES or not host.may_look_up_again(tracker):
             return False
         self._retries[tracker.request_id] = _Retry(tries + 1, time.monotonic() + _FIRST_PAUSE_S * 2**tries)
         self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
@@ -182,8 +180,8 @@ class CartridgeMPConnector(LMCacheMPConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Return what the workers do in this step, with the blocks that have nothing in them."""
-        metadata = super().build_connector_meta(scheduler_output)
-        metadata.cartridge_lost, self._lost = self._lost, set()
+        metadata = StepMetadata(super().build_connector_meta(scheduler_output), self._lost)
+        self._lost = set()
         return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -191,6 +189,16 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._missing.pop(request.request_id, None)
         self._retries.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
+
+
+class StepMetadata(LMCacheMPConnectorMetadata):
+    """What LMCache's connector tells the workers of a step, and which blocks have nothing in them."""
+
+    def __init__(self, theirs: LMCacheMPConnectorMetadata, lost: set[int]) -> None:
+        super().__init__()
+        for name, value in vars(theirs).items():
+            setattr(self, name, value)
+        self.lost = lost
 
 
 class _Engine(NamedTuple):
@@ -220,17 +228,5 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
         raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
     fingerprint = fingerprint_of(vllm_config, _Metadata(spec.dtype, (len(group.layer_names),)))
     allow_trained = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
-    versions = [vllm.__version__, version("lmcache")]
-    name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions)
+    name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions())
     return _Engine(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)
-
-
-@contextmanager
-def _model_name(name: str) -> Iterator[None]:
-    """Let LMCache's connector call the model `name` in its keys; it looks the name up once, while it is built."""
-    original = lmcache_mp_connector.get_dcp_decorated_model_name
-    lmcache_mp_connector.get_dcp_decorated_model_name = lambda *_: name
-    try:
-        yield
-    finally:
-        lmcache_mp_connector.get_dcp_decorated_model_name = original

@@ -10,6 +10,7 @@ import torch
 from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.layout import ChunkShape
+from . import host
 
 
 def written_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> str:
@@ -37,7 +38,7 @@ def _common(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], *,
 
 
 def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool) -> str:
-    if cache.dim() != 4 or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+    if cache.dim() != 4 or not host.can_write(layer):
         raise UnsupportedEngine(
             f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed; multiprocess mode needs vLLM >= 0.26"
         )
@@ -65,7 +66,7 @@ def _write(cache: torch.Tensor, layer: Any, kv: torch.Tensor) -> torch.Tensor:
     blocks, block = torch.zeros_like(cache[:2]), cache.shape[2]
     slots = torch.cat([torch.arange(block, 2 * block), torch.arange(block)]).to(cache.device)
     keys, values = (plane.contiguous().to(cache.device) for plane in kv[:, 0])
-    layer.impl.do_kv_cache_update(layer, keys, values, blocks, slots)
+    host.write_kv(layer, keys, values, blocks, slots)
     return blocks.flip(0).cpu()
 
 

@@ -52,6 +52,7 @@ class CartridgePlugin:
         """Wrap what requests pass through. Raises `UnsupportedEngine`, which ends the server's start."""
         if self._failed is not None:
             raise self._failed
+        host.start("api")
         admission = self._admission
         await admission.start(engine_client)
         host.wrap_handlers(

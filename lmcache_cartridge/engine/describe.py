@@ -1,0 +1,174 @@
+"""What engine is this, and may it be served? Every trap that would corrupt or lose cartridges is refused here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..artifact import fingerprint
+from ..errors import UnsupportedEngine, UnsupportedModel
+from ..memory.rope import default_frequencies
+from ..memory.store import Engine
+from . import host
+from .contract import PLAIN_CACHES, REFUSED_EXTRA
+
+if TYPE_CHECKING:
+    from lmcache.v1.cache_engine import LMCacheEngine
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
+    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
+    transfer = config.kv_transfer_config
+    refuse = UnsupportedEngine
+    if transfer.kv_role != "kv_consumer":
+        raise refuse(
+            f"kv_role is {transfer.kv_role}; LMCache would store what the engine computed, and its CPU and fused "
+            'layouts cannot be read back yet. Set "kv_role": "kv_consumer" in --kv-transfer-config'
+        )
+    if config.lora_config is not None:
+        raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise refuse("pipeline parallelism is not supported; use --tensor-parallel-size instead")
+    if _is_one_of_several(config):
+        raise refuse(
+            "data parallelism is not supported: vLLM lets the API server reach the first engine only, so the others would "
+            "have no cartridges. Start one server for each engine, and a router before them"
+        )
+    if config.parallel_config.prefill_context_parallel_size > 1 or (
+        config.parallel_config.decode_context_parallel_size > 1
+    ):
+        raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
+    if config.speculative_config is not None:
+        raise refuse("speculative decoding adds draft layers whose KV no cartridge has; switch it off")
+    if config.cache_config.cache_dtype not in PLAIN_CACHES:
+        raise refuse(f"the KV cache is quantised ({config.cache_config.cache_dtype}); remove --kv-cache-dtype")
+    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
+        raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
+    for key, why in REFUSED_EXTRA.items():
+        if transfer.get_from_extra_config(key, None):
+            raise refuse(f"{key} {why}; remove it from kv_connector_extra_config")
+
+
+def _is_one_of_several(config: VllmConfig) -> bool:
+    """Whether the engine is one of several under data parallelism.
+
+    Engines of dense models are told that they are alone; the name that vLLM gives each for KV transfer is what is left.
+    """
+    parallel, name = config.parallel_config, config.kv_transfer_config.engine_id or ""
+    return parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0 or bool(re.search(r"_dp\d+$", name))
+
+
+def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
+    """Raise `UnsupportedEngine`, with the fix, for an LMCache configuration under which cartridges are not safe."""
+    problems = {
+        "enable_async_loading": "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)",
+        "use_layerwise": "it drops request tags and memory references too early (LMCache 0.5.6)",
+        "enable_blending": "it recomputes and moves cached KV",
+        "local_cpu": "LMCache's CPU cache would adopt cartridge memory by reference and answer in its place",
+    }
+    for option, why in problems.items():
+        if getattr(config, option):
+            raise UnsupportedEngine(f"LMCache's {option} is on: {why}. Set `{option}: false` in the LMCache YAML")
+    if getattr(config, "min_retrieve_tokens", 0):
+        raise UnsupportedEngine("LMCache's min_retrieve_tokens hides short cartridges; set it to 0")
+    algorithm = config.pre_caching_hash_algorithm
+    if algorithm not in ("sha256_cbor", "sha256"):
+        raise UnsupportedEngine(
+            f"pre_caching_hash_algorithm is {algorithm}, whose hashes differ from process to process, so no cartridge "
+            "would ever be found. Set `pre_caching_hash_algorithm: sha256_cbor` in the LMCache YAML"
+        )
+    locations = config.retrieve_locations
+    if locations is not None and not set(locations) & set(config.storage_plugins or ()):
+        raise UnsupportedEngine(
+            f"LMCache looks cartridges up in retrieve_locations only, {locations}, which names no storage plugin. Name "
+            "the cartridge plugin there as in storage_plugins, or remove it"
+        )
+    if metadata.use_mla:
+        raise UnsupportedEngine("multi-head latent attention stores one latent vector, not K and V per head")
+
+
+def is_split(kv_cache: torch.Tensor) -> bool:
+    """Whether a registered KV cache has K and V as planes of their own, which LMCache's kernels write correctly.
+
+    vLLM < 0.26 registers `[2, blocks, block, heads, size]` or `[blocks, 2, ...]`; later ones
+    `[blocks, heads, block, 2 * size]`, which LMCache 0.5.6 corrupts silently (LMCache#4463).
+    """
+    return kv_cache.dim() == 5
+
+
+def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:
+    """Return what the store must know of the engine in this process.
+
+    Called while vLLM's worker registers its KV caches. Raises `UnsupportedEngine` where an injector would write
+    wrong KV, or where vLLM's configuration is out of reach.
+    """
+    vllm_config = host.current_vllm_config()
+    if vllm_config is None:
+        raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
+    check_vllm(vllm_config)
+    check_lmcache(config, metadata)
+    parallel = vllm_config.parallel_config
+
+    return Engine(
+        fingerprint=fingerprint_of(vllm_config, metadata),
+        chunk_tokens=config.chunk_size,
+        rank=parallel.rank % parallel.tensor_parallel_size,
+        world=parallel.tensor_parallel_size,
+        layout=_layout(engine, vllm_config),
+        hasher=host.hasher(engine),
+        pin_memory=torch.cuda.is_available(),
+        allow_trained=vllm_config.kv_transfer_config.kv_load_failure_policy == "fail",
+    )
+
+
+def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
+    from .inject import EngineWriteConnector
+
+    if isinstance(engine.gpu_connector, EngineWriteConnector):
+        return engine.gpu_connector.layout
+    caches = [
+        layer.kv_cache
+        for layer in host.attention_layers(vllm_config).values()
+        if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
+    ]
+    if caches and all(map(is_split, caches)):
+        return "kv_2ltd"
+    raise UnsupportedEngine(
+        "LMCache's own connector writes wrong KV into this engine's fused cache layout (LMCache#4463). Use "
+        '"kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector"'
+    )
+
+
+def fingerprint_of(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
+    model = vllm_config.model_config
+    inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
+    directory = fingerprint.model_directory(model.model)
+    found = fingerprint.of_config(
+        fingerprint.config_fields(model.hf_text_config) | {"architectures": model.hf_config.architectures},
+        dtype=str(metadata.kv_dtype).removeprefix("torch."),
+        inv_freq=inv_freq,
+        attention_factor=attention_factor,
+        weights=fingerprint.weights_digest(directory) if directory else None,
+    )
+    engine_layers = metadata.kv_shape[0]
+    if engine_layers != found.layers:
+        raise UnsupportedModel(f"the engine caches {engine_layers} layers, the model's config has {found.layers}")
+    return found
+
+
+def _rope_frequencies(config: Any) -> tuple[Sequence[float] | None, float]:
+    """Return the frequencies and attention factor that transformers derives from a config; None without RoPE."""
+    fields = fingerprint.config_fields(config)
+    kind = fingerprint.rope_parameters(fields).get("rope_type")
+    if kind is None:
+        return None, 1.0
+    if kind == "default":
+        return default_frequencies(fields), 1.0
+    return host.rope_frequencies(kind, config)

@@ -1,0 +1,262 @@
+"""What vLLM and LMCache do not promise is in one file, and found missing when something starts, not by a request."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_structure import FILES, PACKAGE, SOURCES, imports
+
+from lmcache_cartridge.engine import host
+from lmcache_cartridge.engine.versions import PROVEN
+from lmcache_cartridge.errors import UnsupportedEngine
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of others, as they are imported
+    for _path in [path for names in host.NAMES.values() for path in names]:
+        importlib.import_module(_path.partition(":")[0])
+
+HOST = f"{PACKAGE}.engine.host"
+PROMISED = {
+    "vllm": {"LLM", "SamplingParams", "envs"},
+    "vllm.config": {"ModelConfig"},
+    "vllm.logger": {"init_logger"},
+    "vllm.exceptions": {"GracefulHTTPError", "RetryableRequestError"},
+    "vllm.sampling_params": {"RequestOutputKind"},
+    "vllm.engine.protocol": {"EngineClient"},
+    "vllm.v1.kv_cache_interface": {"FullAttentionSpec"},
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {"KVConnectorRole", "KVConnectorMetadata"},
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector": {"LMCacheConnectorV1"},
+    "lmcache.integration.vllm.lmcache_mp_connector": {"LMCacheMPConnector"},
+    "lmcache.integration.vllm.lmcache_mp_metadata": {"LMCacheMPConnectorMetadata"},
+    "lmcache.logging": {"init_logger"},
+    "lmcache.utils": {"CacheEngineKey"},
+    "lmcache.lmcache_native": {"Bitmap"},
+    "lmcache.v1.gpu_connector.gpu_connectors": {"GPUConnectorInterface"},
+    "lmcache.v1.memory_management": {
+        "MemoryAllocatorInterface", "MemoryFormat", "MemoryObj", "MemoryObjMetadata", "TensorMemoryObj",
+    },
+    "lmcache.v1.storage_backend.abstract_backend": {"StoragePluginInterface"},
+    "lmcache.v1.distributed.api": {"MemoryLayoutDesc", "ObjectKey"},
+    "lmcache.v1.distributed.internal_api": {"L2StoreResult"},
+    "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface"},
+    "lmcache.v1.multiprocess.token_hasher": {"TokenHasher"},
+    "lmcache.v1.platform": {"create_event_notifier"},
+}  # fmt: skip
+"""What other files may import: what is documented, and what a plugin or connector is built on or handed."""
+OVERRIDDEN = {"_get_or_create_request_tracker", "_get_request_tracker"}
+"""Of the connector that ours is a kind of; `verify` goes through the first."""
+
+
+@pytest.fixture(params=[(part, path) for part, names in host.NAMES.items() for path in names], ids=lambda p: p[1])
+def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[host.Part, str]]:
+    """A part and one of its names, which is not there any more."""
+    part, path = request.param
+    module, _, attributes = path.partition(":")
+    *owners, last = attributes.split(".")
+    owner = importlib.import_module(module)
+    for name in owners:
+        owner = getattr(owner, name)
+    if isinstance(owner, type) and issubclass(owner, importlib.import_module("enum").Enum):
+        monkeypatch.setattr(importlib.import_module(module), owners[-1], SimpleNamespace())
+    else:
+        monkeypatch.delattr(owner, last)
+    yield part, path
+
+
+def test_a_name_that_is_gone_is_named_at_start_with_the_versions(taken: tuple[host.Part, str]) -> None:
+    part, path = taken
+    with pytest.raises(UnsupportedEngine) as refused:
+        host.verify(part)
+    assert path.rpartition(":")[2] in str(refused.value)
+    assert all(f"{name} {version}" in str(refused.value) for name, version in PROVEN.items())
+
+
+@pytest.mark.parametrize("part", host.NAMES)
+def test_what_is_installed_is_accepted(part: host.Part) -> None:
+    host.verify(part)
+
+
+@pytest.mark.parametrize(
+    ("part", "path", "changed"),
+    [
+        ("worker", "vllm.model_executor.models.utils:extract_layer_index", lambda name: 0),
+        ("in-process", "lmcache.integration.vllm.vllm_v1_adapter:LoadSpec", lambda vllm, lmcache: None),
+        ("in-process", "lmcache.v1.cache_engine:LMCacheEngineBuilder.get", lambda: None),
+        ("multiprocess", "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey", lambda model, ids: None),
+        (
+            "multiprocess",
+            "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector.get_num_new_matched_tokens",
+            lambda self, request, computed: (0, False),  # does not ask for a tracker by the name that we override
+        ),
+        ("adapter", "lmcache.v1.multiprocess.token_hasher:TokenHasher.compute_chunk_hashes", lambda self, ids: [b"x"]),
+        ("api", "vllm.entrypoints.openai.completion.protocol:CompletionRequest", lambda model, prompt: object()),
+    ],
+)
+def test_a_name_that_means_something_else_is_refused(
+    part: host.Part, path: str, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, attributes = path.partition(":")
+    monkeypatch.setattr(f"{module}.{attributes}", changed)
+    with pytest.raises(UnsupportedEngine, match=attributes.partition(".")[0]):
+        host.verify(part)
+
+
+# Names of live objects.
+
+
+def _connector(**manager: Any) -> Any:
+    found = {"lmcache_engine": None, "_init_failed_reason": "no memory"} | manager
+    adapter = SimpleNamespace(_manager=SimpleNamespace(**found), load_specs={})
+    return SimpleNamespace(_lmcache_engine=adapter)
+
+
+def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was() -> None:
+    assert host.InProcess(_connector()).failure == "no memory"
+    owners = {
+        "_lmcache_engine": lambda c: c,
+        "_manager": lambda c: c._lmcache_engine,
+        "load_specs": lambda c: c._lmcache_engine,
+        "lmcache_engine": lambda c: c._lmcache_engine._manager,
+        "_init_failed_reason": lambda c: c._lmcache_engine._manager,
+    }
+    for name, owner in owners.items():
+        connector = _connector()
+        delattr(owner(connector), name)
+        with pytest.raises(UnsupportedEngine, match=name):
+            host.InProcess(connector)
+
+
+@pytest.mark.parametrize("missing", ["storage_manager", "storage_backends"])
+def test_backends_are_not_guessed(missing: str) -> None:
+    def engine() -> Any:
+        return SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
+
+    assert host.InProcess(_connector(lmcache_engine=engine())).backends() == ["backend"]
+    broken = engine()
+    delattr(broken if missing == "storage_manager" else broken.storage_manager, missing)
+    with pytest.raises(UnsupportedEngine, match=missing):
+        host.InProcess(_connector(lmcache_engine=broken)).backends()
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        lambda tokens, make_key: iter([(0, 4, "a key")]),
+        lambda tokens, make_key: iter([]),
+        lambda tokens, make_key: iter([(0, 4)]),
+        lambda tokens: iter([(0, 4, 1)]),
+        None,
+    ],
+)
+def test_another_way_of_naming_chunks_is_refused_at_start(process: Any) -> None:
+    def engine(process: Any) -> Any:
+        database = SimpleNamespace(**{"process_tokens": process} if process else {})
+        return SimpleNamespace(token_database=database, config=SimpleNamespace(chunk_size=4))
+
+    named = host.hasher(engine(lambda tokens, make_key: iter([(n, n + 4, n) for n in range(0, len(tokens) - 3, 4)])))
+    assert named(list(range(9))) == [0, 4]
+    with pytest.raises(UnsupportedEngine, match="process_tokens"):
+        host.hasher(engine(process))
+
+
+def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
+    from lmcache.integration.vllm import lmcache_mp_connector
+
+    with host.model_name("mine"):
+        assert lmcache_mp_connector.get_dcp_decorated_model_name("a", "b") == "mine"
+    with pytest.raises(UnsupportedEngine, match="get_dcp_decorated_model_name"), host.model_name("mine"):
+        pass
+
+
+def test_handlers_that_cannot_be_wrapped_are_refused() -> None:
+    client = object()
+    sound = SimpleNamespace(online_renderer="theirs", engine_client=client)
+    state = SimpleNamespace(_state={"a": sound, "b": object()}, openai_serving_chat=sound, serving_tokens=None)
+    host.wrap_handlers(state, client, lambda renderer: ["ours", renderer], lambda engine: ["guard", engine])
+    assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
+    for broken in (SimpleNamespace(engine_client=client), SimpleNamespace(online_renderer=1, engine_client=object())):
+        with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
+            host.wrap_handlers(SimpleNamespace(openai_serving_chat=broken), client, list, list)
+    with pytest.raises(UnsupportedEngine, match="_state"):
+        host.wrap_handlers(SimpleNamespace(), client, list, list)
+
+
+def test_a_connector_that_vllm_does_not_know_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {"Known": None})
+    ours = "lmcache_cartridge.engine.connector", "CartridgeConnector"
+    for _ in range(2):
+        host.replace_connectors({"Known": ours})
+    assert KVConnectorFactory.get_connector_class_by_name("Known").__name__ == "CartridgeConnector"
+    with pytest.raises(UnsupportedEngine, match="Unknown"):
+        host.replace_connectors({"Unknown": ours})
+
+
+# Where such names stand.
+
+
+def _host_imports(source: str, module: str) -> list[tuple[str, str]]:
+    """Return what a module imports of vLLM and LMCache, as (module, name), but for types."""
+    named = [i.name.rpartition(".") for i in imports(source, module) if not i.typing_only]
+    return [
+        (owner or name, name) for owner, _, name in named if (owner or name).partition(".")[0] in ("vllm", "lmcache")
+    ]
+
+
+def _inherited_private(source: str) -> set[str]:
+    """Return the private names that classes use of themselves and do not define: their base's."""
+    found: set[str] = set()
+    for kind in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]:
+        uses = [n for n in ast.walk(kind) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name | ast.Call)]
+        mine = [n for n in uses if ast.unparse(n.value) in ("self", "cls", "super()") and _is_private(n.attr)]
+        own = {n.attr for n in mine if isinstance(n.ctx, ast.Store)}
+        own |= {n.name for n in ast.walk(kind) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        own |= {n.id for n in ast.walk(kind) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        found |= {n.attr for n in mine if n.attr not in own or ast.unparse(n.value) == "super()"}
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_the_readers_of_these_tests_miss_nothing() -> None:
+    source = """
+import vllm
+from lmcache.v1 import x
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+def f():
+    from vllm.inner import _y
+class C(Base):
+    def _own(self): self._mine = self._theirs; super()._own(); self._own(); self._mine
+"""
+    assert _host_imports(source, HOST) == [("vllm", "vllm"), ("lmcache.v1", "x"), ("vllm.inner", "_y")]
+    assert _inherited_private(source) == {"_theirs", "_own"}
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m != HOST])
+def test_no_other_file_uses_what_is_not_promised(module: str) -> None:
+    found = _host_imports(SOURCES[module], module)
+    assert [(owner, name) for owner, name in found if name not in PROMISED.get(owner, ())] == []
+    if any(owner.partition(".")[0] in ("vllm", "lmcache") for owner, _ in found):
+        assert _inherited_private(SOURCES[module]) <= OVERRIDDEN
+
+
+def test_every_name_that_the_file_imports_is_verified_at_start() -> None:
+    verified = {
+        (path.partition(":")[0], path.partition(":")[2].partition(".")[0])
+        for names in host.NAMES.values()
+        for path in names
+    }
+    looked_up = {(owner, name) for owner, name in _host_imports(SOURCES[HOST], HOST)}
+    modules = {("lmcache.v1", "gpu_connector"), ("lmcache.integration.vllm", "lmcache_mp_connector")}
+    assert looked_up - modules <= verified
+    assert {f"{owner}.{name}" for owner, name in modules} <= {owner for owner, _ in verified}
