@@ -348,7 +348,7 @@ def test_many_requests_at_once_get_their_own(home: Home) -> None:
                 server.manager.finish_read_prefetched(keys[:hits])
 
         run_threads(6, ask, timeout_s=60)
-        server.adapter._seats[server.report().seat].store.check()
+        server.adapter._ranks[server.report().key].store.check()
 
 
 # Trained cartridges.
@@ -570,7 +570,7 @@ def test_an_engine_of_another_server_is_refused(home: Home) -> None:
 def test_a_check_waits_for_no_other_lookup(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(home) as server:
         server.confirm()
-        store, go_on = server.adapter._seats[server.report().seat].store, threading.Event()
+        store, go_on = server.adapter._ranks[server.report().key].store, threading.Event()
         monkeypatch.setattr(store, "lookup", lambda *_: go_on.wait(60) and 0)
         keys, desc = (
             server.keys(prompt(home, "doc"), ANYBODY),
@@ -621,7 +621,7 @@ def test_an_error_in_the_store_is_a_miss_and_no_more(home: Home, method: str, mo
 
     with serving(home) as server:
         server.confirm()
-        store = server.adapter._seats[server.report().seat].store
+        store = server.adapter._ranks[server.report().key].store
         with monkeypatch.context() as patch:
             patch.setattr(store, method, broken)
             assert server.ask(prompt(home, "doc")) == (4 if method == "release" else 0)
@@ -631,7 +631,7 @@ def test_an_error_in_the_store_is_a_miss_and_no_more(home: Home, method: str, mo
 def test_a_chunk_lost_between_lookup_and_load_ends_the_prefix(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(home) as server:
         server.confirm()
-        store = server.adapter._seats[server.report().seat].store
+        store = server.adapter._ranks[server.report().key].store
         lost = int.from_bytes(server.hasher.compute_chunk_hashes(home.ids("doc"))[2], "big")
         lend = store.lend
         monkeypatch.setattr(store, "lend", lambda h, tag=None: None if h == lost else lend(h, tag))
@@ -642,7 +642,7 @@ def test_a_lookup_that_never_ends_is_answered_with_a_miss(home: Home, monkeypatc
     monkeypatch.setattr(l2, "_LOOKUP_GRACE_S", 1.0)
     with serving(home, lookup_timeout_s=0.1) as server:
         server.confirm()
-        store, go_on = server.adapter._seats[server.report().seat].store, threading.Event()
+        store, go_on = server.adapter._ranks[server.report().key].store, threading.Event()
         lookup = store.lookup
         monkeypatch.setattr(store, "lookup", lambda *args: go_on.wait(60) and lookup(*args))
         assert server.ask(prompt(home, "doc")) == 0
@@ -661,7 +661,7 @@ def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(
     monkeypatch.setattr(l2, "_LOAD_DEADLINE_S", 1.0)
     with serving(home) as server:
         server.confirm()
-        store, go_on, writes = server.adapter._seats[server.report().seat].store, threading.Event(), []
+        store, go_on, writes = server.adapter._ranks[server.report().key].store, threading.Event(), []
         lend, fill = store.lend, l2._fill
         late = int.from_bytes(server.hasher.compute_chunk_hashes(home.ids("doc"))[1], "big")
         monkeypatch.setattr(store, "lend", lambda h, tag=None: (h != late or go_on.wait(60)) and lend(h, tag))
@@ -787,7 +787,7 @@ def test_what_lmcache_kept_of_an_old_version_is_never_found_under_the_new_one(ho
         )  # fmt: skip
         home.registry.register(home.path / "new")
         home.registry.remove("trained@1")
-        server.adapter._seats[server.report().seat].store.refresh()
+        server.adapter._ranks[server.report().key].store.refresh()
         ids = load_token_ids(made.manifest, home.path / "new").tolist()
         (keys,), hits = server.prefetch(ids, claimed(server, made.manifest.digest))
         assert hits == 3

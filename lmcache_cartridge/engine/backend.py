@@ -16,17 +16,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
+import torch
 from lmcache.logging import init_logger
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.memory_management import (
+    MemoryAllocatorInterface,
+    MemoryFormat,
+    MemoryObj,
+    MemoryObjMetadata,
+    TensorMemoryObj,
+)
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ..errors import UnsupportedEngine
+from ..memory.layout import DTYPES, ChunkShape
 from ..memory.store import CartridgeStore, Engine
+from ..memory.tier import Hold
 from ..settings import Settings, from_extra_config
 from . import contract, host
 from .describe import describe
-from .memory_objects import MemoryObjects
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
@@ -134,7 +142,7 @@ class CartridgeBackend(StoragePluginInterface):
             asked = list(run)
             hashes = [key.chunk_hash for key in asked]
             loans = self._store.lend_run(hashes, _tag(asked[0]))
-            found += self._objects.over(loans)
+            found += map(self._objects.over, loans)
             if len(loans) < len(hashes):
                 break
         return found
@@ -178,6 +186,47 @@ class CartridgeBackend(StoragePluginInterface):
         except Exception:
             logger.exception("a cartridge lookup failed; LMCache is told of a miss")
             return default
+
+
+class MemoryObjects:
+    """Makes memory objects over chunks of one shape, a fresh one for each hold: LMCache counts references in it."""
+
+    def __init__(self, shape: ChunkShape, layout: str) -> None:
+        """`layout` is how the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
+        planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
+        self._size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
+        self._dtype, self._bytes = DTYPES[shape.dtype], shape.size_bytes
+
+    def over(self, hold: Hold) -> MemoryObj:
+        """Return an object over the bytes of a hold, LMCache's to release, which ends the hold. Copies nothing."""
+        metadata = MemoryObjMetadata(
+            self._size, self._dtype, hold.bytes.data_ptr(), self._bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD,
+            shapes=[self._size], dtypes=[self._dtype],
+        )  # fmt: skip
+        return TensorMemoryObj(hold.bytes, metadata, _Lender(hold))
+
+
+class _Lender(MemoryAllocatorInterface):
+    """The parent allocator of one memory object: LMCache frees the object, and its hold ends."""
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+
+    def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
+        """End the object's hold. LMCache calls this with the object's lock held and sometimes twice."""
+        memory_obj.invalidate()
+        self._hold.close()
+
+    def batched_free(self, memory_objs: list[MemoryObj], *_: Any, **__: Any) -> None:
+        """End the holds of objects, each by its own allocator."""
+        for memory_obj in memory_objs:
+            memory_obj.parent().free(memory_obj)
+
+    def allocate(self, *_: Any, **__: Any) -> None:
+        """Return None: it has nothing but its hold."""
+
+    def batched_allocate(self, *_: Any, **__: Any) -> None:
+        """Return None: it has nothing but its hold."""
 
 
 def _tag(key: CacheEngineKey) -> str | None:

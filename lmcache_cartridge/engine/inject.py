@@ -15,7 +15,7 @@ from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.layout import ChunkShape, heads_view
 from . import host
-from .probe import block_layout
+from .probe import block_layout, check_writes
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class EngineWriteConnector(GPUConnectorInterface):
                     f"the KV cache of layer {name} is {list(kv_caches[name].shape)}, not [blocks, {shape.heads} heads, "
                     f"block, 2 * {shape.head_size}]; layers that differ in KV heads or head size are not supported"
                 )
+        check_writes(kv_caches, layers)
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
         self.layout = _layout(kv_caches, layers, shape)
@@ -100,8 +101,19 @@ class EngineWriteConnector(GPUConnectorInterface):
             torch.cuda.current_stream(slots.device).synchronize()
 
     def _check(self, piece: _Piece) -> None:
-        assert self._shape is not None and piece.raw.numel() == self._shape.size_bytes, "a chunk of another shape"
-        assert len(piece.slots) == self._shape.tokens - piece.skip, "a chunk of another length"
+        # No assertions: under `python -O` they would let a wrong chunk into a live cache.
+        shape = self._bound()
+        if piece.raw.numel() != shape.size_bytes:
+            raise UnsupportedEngine(f"a chunk of another shape: {piece.raw.numel()} bytes, not {shape.size_bytes}")
+        if len(piece.slots) != shape.tokens - piece.skip:
+            raise UnsupportedEngine(
+                f"a chunk of another length: {shape.tokens - piece.skip} tokens for {len(piece.slots)} slots"
+            )
+
+    def _bound(self) -> ChunkShape:
+        if self._shape is None:
+            raise UnsupportedEngine("the injector is not bound to an engine yet")
+        return self._shape
 
     def _whole_blocks(self, pieces: Sequence[_Piece]) -> list[torch.Tensor] | None:
         """Return the numbers of the blocks that each piece fills; None where they cannot just be copied."""
@@ -118,10 +130,10 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def _copy(self, pieces: Sequence[_Piece], blocks: Sequence[torch.Tensor]) -> None:
         """Copy the blocks of some chunks, a layer of as many chunks as possible by one call, which uses all threads."""
-        assert self._shape is not None
-        words = self._shape.size_bytes // _WORD.itemsize
-        in_chunk = self._shape.tokens // self._layers[0][1].shape[2]
-        block_words = words // self._shape.layers // in_chunk
+        shape = self._bound()
+        words = shape.size_bytes // _WORD.itemsize
+        in_chunk = shape.tokens // self._layers[0][1].shape[2]
+        block_words = words // shape.layers // in_chunk
         for run in _runs(pieces, blocks):
             piece, numbers = run[0][0], torch.stack([each for _, each in run])
             chunks = piece.raw.view(_WORD)
@@ -135,10 +147,9 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def _layers_of(self, piece: _Piece) -> tuple[torch.Tensor, ...]:
         """Return K and V of each layer, `[2, H, T, D]`, on the engine's device."""
-        assert self._shape is not None
-        raw = piece.raw.to(piece.slots.device, non_blocking=True)
+        shape, raw = self._bound(), piece.raw.to(piece.slots.device, non_blocking=True)
         tiled = tiles.is_tiled(self.layout)
-        kv = tiles.unpack(raw, self._shape, self.layout) if tiled else heads_view(raw, self._shape)
+        kv = tiles.unpack(raw, shape, self.layout) if tiled else heads_view(raw, shape)
         return kv[:, :, piece.skip :].transpose(2, 3).unbind(1)
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
@@ -167,8 +178,7 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
-        assert self._shape is not None, "not bound to an engine yet"
-        shape = self._shape
+        shape = self._bound()
         return torch.Size([2 * shape.heads, shape.layers, num_tokens, shape.head_size])
 
 

@@ -1,4 +1,4 @@
-"""Copies: what LMCache's server was handed for one rank of an engine, and having it drop that.
+"""L1Copies: what LMCache's server was handed for one rank of an engine, and having it drop that.
 
 LMCache's server keeps what it loads in memory of its own (`--l2-prefetch-policy retain`), out of reach of the adapter
 that it came from. Its HTTP API deletes by key, what is in use left alone; so the keys are remembered.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import urllib.request
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+
+from ..artifact.lru import Lru
 
 logger = logging.getLogger(__name__)
 
@@ -22,28 +22,21 @@ _BATCH = 10_000
 _TIMEOUT_S = 10.0
 
 
-class Copies:
+class L1Copies:
     """The keys of the chunks that LMCache's server may have copies of. Safe from any thread."""
 
     def __init__(self, url: str | None) -> None:
         """`url` is where LMCache's server answers HTTP; without it nothing can be dropped."""
         self._url = url
-        self._keys: OrderedDict[Any, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self._keys: Lru[Any, None] = Lru(_MAX_KEYS)
 
     def note(self, key: Any) -> None:
         """Remember a key that was loaded; the oldest are forgotten, and their copies left to LMCache."""
-        with self._lock:
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-            while len(self._keys) > _MAX_KEYS:
-                self._keys.popitem(last=False)
+        self._keys.put(key, None)
 
     def drop(self, gone: Callable[[Any], bool]) -> None:
         """Have LMCache delete the copies under the keys that are `gone`. Blocks for its answer; a failure is logged."""
-        with self._lock:
-            keys = list(self._keys)
-        keys = [key for key in keys if gone(key)]
+        keys = [key for key in self._keys.keys() if gone(key)]  # noqa: SIM118 - no dict
         if keys and self._url is None:
             logger.info(
                 "LMCache's server keeps its copies of %d chunks until it needs the memory; with `lmcache_http` in "
@@ -68,9 +61,8 @@ class Copies:
         if answer.get("skipped"):
             logger.info("LMCache's server keeps its copies of %d chunks that are in use", answer["skipped"])
             return
-        with self._lock:
-            for key in keys:
-                self._keys.pop(key, None)
+        for key in keys:
+            self._keys.pop(key)
 
 
 def _encoded(key: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from ..artifact.cartridge import Place
+from ..artifact.lru import Lru
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..library.index import Hasher
 from ..memory.claim import Claim
@@ -34,9 +35,9 @@ from ..memory.tiles import is_tiled
 from ..settings import from_mapping
 from . import host
 from .control import ControlServer
-from .l1_copies import Copies
+from .l1_copies import L1Copies
 from .l2_tasks import Acknowledgements, Task, Tasks
-from .report import ANYBODY, HASH, Checks, Desk, Report, check_ids, tag_salt
+from .report import ANYBODY, HASH, HashChecks, Report, ReportServer, check_ids, tag_salt
 from .versions import check_versions
 
 logger = logging.getLogger(__name__)
@@ -82,16 +83,16 @@ class CartridgeL2Adapter(L2AdapterInterface):
         host.verify("adapter")
         self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
-        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._ranks: dict[tuple[str, int], EngineRank] = {}
         self._present: Counter[tuple[str, int]] = Counter()
         """How many processes there are that have reported as a rank."""
-        self._tags: OrderedDict[str, str] = OrderedDict()
-        self._checks = Checks()
+        self._tags: Lru[str, str] = Lru(_MAX_TAGS)
+        self._checks = HashChecks()
         self._lock = threading.Lock()
         self._stores = Acknowledgements()
         self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
         self._loads = Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
-        self._desk = Desk(Path(control), self._accept, self._gone)
+        self._reports = ReportServer(Path(control), self._accept, self._gone)
         logger.info("cartridges of %s wait for vLLM's workers at %s", self._settings.home, control)
 
     # What vLLM's workers tell.
@@ -104,38 +105,38 @@ class CartridgeL2Adapter(L2AdapterInterface):
         (ours,) = _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens))
         self._checks.compare(check, ours)
         with self._lock:
-            seat = self._seats.get(report.seat)
-            if seat is None:
+            rank = self._ranks.get(report.key)
+            if rank is None:
                 self._make_room(report.model_name)
-                seat = self._seats[report.seat] = self._open(report)
-            elif seat.report != report:
+                rank = self._ranks[report.key] = self._open(report)
+            elif rank.report != report:
                 raise UnsupportedEngine(
-                    f"an engine of the same name was here before and writes KV as {seat.report.layout} in chunks of "
-                    f"{seat.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
+                    f"an engine of the same name was here before and writes KV as {rank.report.layout} in chunks of "
+                    f"{rank.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
                 )
-            self._present[report.seat] += 1
-            return seat.control.path
+            self._present[report.key] += 1
+            return rank.control.path
 
     def _gone(self, report: Report) -> None:
         """Note that a rank's process has ended. Its store stays, warm, until another engine needs the memory."""
         with self._lock:
-            self._present[report.seat] -= 1
+            self._present[report.key] -= 1
 
     def _make_room(self, model_name: str) -> None:
         """Close the stores of engines that are gone. The lock is held. Raises `UnsupportedEngine` where too many are not."""
-        others = {name for name, _ in self._seats} - {model_name}
-        living = {name for name in others if any(self._present[seat] for seat in self._seats if seat[0] == name)}
+        others = {name for name, _ in self._ranks} - {model_name}
+        living = {name for name in others if any(self._present[rank] for rank in self._ranks if rank[0] == name)}
         if len(living) >= self._engines:
             raise UnsupportedEngine(
                 f"LMCache's server has memory for the cartridges of {self._engines} engine(s) and serves "
                 f"{', '.join(sorted(living))}: end that, start this engine with an LMCache server and `control` of its own, "
                 f'or set "engines": {len(living) + 1} in adapter_params, which divides cpu_bytes among them'
             )
-        for seat in [seat for seat in self._seats if seat[0] in others - living]:
-            logger.info("the cartridges of %s are let go: it is gone, and another engine has come", seat[0])
-            self._seats.pop(seat).close()
+        for rank in [rank for rank in self._ranks if rank[0] in others - living]:
+            logger.info("the cartridges of %s are let go: it is gone, and another engine has come", rank[0])
+            self._ranks.pop(rank).close()
 
-    def _open(self, report: Report) -> _Seat:
+    def _open(self, report: Report) -> EngineRank:
         if report.layout not in ("kv_2ltd", "fused") and not is_tiled(report.layout):
             raise UnsupportedEngine(
                 f"KV in the layout {report.layout} cannot be made here; install one version on both sides"
@@ -154,22 +155,18 @@ class CartridgeL2Adapter(L2AdapterInterface):
             allow_trained=report.allow_trained,
         )
         store = CartridgeStore(self._settings, engine)
-        copies = Copies(self._http)
-        named = _Named(store, self._note, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
+        copies = L1Copies(self._http)
+        named = ClaimingStore(store, self._note, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
         logger.info(
             "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
             self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
         )  # fmt: skip
-        return _Seat(report, store, ControlServer(lambda: named), _objects(report, store), copies)
+        return EngineRank(report, store, ControlServer(lambda: named), _objects(report, store), copies)
 
     def _note(self, tag: str) -> None:
         """Let the keys of a tag be known by their salt."""
-        with self._lock:
-            self._tags[tag_salt(tag)] = tag
-            self._tags.move_to_end(tag_salt(tag))
-            while len(self._tags) > _MAX_TAGS:
-                self._tags.popitem(last=False)
+        self._tags.put(tag_salt(tag), tag)
 
     # Lookup: LMCache's prefetch thread.
 
@@ -192,10 +189,10 @@ class CartridgeL2Adapter(L2AdapterInterface):
     def _lookup(self, task: Task, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
         for row in _rows(keys):
             first = keys[row[0]]
-            seat, tag = self._find(first)
-            if seat is None or first.object_group_id or not seat.takes(descs.get(first.object_group_id)):
+            rank, tag = self._find(first)
+            if rank is None or first.object_group_id or not rank.takes(descs.get(first.object_group_id)):
                 continue
-            found = seat.store.lookup([_hash(keys[i]) for i in row], tag)
+            found = rank.store.lookup([_hash(keys[i]) for i in row], tag)
             if not task.add(row[:found]):
                 self.submit_unlock([keys[i] for i in row[:found]])
 
@@ -203,9 +200,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
         """End one lease of each chunk."""
         for key in keys:
             try:
-                seat, tag = self._find(key)
-                if seat is not None:
-                    seat.store.release(_hash(key), tag)
+                rank, tag = self._find(key)
+                if rank is not None:
+                    rank.store.release(_hash(key), tag)
             except Exception:
                 logger.exception("a chunk was not released; its lease runs out")
 
@@ -225,22 +222,22 @@ class CartridgeL2Adapter(L2AdapterInterface):
 
     def _load(self, task: Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         for i, (key, target) in enumerate(zip(keys, objects, strict=True)):
-            seat, tag = self._find(key)
-            loan = None if seat is None else seat.store.lend(_hash(key), tag)
+            rank, tag = self._find(key)
+            loan = None if rank is None else rank.store.lend(_hash(key), tag)
             if loan is None:
                 continue
             with loan:
                 if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn
                     return
-                seat.copies.note(key)
+                rank.copies.note(key)
 
-    def _find(self, key: ObjectKey) -> tuple[_Seat | None, str | None]:
+    def _find(self, key: ObjectKey) -> tuple[EngineRank | None, str | None]:
         """Return who serves a key and the tag it stands for; nobody where the engine or the tag is not known."""
-        seat = self._seats.get((key.model_name, key.kv_rank))
+        rank = self._ranks.get((key.model_name, key.kv_rank))
         if key.cache_salt == ANYBODY:
-            return seat, None
+            return rank, None
         tag = self._tags.get(key.cache_salt)
-        return (None, None) if tag is None else (seat, tag)
+        return (None, None) if tag is None else (rank, tag)
 
     # Everything LMCache asks of an adapter that stores: nothing is.
 
@@ -259,26 +256,26 @@ class CartridgeL2Adapter(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         """Return what each engine rank is served, as plain values."""
         with self._lock:
-            seats = list(self._seats.values())
+            ranks = list(self._ranks.values())
         return {
             "is_healthy": True,
             "home": str(self._settings.home),
-            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.store.status() for s in seats],
+            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.store.status() for s in ranks],
         }
 
     def close(self) -> None:
         """End all work; no buffer of LMCache's is touched afterwards. Blocks for what is being copied or looked up."""
-        self._desk.close()
+        self._reports.close()
         for tasks in (self._loads, self._lookups):
             tasks.close()
         with self._lock:
-            seats, self._seats = self._seats, {}
-        for seat in seats.values():
-            seat.close()
+            ranks, self._ranks = self._ranks, {}
+        for rank in ranks.values():
+            rank.close()
         self._stores.close()
 
 
-class _Seat(NamedTuple):
+class EngineRank(NamedTuple):
     """One confirmed rank of an engine."""
 
     report: Report
@@ -286,7 +283,7 @@ class _Seat(NamedTuple):
     control: ControlServer
     objects: tuple[tuple[int, ...], ...]
     """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
-    copies: Copies
+    copies: L1Copies
 
     def close(self) -> None:
         """Serve this rank no more. Blocks for what is being loaded."""
@@ -300,12 +297,12 @@ class _Seat(NamedTuple):
         return desc.dtypes[0] == DTYPES[self.store.shape.dtype] and tuple(desc.shapes[0]) in self.objects
 
 
-class _Named:
+class ClaimingStore:
     """A store that tells which tags are claimed: from then on their keys are known."""
 
     def __init__(
-        self, store: CartridgeStore, note: Callable[[str], None], tags: Mapping[str, str], l1_bytes: int | None,
-        copies: Copies,
+        self, store: CartridgeStore, note: Callable[[str], None], tags: Lru[str, str], l1_bytes: int | None,
+        copies: L1Copies,
     ) -> None:  # fmt: skip
         """`tags` are those that were noted, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
         None where that is not known.
@@ -339,7 +336,7 @@ class _Named:
 
     def _is_of(self, key: ObjectKey, digest: str) -> bool:
         """Whether a key may be of a cartridge, and its chunk is not resident."""
-        tag = None if key.cache_salt == ANYBODY else self._tags.get(key.cache_salt, "")
+        tag = None if key.cache_salt == ANYBODY else self._tags.get(key.cache_salt) or ""
         if tag is not None and digest != tag and digest not in tag.split("."):
             return False
         return self._store.resident([_hash(key)], tag) == 0

@@ -30,6 +30,36 @@ def block_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any
     return _common(kv_caches, layers, in_blocks=True)
 
 
+def check_writes(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedEngine` unless every layer's op writes each element of K and V it is given, in whatever order.
+
+    Tells no layout, and so holds for those that are not known, on any device.
+    """
+    for name, cache in kv_caches.items():
+        if cache.dim() != 4:
+            raise UnsupportedEngine(f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed")
+        kv = _some_kv(cache)
+        try:
+            written = _write(cache, layers[name], kv)
+        except Exception as error:
+            raise UnsupportedEngine(f"layer {name} cannot write to its KV cache: {error}") from error
+        if not torch.equal(_elements(written), _elements(kv)):
+            raise UnsupportedEngine(f"layer {name} writes other KV into its cache than it is given")
+
+
+def _elements(kv: torch.Tensor) -> torch.Tensor:
+    """Return the elements as numbers, sorted: equal for tensors with the same bytes in another order."""
+    parts = kv.contiguous().view(torch.uint8).view(-1, kv.itemsize).long()
+    return (parts * 256 ** torch.arange(kv.itemsize)).sum(1).sort().values
+
+
+def _some_kv(cache: torch.Tensor) -> torch.Tensor:
+    """Return random KV of two blocks, `[2, 1, T, H, D]`."""
+    _, heads, block, double = cache.shape
+    kv = torch.randn((2, 1, 2 * block, heads, double // 2), generator=torch.Generator().manual_seed(1))
+    return kv.to(cache.dtype)
+
+
 def _common(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], *, in_blocks: bool) -> str:
     found = {_layer_layout(name, cache, layers.get(name), in_blocks) for name, cache in kv_caches.items()}
     if len(found) != 1:
@@ -46,8 +76,7 @@ def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool) -
         raise UnsupportedEngine(f"the blocks of layer {name} are not in one run of memory")
     _, heads, block, double = cache.shape
     shape = ChunkShape(heads, 1, 2 * block, double // 2, str(cache.dtype).removeprefix("torch."))
-    kv = torch.randn((2, 1, shape.tokens, heads, shape.head_size), generator=torch.Generator().manual_seed(1))
-    kv = kv.to(cache.dtype)
+    kv = _some_kv(cache)
     seen = _write(cache, layer, kv)
     if not in_blocks:
         seen = seen.transpose(1, 2)  # LMCache's view of them

@@ -16,7 +16,6 @@ import stat
 import sys
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from ..artifact.fingerprint import Fingerprint
+from ..artifact.lru import Lru
 from ..errors import UnsupportedEngine
 from . import frames
 from .contract import CONTROL, TAG
@@ -61,7 +61,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_trained: bool
 
     @property
-    def seat(self) -> tuple[str, int]:
+    def key(self) -> tuple[str, int]:
         """What LMCache's keys name this rank by: the model and `kv_rank`."""
         return self.model_name, self.world << 24 | self.rank << 16 | self.world << 8 | self.rank
 
@@ -141,27 +141,22 @@ def confirm(path: str, report: Report, check: str) -> Confirmed:
     return Confirmed(result, connection)
 
 
-class Checks:
+class HashChecks:
     """By which hash LMCache's server was seen to name the chunk of each check."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, int] = OrderedDict()
-        self._lock = threading.Lock()
+        self._seen: Lru[str, int] = Lru(_MAX_CHECKS)
 
     def see(self, salt: str, chunk_hash: int) -> bool:
         """Remember the hash in a key if its salt is a check's; False, and no change, for any other key."""
         if not salt.startswith(_CHECK):
             return False
-        with self._lock:
-            self._seen[salt] = chunk_hash
-            while len(self._seen) > _MAX_CHECKS:
-                self._seen.popitem(last=False)
+        self._seen.put(salt, chunk_hash)
         return True
 
     def compare(self, salt: str, ours: int) -> None:
         """Raise `UnsupportedEngine` unless the server named the chunk of a check as we do: every lookup would miss."""
-        with self._lock:
-            seen = self._seen.pop(salt, None)
+        seen = self._seen.pop(salt)
         if seen is None:
             raise UnsupportedEngine(
                 "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
@@ -181,7 +176,7 @@ def _servers_hash() -> str:
     return parser.parse_known_args(sys.argv[1:])[0].hash_algorithm
 
 
-class Desk:
+class ReportServer:
     """Takes reports at a Unix socket that no other user may open, in threads of its own."""
 
     def __init__(self, path: Path, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
@@ -199,7 +194,7 @@ class Desk:
         self._path = path
         self._server = socketserver.ThreadingUnixStreamServer(str(path), Connection)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="cartridge-desk", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="cartridge-reports", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
