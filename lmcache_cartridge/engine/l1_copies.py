@@ -36,7 +36,7 @@ class L1Copies:
 
     def drop(self, gone: Callable[[Any], bool]) -> None:
         """Have LMCache delete the copies under the keys that are `gone`. Blocks for its answer; a failure is logged."""
-        keys = [key for key in self._keys.keys() if gone(key)]  # noqa: SIM118 - no dict
+        keys = [key for key in self._keys if gone(key)]
         if keys and self._url is None:
             logger.info(
                 "LMCache's server keeps its copies of %d chunks until it needs the memory; with `lmcache_http` in "
