@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -191,3 +192,29 @@ def test_what_the_readme_types_in_python_works(shell: Shell) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith(" 1024")
+
+
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("file", "name"), re.findall(r"`([a-z_/]+\.py)`: `([A-Za-z_.]+)`", STRUCTURE))
+def test_what_the_structure_page_names_is_there(file: str, name: str) -> None:
+    body = ast.parse((ROOT / "lmcache_cartridge" / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        [found] = [node for node in body if getattr(node, "name", None) == part]
+        body = found.body
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_of_a_page_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")}
+    headings = {
+        "#" + re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    for link in links:
+        assert link in headings if link.startswith("#") else (page.parent / link.partition("#")[0]).exists(), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
