@@ -61,7 +61,8 @@ class CartridgeBackend(StoragePluginInterface):
         super().__init__(**kwargs)
         try:
             self._store = self._open()
-            self._objects = self._store and MemoryObjects(self._store.shape, self._store.engine.layout)
+            if self._store is not None:
+                self._objects = MemoryObjects(self._store.shape, self._store.engine.layout)
         except Exception as error:
             CartridgeBackend.refusal = error
             raise
@@ -101,7 +102,7 @@ class CartridgeBackend(StoragePluginInterface):
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Return how many leading keys are resident; with `pin`, load what is missing first and lease it all."""
-        return self._guard(self._contains, keys, pin, default=0)
+        return self._guard(_contains, keys, pin, default=0)
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         """`batched_contains` for one key; a trained cartridge of several chunks is never pinned by one of them."""
@@ -113,16 +114,7 @@ class CartridgeBackend(StoragePluginInterface):
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """End one lease of a chunk; False if it has none."""
-        return self._guard(self._release, key, default=False)
-
-    def _release(self, key: CacheEngineKey) -> bool:
-        return self._store.release(key.chunk_hash, _tag(key))
-
-    def _contains(self, keys: list[CacheEngineKey], pin: bool) -> int:
-        if not keys:
-            return 0
-        ask = self._store.lookup if pin else self._store.resident
-        return ask([key.chunk_hash for key in keys], _tag(keys[0]))
+        return self._guard(_release, key, default=False)
 
     # Retrieval: LMCache's worker thread.
 
@@ -135,13 +127,13 @@ class CartridgeBackend(StoragePluginInterface):
         """Return a memory object over the chunk's resident bytes, LMCache's to release, or None on a miss."""
         return self.batched_get_blocking([key])[0]
 
-    def _get(self, keys: list[CacheEngineKey]) -> list[MemoryObj]:
+    def _get(self, store: CartridgeStore, keys: list[CacheEngineKey]) -> list[MemoryObj]:
         found: list[MemoryObj] = []
         # LMCache asks for the chunks of one request, and a request has one set of tags.
         for _, run in itertools.groupby(keys, operator.attrgetter("tags")):
             asked = list(run)
             hashes = [key.chunk_hash for key in asked]
-            loans = self._store.lend_run(hashes, _tag(asked[0]))
+            loans = store.lend_run(hashes, _tag(asked[0]))
             found += map(self._objects.over, loans)
             if len(loans) < len(hashes):
                 break
@@ -178,14 +170,25 @@ class CartridgeBackend(StoragePluginInterface):
         return type(self).__name__
 
     def _guard(self, call: Callable, *args: Any, default: Any) -> Any:
-        """Return `call(*args)`, or `default` if there is no store or anything at all goes wrong."""
+        """Return `call(store, *args)`, or `default` if there is no store or anything at all goes wrong."""
         if self._store is None:
             return default
         try:
-            return call(*args)
+            return call(self._store, *args)
         except Exception:
             logger.exception("a cartridge lookup failed; LMCache is told of a miss")
             return default
+
+
+def _release(store: CartridgeStore, key: CacheEngineKey) -> bool:
+    return store.release(key.chunk_hash, _tag(key))
+
+
+def _contains(store: CartridgeStore, keys: list[CacheEngineKey], pin: bool) -> int:
+    if not keys:
+        return 0
+    ask = store.lookup if pin else store.resident
+    return ask([key.chunk_hash for key in keys], _tag(keys[0]))
 
 
 class MemoryObjects:
@@ -247,10 +250,8 @@ def stores() -> list[CartridgeStore]:
 
 def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
     """Return the process's one store for these settings and this engine, opening it if need be."""
-    identity = (
-        settings.model_dump_json(),
-        engine._replace(hasher=None, fingerprint=msgspec.json.encode(engine.fingerprint)),
-    )
+    facts = engine._asdict() | {"hasher": None, "fingerprint": msgspec.json.encode(engine.fingerprint)}
+    identity = settings.model_dump_json(), tuple(facts.values())
     with _stores_lock:
         if identity not in _stores:
             _stores[identity] = CartridgeStore(settings, engine)

@@ -92,7 +92,7 @@ class ControlClient:
             try:
                 sent = self._outbox.get(timeout=max(next_at - time.monotonic(), 0.0))
             except queue.Empty:
-                sent = None, None, b""
+                sent = 0, None, b""
             if sent is None:
                 return
             if sent[2]:
@@ -174,7 +174,8 @@ class _Call:
     """One call under way, until all ranks have answered."""
 
     def __init__(self, method: str, ranks: int) -> None:
-        self.method, self.future = method, Future()
+        self.method = method
+        self.future: Future[list[Any]] = Future()
         self._results: dict[int, Any] = {}
         self._error: str | None = None
         self._ranks, self._lock = ranks, threading.Lock()

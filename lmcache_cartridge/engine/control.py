@@ -46,8 +46,9 @@ _MAX_RELEASED = 1 << 14
 class ControlServer:
     """Answers calls for the store of this process, in threads of its own, until the process ends."""
 
-    def __init__(self, store: Callable[[], CartridgeStore]) -> None:
-        """Listen at `path`, which no other user may open. `store` is asked for the store at every call.
+    def __init__(self, store: Callable[[], Any]) -> None:
+        """Listen at `path`, which no other user may open. `store` is asked at every call for the `CartridgeStore`, or for
+        what has its methods.
 
         Removes what servers left whose process was killed.
         """
@@ -72,14 +73,14 @@ class ControlServer:
         self._server.server_close()
 
 
-def _answer(connection: socket.socket, store: Callable[[], CartridgeStore]) -> None:
+def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     """Answer one client until it goes; its claims end with it.
 
     Claims are answered in the order in which they come, which waits for nothing. Every other call has a thread.
     """
     claims, sending, threads = _Claims(store), threading.Lock(), threading.BoundedSemaphore(_MAX_CALLS)
-    at_once = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
-    methods = {
+    at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
+    methods: dict[str, Callable[..., Any]] = {
         "preload": lambda tag, places: store().preload(tag, _places(places))._asdict(),
         "pin": lambda digest: store().pin(digest),
         "unpin": lambda digest: store().unpin(digest),

@@ -19,13 +19,20 @@ if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def transfer_of(config: VllmConfig) -> KVTransferConfig:
+    """Return an engine's KV transfer configuration. Raises `UnsupportedEngine` where it has none."""
+    if config.kv_transfer_config is None:
+        raise UnsupportedEngine("the engine has no --kv-transfer-config, which names the connector for cartridges")
+    return config.kv_transfer_config
 
 
 def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
     """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
-    transfer = config.kv_transfer_config
+    transfer = transfer_of(config)
     refuse = UnsupportedEngine
     if transfer.kv_role != "kv_consumer":
         raise refuse(
@@ -61,7 +68,7 @@ def _is_one_of_several(config: VllmConfig) -> bool:
 
     Engines of dense models are told that they are alone; the name that vLLM gives each for KV transfer is what is left.
     """
-    parallel, name = config.parallel_config, config.kv_transfer_config.engine_id or ""
+    parallel, name = config.parallel_config, transfer_of(config).engine_id or ""
     return parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0 or bool(re.search(r"_dp\d+$", name))
 
 
@@ -124,7 +131,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         layout=_layout(engine, vllm_config),
         hasher=host.hasher(engine),
         pin_memory=torch.cuda.is_available(),
-        allow_trained=vllm_config.kv_transfer_config.kv_load_failure_policy == "fail",
+        allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
     )
 
 

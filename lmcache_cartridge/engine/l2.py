@@ -223,8 +223,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
     def _load(self, task: Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         for i, (key, target) in enumerate(zip(keys, objects, strict=True)):
             rank, tag = self._find(key)
-            loan = None if rank is None else rank.store.lend(_hash(key), tag)
-            if loan is None:
+            if rank is None or (loan := rank.store.lend(_hash(key), tag)) is None:
                 continue
             with loan:
                 if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn

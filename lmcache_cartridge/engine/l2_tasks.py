@@ -52,7 +52,8 @@ class Tasks:
         self._deadline_s = deadline_s
         self._notifier = create_event_notifier()
         self.fd = self._notifier.fileno()
-        self._ids, self._tasks = count(1), {}
+        self._ids = count(1)
+        self._tasks: dict[int, Task] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"cartridge-l2-{name}")
         self._stopping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name=f"cartridge-l2-{name}-sweep", daemon=True)
@@ -113,7 +114,8 @@ class Acknowledgements:
     def __init__(self) -> None:
         self._notifier = create_event_notifier()
         self.fd = self._notifier.fileno()
-        self._ids, self._done, self._lock = count(1), {}, threading.Lock()
+        self._ids, self._lock = count(1), threading.Lock()
+        self._done: dict[int, L2StoreResult] = {}
 
     def put(self, result: L2StoreResult) -> int:
         task_id = next(self._ids)

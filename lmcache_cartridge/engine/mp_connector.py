@@ -18,7 +18,7 @@ from . import host
 from .connector import positions_to_inject, warn_without_api
 from .contract import CONTROL
 from .control import offer
-from .describe import check_vllm, fingerprint_of
+from .describe import check_vllm, fingerprint_of, transfer_of
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
 from .versions import versions
@@ -57,7 +57,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         host.start("multiprocess")
         check_vllm(vllm_config, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
+        transfer = transfer_of(vllm_config)
         if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
             raise UnsupportedEngine(
                 "several LMCache servers are not supported; give lmcache.mp.host and lmcache.mp.port"
@@ -103,7 +103,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             allow_trained=self._engine.allow_trained,
         )
         logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
-        path = self._config.kv_transfer_config.get_from_extra_config(CONTROL, None)
+        path = transfer_of(self._config).get_from_extra_config(CONTROL, None)
         return confirm(path, report, self._look_up_check())
 
     def _look_up_check(self) -> str:
@@ -227,6 +227,6 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
     fingerprint = fingerprint_of(vllm_config, _Metadata(spec.dtype, (len(group.layer_names),)))
-    allow_trained = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
+    allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
     name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions())
     return _Engine(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)

@@ -128,7 +128,7 @@ class Canaries:
         for row in await asyncio.to_thread(registry.having, untried):
             try:
                 selection = await self._resolve([Reference(id=row.name, source="registry")])
-                refusal = await self.check(selection)
+                refusal: Exception | None = await self.check(selection)
             except (Refusal, CartridgeError) as error:
                 refusal = error
             if refusal is None:
@@ -139,7 +139,7 @@ class Canaries:
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
         for trial in trials(selection) if self._settings.canary else ():
-            if problem := self._results.get(self._key(trial)):
+            if (key := self._key(trial)) is not None and (problem := self._results.get(key)):
                 return _failed(trial.manifest, problem)
         return None
 
@@ -170,7 +170,7 @@ class Canaries:
     def _key(self, trial: Trial) -> tuple[str, ServedCanary] | None:
         """Return the key of a trial's result; None where there can be no trial."""
         manifest = trial.manifest
-        if not trial.questions:
+        if not trial.questions or manifest.canary is None:
             return None
         size = trial.positions * manifest.fingerprint.token_bytes
         if trial.longest > self._engine.model_config.max_model_len or (
@@ -236,7 +236,8 @@ class Canaries:
         """Return the engine's last output, None where there is none."""
         last = None
         request_id = f"cartridge-canary-{uuid.uuid4().hex}"
-        async for output in self._engine.generate({"type": "token", **prompt}, params, request_id):
+        tokens: Any = {"type": "token", **prompt}
+        async for output in self._engine.generate(tokens, params, request_id):
             last = output
         return last
 

@@ -105,7 +105,7 @@ def plan(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": allowed_plugins(),
     }
-    transfer = {
+    transfer: dict[str, Any] = {
         "kv_connector": "CartridgeConnector",
         "kv_connector_module_path": "lmcache_cartridge.engine.connector",
         "kv_role": "kv_consumer",
@@ -126,7 +126,7 @@ def plan(
                 CONTROL: control_path(port),
             },
         }
-    engine = {
+    engine: dict[str, Any] = {
         "kv_transfer_config": _merged(transfer, arguments.mapping(TRANSFER)),
         "worker_extension_cls": WORKER_EXTENSION,
     }

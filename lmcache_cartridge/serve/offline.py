@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vllm import LLM, SamplingParams
 
@@ -24,7 +24,9 @@ _tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyD
 """By engine and tag: how the engine's answers to a canary differ from those expected, None if they do not."""
 
 
-def engine_arguments(settings: Settings, *, chunk_tokens: int = 256, on_load_failure: str = "fail") -> dict[str, Any]:
+def engine_arguments(
+    settings: Settings, *, chunk_tokens: int = 256, on_load_failure: Literal["fail", "recompute"] = "fail"
+) -> dict[str, Any]:
     """Return keyword arguments for `LLM(model, ...)`, having written the LMCache YAML and set its environment.
 
     Call it before `LLM` starts the engine; arguments of your own go beside these.
@@ -50,13 +52,14 @@ def with_cartridges(
     that this engine does not answer right from.
     """
     selection = Resolver(settings).resolve(read_references({"cartridges": list(cartridges)}, None))
-    tokenizer = llm.get_tokenizer()
+    tokenizer: Any = llm.get_tokenizer()
+    given: Any = prompt
     if isinstance(prompt, str):
         own = tokenizer.encode(prompt)
     elif prompt and isinstance(prompt[0], dict):
-        own = tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False)
+        own = tokenizer.apply_chat_template(given, tokenize=True, add_generation_prompt=True, return_dict=False)
     else:
-        own = list(prompt)
+        own = list(given)
     if own and own[0] == tokenizer.bos_token_id:
         own = own[1:]
     if not own:
@@ -116,7 +119,7 @@ def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -
     """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
     if llm not in _clients:
         _clients[llm] = ControlClient(llm.collective_rpc(CONTROL_METHOD))
-    claim = _clients[llm].claim(selection.tag, selection.located)
+    claim = _clients[llm].claim(selection.tag or "", selection.located)
     prompt.claim = claim
     deadline = time.monotonic() + settings.ready_timeout_s
     while True:

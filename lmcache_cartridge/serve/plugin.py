@@ -15,6 +15,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from ..engine import host
+from ..errors import UnsupportedEngine
 from ..memory.loads import LOAD_SECONDS
 from ..settings import from_environment
 from .admin import add_routes
@@ -54,6 +55,8 @@ class CartridgePlugin:
             raise self._failed
         host.start("api")
         admission = self._admission
+        if engine_client is None:
+            raise UnsupportedEngine("this server has no engine, and cartridges need one")
         await admission.start(engine_client)
         host.wrap_handlers(
             state,

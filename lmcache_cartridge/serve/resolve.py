@@ -192,8 +192,8 @@ class Resolver:
                 check_shift(manifest.fingerprint.rope)
             except UnsupportedModel as error:
                 raise Refusal(422, f"{manifest.name} cannot stand behind another cartridge: {error}") from None
-        documents = [one.document_ids for one in each]
-        whole = None if None in documents else tuple(chain.from_iterable(documents))
+        documents = [one.document_ids for one in each if one.document_ids is not None]
+        whole = tuple(chain.from_iterable(documents)) if len(documents) == len(each) else None
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
         places = tuple((str(one.root), one.location) for one in each)
         ids = tuple(chain.from_iterable(one.token_ids for one in each))
@@ -234,13 +234,13 @@ class Resolver:
             self._rows.pop(reference.id)
             raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
         except RegistryError as error:
-            rows = self._rows.get(reference.id)
+            known = self._rows.get(reference.id)
             if self._clock() >= self._warned_s + _WARN_EVERY_S:
                 self._warned_s = self._clock()
                 logger.warning("what was found before is served on: %s", error)
-            if rows is None:
+            if known is None:
                 raise Refusal(503, "the registry cannot be read now", retry_after_s=5) from None
-            return rows
+            return known
         return self._rows.put(reference.id, rows)
 
     def _of(self, reference: Reference, row: RegistryEntry, wait: bool) -> Found:

@@ -127,7 +127,7 @@ class GuardedEngine:
         """
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
         if isinstance(transfer, Grant):
-            outputs = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
+            outputs: Any = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
         elif isinstance(transfer, Computed):
             outputs = self._inner.generate(prompt, params, request_id, **kwargs)
         else:
