@@ -60,6 +60,18 @@ def test_what_is_lent_is_the_kv_that_was_written(home: Home, kind: str) -> None:
     assert_served(store, made, prompt_for(home, made))
 
 
+def test_what_is_not_trusted_yet_loads_and_answers_nothing(home: Home) -> None:
+    """So that it is in memory by the time that the engine was tried with it, or its damage is known."""
+    made = home.make(positions=64)
+    prompt, store = prompt_for(home, made), home.open()
+    store.trust([])
+    assert store.lookup(prompt.hashes) == 0
+    until(lambda: store.resident(prompt.hashes) == prompt.whole)
+    assert (store.lookup(prompt.hashes), store.untried()) == (0, [made.manifest.digest])
+    store.trust([made.manifest.digest])
+    assert_served(store, made, prompt)
+
+
 def test_the_tail_and_the_question_are_the_engines_to_compute(home: Home) -> None:
     made = home.make(positions=72)
     prompt = prompt_for(home, made)

@@ -133,8 +133,10 @@ class CartridgeStore:
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         if needed is None or not keys or len(keys) < needed:
             return 0
-        if tag is None:
-            keys = keys[: self._count_trusted(keys)]
+        if tag is None and (trusted := self._count_trusted(keys)) < len(keys):
+            with self.cpu.hold(keys[trusted:]) as untried:
+                untried.poll()  # it loads while the engine is tried with it
+            keys = keys[:trusted]
         device = self.device
         if device is not None and device.resident(keys) == len(keys) and device.lease(keys, 0.0, whole=True):
             return len(keys)
