@@ -317,8 +317,9 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(
     for name in ("hot", "other"):
         _run(_admit(plain, name))
         assert read(store.claim(home.registry.find(name).digest, {})).poll().ready
-    assert (store.stats().resident, store.stats().held) == (6, 0)
+    until(lambda: (store.stats().resident, store.stats().held) == (6, 0))  # whoever was admitted is gone
     _run(_admit(plain, "hot", force_redownload=True))
+    until(lambda: store.stats().held == 0)
     assert (store.stats().evicted, store.stats().resident) == (0, 6)
     _run(_admit(admin, "hot", force_redownload=True))
     assert store.stats().evicted == 4
