@@ -135,6 +135,7 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     from lmcache_cartridge.engine.inject import EngineWriteConnector
     from lmcache_cartridge.library.registry import Registry
 
+    before = s3_threads()
     model = scratch / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(case.shape.config()))
@@ -174,7 +175,12 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
                 keys, s3,
             )  # fmt: skip
         plugin(engine).close()
-        wait_for(lambda: not any("s3" in thread.name for thread in threading.enumerate()), "the end of S3's threads")
+        wait_for(lambda: not s3_threads() - before, "the end of S3's threads")
+
+
+def s3_threads() -> set[threading.Thread]:
+    """Return the threads of every open S3 source of this process."""
+    return {thread for thread in threading.enumerate() if "s3" in thread.name}
 
 
 def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from serving import SERVER_ARGS
 from wards import MODEL, Asker, patients, register, write_ward
 from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
 
+from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape
@@ -85,7 +87,9 @@ def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched: Wa
 
 
 @WITHOUT_DEVICE
-def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched: Watched) -> None:
+def test_evictions_pins_claims_refusals_and_quarantines_are_told(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = {"rank": "0"}
     made = watched.make("a")
     watched.make("alien", dtype="float16")
@@ -98,8 +102,17 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched: Watche
     assert store.evict(made.manifest.digest) == 4
     assert watched.value("evicted_total", tier="cpu", **rank) == 4
     assert watched.value("resident_bytes", tier="cpu", **rank) == 0
-    claims = [watched.stores[0].claim(m.manifest.digest, {}) for m in (made, watched.make("b", seed=1))]
+    both = (made, watched.make("b", seed=1))
+    go_on, read_into = threading.Event(), LocalSource.read_into
+
+    def when_told(*arguments: Any) -> None:
+        assert go_on.wait(60)
+        read_into(*arguments)
+
+    monkeypatch.setattr(LocalSource, "read_into", when_told)
+    claims = [watched.stores[0].claim(m.manifest.digest, {}) for m in both]
     assert watched.value("waiting_claims", **rank) == 2
+    go_on.set()
     for claim in claims:
         while not claim.poll().ready:
             time.sleep(0.01)
