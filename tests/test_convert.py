@@ -205,11 +205,12 @@ def test_the_ids_of_a_fork_cartridge_are_looked_at(model: CausalModel, ids: list
     assert bring(model, tmp_path / "a.pt", tmp_path / "out").manifest.kind == "prefill"
 
 
-@pytest.mark.parametrize("where", ["json list", "json dict", "pt", "directory"])
+@pytest.mark.parametrize("where", ["json list", "json dict", "pt", "pt of a tensor", "directory"])
 def test_ids_alone_make_a_cartridge_of_tokens(model: CausalModel, ids: list[int], tmp_path: Path, where: str) -> None:
-    path = tmp_path / ("a.pt" if where == "pt" else "prefix_token_ids.json")
-    if where == "pt":
-        torch.save({"token_ids": ids[:50], "kv_cache": None, "metadata": {"a": [1]}}, path)
+    path = tmp_path / ("a.pt" if "pt" in where else "prefix_token_ids.json")
+    if "pt" in where:
+        content = torch.tensor([ids[:50]]) if "tensor" in where else ids[:50]
+        torch.save({"token_ids": content, "kv_cache": None, "metadata": {"a": [1]}}, path)
     else:
         path.write_text(json.dumps({"token_ids": ids[:50]} if where == "json dict" else ids[:50]))
     done = bring(model, tmp_path if where == "directory" else path, tmp_path / "out")
@@ -330,7 +331,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "inf": (lambda p: _with(p, _set(0, 1, 63, 0, 0, value=-torch.inf)), "keys of layer 1 at position 63.*-inf"),
     "too few ids": (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     "vocabulary": (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    "ids that are none": (lambda p: _ids(p, [1.5] * 64), "not a list of at least one whole number"),
+    **{f"ids that are none: {ids}": (lambda p, ids=ids: _ids(p, ids), "not a list of at least one whole number")
+       for ids in ([1.5] * 2, [], [True], [[5]], "5")},
     "vocabulary of a document": (lambda p: _document(p, [5, 1 << 40]), "token id 1099511627776 is outside"),
     "frozen and fixed": (_both, "both frozen_keys and fixed_keys"),
     "frozen keys without values": (lambda p: _lost(p, "frozen_values"), "3 frozen_keys and 0 frozen_values"),

@@ -23,7 +23,7 @@ from .options import (
     root_of,
     settings_of,
 )
-from .show import fields, progress, show, size, table
+from .show import fields, progress, show, size, table, working
 
 if TYPE_CHECKING:
     from ..library.registry import Registry, RegistryEntry
@@ -130,11 +130,15 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Registry
     if not (arguments.id and arguments.model):
         raise ArtifactError(f"{path} is a file; for token ids give --id and --model too")
     check_id(arguments.id)
-    model = load_model(arguments)
-    from ..make import tokens
+    with working("read the token ids", arguments.format):
+        from ..make.foreign.convert import import_
+        from ..make.foreign.recognise import recognise
 
+        foreign = recognise(path)
+    if foreign.segments:
+        raise ArtifactError(f"{path}: holds KV beside its token ids; `lmcache-cartridge import` takes both")
     version, root = next_version(arguments, registry)
-    tokens.build(model, path, root, cartridge_id=arguments.id, version=version)
+    import_(load_model(arguments), foreign, root, cartridge_id=arguments.id, version=version)
     return root
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...errors import ForeignFormatError
-from ..tokens import DOCUMENT_IDS, IDS, ids_beside, plain_ids, read_json
 from . import pickle
 from .formats import Foreign, Pairs
+from .ids import DOCUMENT_IDS, IDS, ids_beside, plain_ids, read_json
 
 _FLAT = re.compile(r"layers\.(\d{1,4})\.attention\.prefix\.(keys|values)")
 _NAMES = (("k", "v"), ("key", "value"), ("keys", "values"))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from blake3 import blake3
 
 from ...artifact.manifest import Manifest, Origin
+from ...artifact.writing import ArtifactWriter
 from ...errors import ForeignFormatError
-from .. import tokens
 from ..document import read_document
 from ..model import CausalModel
 from ..progress import Progress, silent
 from ..write import write_kv
 from .fit import ForeignKV, settle
 from .formats import Foreign
+from .ids import check_vocabulary, plain_ids
 
 FIRST_LAYER = {"bfloat16": 0.02, "float16": 0.003, "float32": 0.0005}
 """How far the K or V of one position of layer 0 may be from a plain forward pass's, relative to its norm.
@@ -71,15 +73,13 @@ def import_(
     if not foreign.segments:
         if document is not None:
             raise ForeignFormatError(f"{foreign.source}: token ids alone are a document; leave --document out")
-        manifest = tokens.write(
-            model,
-            tokens.plain_ids(foreign.token_ids, foreign.source),
-            root,
-            model.provenance("import", origin=_origin(foreign)),
-            source=foreign.source,
-            cartridge_id=cartridge_id,
-            version=version,
-        )
+        ids = plain_ids(foreign.token_ids, foreign.source)
+        check_vocabulary(model, ids, foreign.source)
+        with ArtifactWriter(
+            root, cartridge_id=cartridge_id, version=version, kind="tokens", fingerprint=model.fingerprint,
+            token_ids=np.array(ids),
+        ) as writer:  # fmt: skip
+            manifest = writer.commit(model.provenance("import", origin=_origin(foreign)))
         warnings = _model_warnings(model, foreign)
         return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS, warnings)
     order, layers = settle(foreign, model.fingerprint, axes)
@@ -90,7 +90,7 @@ def import_(
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
     about = read_document(model, document, must_fit=False) if document else None
     document_ids = about.ids if about else foreign.document_ids
-    tokens.check_vocabulary(model, document_ids or [], foreign.source)
+    check_vocabulary(model, document_ids or [], foreign.source)
     named = {"document": about.path.name, "document_blake3": about.blake3} if about else {}
     manifest = write_kv(
         model,
@@ -124,7 +124,7 @@ def _judge(
         return "no token ids come with it: trained", False
     if len(ids) != kv.positions:
         raise ForeignFormatError(f"{foreign.source}: {len(ids)} token ids for KV of {kv.positions} positions")
-    tokens.check_vocabulary(model, ids, foreign.source)
+    check_vocabulary(model, ids, foreign.source)
     worst, apart, size, done = 0.0, torch.zeros(1), torch.zeros(1), 0
     for found, computed in zip(kv.chunks(chunk_tokens), model.prefill(ids, chunk_tokens), strict=True):
         exact = computed.double().flatten(3)

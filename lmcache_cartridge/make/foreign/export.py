@@ -15,7 +15,7 @@ from ...artifact.manifest import Manifest
 from ...errors import ArtifactError, CartridgeExists, SettingsError
 from ..payload import read_kv
 from ..progress import Progress, silent
-from ..tokens import DOCUMENT_IDS, IDS
+from .ids import DOCUMENT_IDS, IDS
 from .peft import TENSOR, WEIGHTS, to_peft
 
 CHECKPOINT = "cartridge.pt"

@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import ForeignFormatError
-from ..tokens import DOCUMENT_IDS, IDS, ids_beside, read_json
 from . import pickle
 from .formats import Foreign
+from .ids import DOCUMENT_IDS, IDS, ids_beside, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from ...errors import ForeignFormatError, SourceError
-from ..tokens import DOCUMENT_IDS, IDS, read_ids
 from . import checkpoint, peft
 from .formats import Foreign
+from .ids import DOCUMENT_IDS, IDS, read_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
