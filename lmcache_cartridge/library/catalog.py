@@ -69,7 +69,7 @@ class Catalog:
         self._removed: list[str] = []
         self._sequence, self._pruned = 0, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
-        self._queue = ReadQueue(self._read_queued, self._write_rows, clock)
+        self._queue = ReadQueue(self._read_queued, clock)
         self._reader = RowReader(self.index, copies, fingerprint, allow_trained=allow_trained)
         self._cache = RowCache.of(cache_dir, (self._reader.facts, str(registry.path.absolute())))
         self._unwritten: list[Row] = []
@@ -113,7 +113,8 @@ class Catalog:
             for digest in self._entries.drop_expired():
                 self._manifests.pop(digest)
                 self.index.forget(digest)
-        self._queue.read_on(needed=bool(self._unwritten))
+        self._queue.read_on()
+        self._queue.later(self._write_rows)
         return removed
 
     def add(self, digest: str, place: Place) -> None:
@@ -193,14 +194,6 @@ class Catalog:
         """Return the lengths of `names` and `refused`; its cost grows with the quarantine alone."""
         with self._lock:
             return self._entries.counts(self.quarantined)
-
-    def unread(self) -> int:
-        """Return how many registered cartridges are still to be read, or again."""
-        return len(self._queue)
-
-    def is_idle(self) -> bool:
-        """Whether nothing is read in the background at this moment."""
-        return self._queue.is_idle()
 
     def refusal(self, tag: str) -> CartridgeError | None:
         """Return why a cartridge or chain will not be served, None if it may be."""
@@ -294,8 +287,7 @@ class Catalog:
                 self._give_up(request, error)
         else:
             with self._lock:
-                still_wanted, _ = self._queue.take(request)
-                if still_wanted:
+                if self._queue.take(request) is not None:
                     self._put(name, row, cartridge)
                     self._keep_row(row)
         if network and len(self._unwritten) >= _BATCH_ROWS:
@@ -316,8 +308,8 @@ class Catalog:
         name, digest, location = request
         kind, message = type(error).__name__, str(error)
         with self._lock:
-            still_wanted, complaint = self._queue.take(request)
-            if not still_wanted:
+            complaint = self._queue.take(request)
+            if complaint is None:
                 return
             self._refuse(name, digest, error, quiet=message == complaint)
             if kind not in PERMANENT:

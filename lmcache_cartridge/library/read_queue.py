@@ -31,22 +31,17 @@ class ReadRequest(NamedTuple):
 
 class _Queued(NamedTuple):
     request: ReadRequest
-    due_at: float | None
-    """None where it was not tried yet."""
-    complaint: str | None
+    due_at: float = float("-inf")
+    complaint: str = ""
+    """Empty where it was not tried yet."""
 
 
 class ReadQueue:
     """Requests by the name that a cartridge is registered under. Safe from any thread."""
 
-    def __init__(
-        self, read: Callable[[ReadRequest, bool], None], after: Callable[[], None], clock: Callable[[], float]
-    ) -> None:
-        """`read` reads one, over the network only if it is told True, and calls `take` when it is done with it.
-
-        `after` is called in the background at the end of each round there.
-        """
-        self._read, self._after, self._clock = read, after, clock
+    def __init__(self, read: Callable[[ReadRequest, bool], None], clock: Callable[[], float]) -> None:
+        """`read` reads one, over the network only if it is told True, and calls `take` when it is done with it."""
+        self._read, self._clock = read, clock
         self._queued: dict[str, _Queued] = {}
         self._lock = threading.Lock()
         self._rest_until = float("-inf")
@@ -63,7 +58,7 @@ class ReadQueue:
     def add(self, requests: Iterable[ReadRequest]) -> None:
         """Queue some; a later one of a name takes the place of an earlier one."""
         with self._lock:
-            self._queued.update((one.name, _Queued(one, None, None)) for one in requests)
+            self._queued.update((one.name, _Queued(one)) for one in requests)
 
     def drop(self, name: str) -> None:
         """Take the request of a name out; no change if there is none."""
@@ -71,17 +66,17 @@ class ReadQueue:
             with self._lock:
                 self._queued.pop(name, None)
 
-    def take(self, request: ReadRequest) -> tuple[bool, str | None]:
-        """Take one out; return whether it was there, and the complaint it was put back with last.
+    def take(self, request: ReadRequest) -> str | None:
+        """Take one out; return the complaint it was put back with last, empty without any.
 
-        It is not where the cartridge was removed or replaced while it was read.
+        None where it is not there: the cartridge was removed or replaced while it was read.
         """
         with self._lock:
             queued = self._queued.get(request.name)
             if queued is None or queued.request != request:
-                return False, None
+                return None
             del self._queued[request.name]
-            return True, queued.complaint
+            return queued.complaint
 
     def put_back(self, request: ReadRequest, complaint: str) -> None:
         """Have one read again after a while."""
@@ -97,23 +92,16 @@ class ReadQueue:
                 return
             self._try(one, False)
 
-    def read_on(self, *, needed: bool = False) -> None:
-        """Start a round in the background of all that is due, unless one is under way or nothing is due.
-
-        With `needed` it starts even if nothing is due.
-        """
+    def read_on(self) -> None:
+        """Start a round in the background of all that is due, unless one is under way or nothing is due."""
         with self._lock:
-            if self._closing or not self.is_idle():
+            if self._closing or (self._round is not None and not self._round.done()):
                 return
             now = self._clock()
             rested = now >= self._rest_until
-            due = [q.request for q in self._queued.values() if q.due_at is None or (q.due_at <= now and rested)]
-            if due or needed:
+            due = [q.request for q in self._queued.values() if q.due_at <= now and (rested or not q.complaint)]
+            if due:
                 self._round = self._pool.submit(self._read_all, due)
-
-    def is_idle(self) -> bool:
-        """Whether no round is under way."""
-        return self._round is None or self._round.done()
 
     def later(self, work: Callable[[], None]) -> None:
         """Have something else done in the background, after the round that is under way."""
@@ -139,12 +127,11 @@ class ReadQueue:
         if told > started:
             logger.info("%d cartridges are read", len(due))
         self._rest_until = self._clock() + _REST * (time.monotonic() - started)
-        self._after()
 
     def _try(self, request: ReadRequest, network: bool) -> None:
         try:
             self._read(request, network)
         except Exception as error:  # whatever it is, the others must be read
             logger.exception("cartridge %s was not read", request.name)
-            if self.take(request)[0]:
-                self.put_back(request, str(error))
+            if self.take(request) is not None:
+                self.put_back(request, str(error) or type(error).__name__)
