@@ -26,12 +26,27 @@ class SmallFile(NamedTuple):
     """Changes whenever the file does; compare for equality only."""
 
 
-class RangeReader(Protocol):
-    """Ranges of files, read into the caller's memory. Safe from any thread.
+class FileReader(Protocol):
+    """Small files, and facts about files. Safe from any thread.
 
     A *location* is an artefact's absolute directory or its `s3://bucket/prefix`; `file` is a file of it. Every read
-    blocks. All raise `SourceError`: `SourceNotFound`, `SourceDenied` or `SourceTimeout` where it is known to be that,
-    and `TruncatedPayload` where the file ends early. After an error a buffer's bytes are undefined, and nothing is
+    blocks. All raise `SourceError`: `SourceNotFound`, `SourceDenied` or `SourceTimeout` where it is known to be that.
+    """
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
+        """Return a whole file, None if its revision still is `known`. Refuses a file larger than `limit_bytes`."""
+
+    def size(self, location: str, file: str) -> int:
+        """Return the size of a file in bytes."""
+
+    def revision(self, location: str, file: str) -> str:
+        """Return a file's revision, as `read` does."""
+
+
+class ByteSource(FileReader, Protocol):
+    """Read-only bytes of artefacts. Ranges are read into the caller's memory.
+
+    Where a file ends early `TruncatedPayload` is raised. After an error a buffer's bytes are undefined, and nothing is
     written to it.
     """
 
@@ -47,22 +62,6 @@ class RangeReader(Protocol):
     def request_bytes(self, location: str) -> int:
         """Return the size of a request, where a few large ones cost less than many small ones; 0 elsewhere."""
 
-
-class FileReader(Protocol):
-    """Small files, and facts about files. Safe from any thread; raises as `RangeReader` does."""
-
-    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
-        """Return a whole file, None if its revision still is `known`. Refuses a file larger than `limit_bytes`."""
-
-    def size(self, location: str, file: str) -> int:
-        """Return the size of a file in bytes."""
-
-    def revision(self, location: str, file: str) -> str:
-        """Return a file's revision, as `read` does."""
-
-
-class ByteSource(RangeReader, FileReader, Protocol):
-    """Read-only bytes of artefacts."""
 
     def close(self) -> None:
         """Give back connections and threads. Reads still under way may fail."""

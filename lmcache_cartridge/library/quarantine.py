@@ -36,28 +36,24 @@ class Quarantine:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def put(self, digest: str, reason: str) -> None:
-        """Quarantine a cartridge. Never raises: where the file cannot be written other processes find out themselves."""
-        self._write(self._path(digest), reason)
-
-    def put_copy(self, digest: str, copy: BadCopy) -> None:
-        """Note what caused a quarantine. Never raises."""
-        self._write(self._path(digest, ".copy"), f"{copy.location}\n{copy.revision}")
-
-    def copy(self, digest: str) -> BadCopy | None:
-        """Return what on S3 caused a quarantine, None if nothing did."""
+    def put(self, digest: str, reason: str, copy: BadCopy | None = None) -> bool:
+        """Quarantine a cartridge, with what on S3 caused it; whether that could be noted for other processes."""
+        text = "\n".join((reason, *(copy or ("", ""))))
         try:
-            location, _, revision = self._path(digest, ".copy").read_text(encoding="utf-8").partition("\n")
-        except (OSError, ValueError):
-            return None
-        return BadCopy(location, revision)
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            files.replace(self._path(digest), [text.encode("utf-8", "backslashreplace")], 0o600)
+        except OSError:
+            return False
+        return True
 
     def reason(self, digest: str) -> str | None:
         """Return why a cartridge is quarantined, None if it is not."""
-        try:
-            return self._path(digest).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
+        return self._read(digest)[0]
+
+    def copy(self, digest: str) -> BadCopy | None:
+        """Return what on S3 caused a quarantine, None if nothing did."""
+        _, location, revision = self._read(digest)
+        return BadCopy(location, revision) if location else None
 
     def digests(self) -> set[str]:
         """Return the digests of every quarantined cartridge."""
@@ -68,16 +64,19 @@ class Quarantine:
 
     def lift(self, digest: str) -> None:
         """Let a cartridge be served again; no change if it may already."""
-        self._path(digest, ".copy").unlink(missing_ok=True)
         self._path(digest).unlink(missing_ok=True)
 
-    def _write(self, path: Path, text: str) -> None:
-        with suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files.replace(path, [text.encode("utf-8", "backslashreplace")], 0o600)
+    def _read(self, digest: str) -> tuple[str | None, str, str]:
+        """Return reason, location and revision; the last two are the last lines, empty where nothing on S3 caused it."""
+        try:
+            text = self._path(digest).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None, "", ""
+        reason, location, revision = (*text.rsplit("\n", 2), "", "")[:3]  # by hand, a reason alone will do
+        return reason, location, revision
 
-    def _path(self, digest: str, suffix: str = ".txt") -> Path:
-        return self._directory / f"{digest}{suffix}"
+    def _path(self, digest: str) -> Path:
+        return self._directory / f"{digest}.txt"
 
 
 class _Case(NamedTuple):
@@ -116,10 +115,7 @@ class ProcessQuarantine:
         with self._lock:
             if digest in self._cases:
                 return False
-            if copy is not None:
-                self._quarantine.put_copy(digest, copy)
-            self._quarantine.put(digest, reason)
-            self._cases[digest] = _Case(reason, self._quarantine.reason(digest) is not None, copy)
+            self._cases[digest] = _Case(reason, self._quarantine.put(digest, reason, copy), copy)
             self._publish()
             return True
 
