@@ -26,7 +26,7 @@ from lmcache_cartridge.errors import (
     SourceNotFound,
     TruncatedPayload,
 )
-from lmcache_cartridge.sources.manifest_cache import ManifestCache
+from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
@@ -347,7 +347,7 @@ def test_pruning_takes_nothing_that_is_not_understood_and_never_raises(remote: _
 
 
 def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_cartridge.sources.manifest_cache._MAX_ENTRIES", 3)
+    monkeypatch.setattr("lmcache_cartridge.library.manifest_cache._MAX_ENTRIES", 3)
     remote.put()
     cache = remote.cache()
     copy = cache.fetch(remote.location)

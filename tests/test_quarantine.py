@@ -16,9 +16,9 @@ from waiting import run_threads, until
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.library import quarantine as quarantines
+from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import BadCopy, ProcessQuarantine, Quarantine
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.sources.manifest_cache import ManifestCache
 
 DIGEST = "ab" * 32
 

@@ -23,12 +23,12 @@ from lmcache_cartridge.artifact.fingerprint import Rope
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve.request import MAX_CHAIN, Reference, Refusal, Router, read_references, without_paths
 from lmcache_cartridge.serve.resolve import NeedsReading, Resolver, Selection
 from lmcache_cartridge.settings import Settings, from_mapping
-from lmcache_cartridge.sources.manifest_cache import ManifestCache
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 

@@ -62,7 +62,6 @@ class ByteSource(FileReader, Protocol):
     def request_bytes(self, location: str) -> int:
         """Return the size of a request, where a few large ones cost less than many small ones; 0 elsewhere."""
 
-
     def close(self) -> None:
         """Give back connections and threads. Reads still under way may fail."""
 

@@ -71,7 +71,7 @@ def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int
 
 def copy_of(arguments: argparse.Namespace, location: str) -> Path:
     """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
-    from ..sources.manifest_cache import ManifestCache
+    from ..library.manifest_cache import ManifestCache
     from ..sources.s3 import S3Source
     from ..sources.sources import Sources
 

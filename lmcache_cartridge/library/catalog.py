@@ -16,10 +16,11 @@ from ..artifact.lru import Lru
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, ChunkSizeMismatch
 from .entries import Entries, Entry
 from .index import ChunkKey, Hasher, KeyIndex
+from .manifest_cache import ManifestCache
 from .quarantine import ProcessQuarantine, Quarantine
 from .read_queue import ReadQueue, ReadRequest
 from .registry import Registry, RegistryEntry
-from .rows import PERMANENT, ManifestCopies, Row, RowCache, RowReader
+from .rows import PERMANENT, Row, RowCache, RowReader
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Catalog:
         self,
         registry: Registry,
         quarantine: Quarantine,
-        copies: ManifestCopies,
+        copies: ManifestCache,
         *,
         fingerprint: Fingerprint,
         hasher: Hasher,

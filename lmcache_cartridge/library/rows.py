@@ -6,10 +6,10 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -21,6 +21,7 @@ from ..artifact.location import is_remote
 from ..artifact.manifest import Kind
 from ..errors import ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
 from .index import KeyIndex
+from .manifest_cache import ManifestCache
 from .registry import RegistryEntry
 
 logger = logging.getLogger(__name__)
@@ -58,27 +59,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Place(Path(self.root or self.location), self.location)
 
 
-class ManifestCopies(Protocol):
-    """Local copies of what is small of artefacts on S3: their manifests and token ids."""
-
-    def known(self, location: str) -> Path | None:
-        """Return the directory of the copy that is here, however old, or None. Does not ask S3."""
-
-    def fetch(self, location: str) -> Path:
-        """Return the directory of a copy, made or renewed. Blocks while S3 is asked. Raises `CartridgeError`."""
-
-    def payload_revision(self, location: str) -> str:
-        """Return a text that changes whenever the payload does. Asks S3. Raises `SourceError`."""
-
-    def prune(self, keep: Container[str]) -> None:
-        """Remove the copies that nobody used for long, except those of the locations to `keep`. Never raises."""
-
-
 class RowReader:
     """Reads artefacts for one engine. Keeps nothing; safe from any thread."""
 
     def __init__(
-        self, index: KeyIndex, copies: ManifestCopies, fingerprint: Fingerprint, *, allow_trained: bool
+        self, index: KeyIndex, copies: ManifestCache, fingerprint: Fingerprint, *, allow_trained: bool
     ) -> None:
         self._index, self._copies = index, copies
         self._fingerprint, self._allow_trained = fingerprint, allow_trained

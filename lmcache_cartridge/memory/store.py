@@ -17,11 +17,11 @@ from ..artifact.fingerprint import Fingerprint
 from ..errors import ArtifactError, CartridgeError
 from ..library.catalog import Catalog
 from ..library.index import ChunkKey, Hasher
+from ..library.manifest_cache import ManifestCache
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings
 from ..sources.disk_cache import DiskCache
-from ..sources.manifest_cache import ManifestCache
 from ..sources.reads import Reads
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources

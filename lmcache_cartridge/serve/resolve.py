@@ -31,10 +31,10 @@ from ..errors import (
     SourceNotFound,
     UnsupportedModel,
 )
+from ..library.manifest_cache import ManifestCache
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
-from ..sources.manifest_cache import ManifestCache
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from .request import Reference, Refusal, Unservable, shorten, without_paths

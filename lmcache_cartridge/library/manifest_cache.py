@@ -58,7 +58,7 @@ class ManifestCache:
         self._prepared = False
 
     def known(self, location: str) -> Path | None:
-        """Return the copy that is here, however old, or None. Does not ask S3, nor wait for a thread that does."""
+        """Return the directory of the copy that is here, however old, or None. Neither asks S3 nor waits for who does."""
         entry = self._entry(location)
         if entry.lock.acquire(blocking=False):
             try:
@@ -103,7 +103,7 @@ class ManifestCache:
             return found
 
     def payload_revision(self, location: str) -> str:
-        """Return the revision of the payload at an `s3://` location. Asks S3. Raises `SourceError`."""
+        """Return a text that changes whenever the payload at an `s3://` location does. Asks S3. Raises `SourceError`."""
         return self._source.revision(location, reading.PAYLOAD)
 
     def prune(self, keep: Container[str]) -> None:
