@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .options import (
     NAME,
     Verb,
-    add_device,
+    add_made,
     add_no_promote,
-    add_payload,
-    check_dtype,
-    check_files,
-    check_numbers,
+    check_made,
     load_model,
     local_root,
     next_version,
@@ -23,6 +20,7 @@ from .options import (
 from .show import bars, fields, show, size, warn, working
 
 if TYPE_CHECKING:
+    from ..artifact.manifest import Manifest
     from ..library.registry import Registry, RegistryEntry
 
 USUAL_CHUNKS = 16, 256
@@ -37,16 +35,9 @@ def add(verb: Verb) -> None:
         "Compute a document's KV with its model, check it, and register it.",
         "build --model ./llama --document handbook.txt --id handbook",
     )
-    option = build.add_argument
-    option("--model", required=True, help="directory or cached Hub id of a causal language model")
-    option("--document", required=True, type=Path, help="UTF-8 text file")
-    option("--id", required=True, help="name of the cartridge; building it again makes a new version")
-    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
-    option("--dtype", default="auto", help="bfloat16, float16 or float32; as the engine's KV (default auto)")
-    add_payload(build)
-    add_device(build)
-    add_no_promote(build)
-    option("--canary", help="text after the document whose prediction must not change")
+    add_made(build)
+    build.add_argument("--document", required=True, type=Path, help="UTF-8 text file")
+    build.add_argument("--canary", help="text after the document whose prediction must not change")
 
     brought = verb(
         "import",
@@ -60,20 +51,14 @@ def add(verb: Verb) -> None:
         help="PEFT CARTRIDGE or PREFIX_TUNING directory or its Hub id; .pt file of trainable_keys and frozen_keys or "
         "fixed_keys, of a list of (K, V), or of token_ids and kv_cache; a JSON file of token ids",
     )
-    option("--model", required=True, help="directory or cached Hub id of the model it was made for")
-    option("--id", required=True, help="name of the cartridge; importing it again makes a new version")
+    add_made(brought)
     option("--label", help="also point this label at it")
     option("--document", type=Path, help="text that a trained cartridge stands for, for the setting on_miss=document")
-    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the server's (default 256)")
-    option("--dtype", default="auto", help="of the engine's KV: bfloat16, float16, float32 (default auto)")
-    add_payload(brought)
     option("--round", action="store_true", help="allow a KV dtype that does not hold every value")
     option("--axes", choices=("HTD", "THD"), help="heads before positions or after, where shapes leave that open")
     option(
         "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
     )
-    add_no_promote(brought)
-    add_device(brought)
 
     smaller = verb(
         "compress",
@@ -98,8 +83,8 @@ def add(verb: Verb) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    registry = _checked(arguments)
-    model = load_model(arguments)
+    check_made(arguments, arguments.document)
+    registry, model = registry_of(arguments), load_model(arguments)
     from ..make import prefill
 
     version, root = next_version(arguments, registry)
@@ -113,12 +98,7 @@ def _build(arguments: argparse.Namespace) -> None:
     canary = manifest.provenance.canary
     assert canary is not None, "build ran it"
     warnings = _warnings_of(manifest.positions)
-    result = {
-        "name": manifest.name,
-        "promoted": manifest.name in registry.current([manifest.id]),
-        "positions": manifest.positions,
-        "bytes": manifest.payload_bytes,
-        "digest": manifest.digest,
+    result = _told(registry, manifest) | {
         "canary_top1_equal": canary.top1_equal,
         "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
         "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
@@ -140,7 +120,8 @@ def _warnings_of(positions: int) -> list[str]:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    registry = _checked(arguments)
+    check_made(arguments, arguments.document)
+    registry = registry_of(arguments)
     with working("read the checkpoint", arguments.format):
         from ..make.foreign.convert import import_
         from ..make.foreign.fit import READINGS
@@ -161,24 +142,12 @@ def _import(arguments: argparse.Namespace) -> None:
     if arguments.label:
         registry.label(arguments.label, manifest.name)
     warn(imported.warnings, arguments.format)
-    result = {
-        "name": manifest.name,
-        "promoted": manifest.name in registry.current([manifest.id]),
-        "source_format": imported.form,
-        "kind": manifest.kind,
-        "evidence": imported.evidence,
-        "positions": manifest.positions,
-        "axes": imported.axes,
-        "dtype": imported.dtype,
-        "bytes": manifest.payload_bytes,
-        "chunk_sizes": list(imported.chunk_sizes),
-        "label": arguments.label,
-        "digest": manifest.digest,
-    }
-    readable = result | {
-        "bytes": size(manifest.payload_bytes),
-        "chunk_sizes": " ".join(map(str, imported.chunk_sizes)) or "none",
-    }
+    result = _told(registry, manifest) | {
+        "source_format": imported.form, "kind": manifest.kind, "evidence": imported.evidence, "axes": imported.axes,
+        "dtype": imported.dtype, "chunk_sizes": list(imported.chunk_sizes), "label": arguments.label,
+    }  # fmt: skip
+    sizes = " ".join(map(str, imported.chunk_sizes)) or "none"
+    readable = result | {"bytes": size(manifest.payload_bytes), "chunk_sizes": sizes}
     if imported.axes:
         readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
     text = fields({name: value for name, value in readable.items() if value is not None})
@@ -197,14 +166,7 @@ def _compress(arguments: argparse.Namespace) -> None:
     with bars(arguments.format) as progress:
         manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
     registry.register(root, promote=arguments.promote)
-    result = {
-        "name": manifest.name,
-        "promoted": manifest.name in registry.current([manifest.id]),
-        "positions": manifest.positions,
-        "bytes": manifest.payload_bytes,
-        "bytes_before": before.bytes,
-        "digest": manifest.digest,
-    }
+    result = _told(registry, manifest) | {"bytes_before": before.bytes}
     readable = result | {"bytes": size(manifest.payload_bytes), "bytes_before": size(before.bytes)}
     show(result, fields(readable), arguments.format)
 
@@ -223,15 +185,12 @@ def _export(arguments: argparse.Namespace) -> None:
     show(result, text, arguments.format)
 
 
-def _checked(arguments: argparse.Namespace) -> Registry:
-    """Check what is cheap to check, before torch is loaded, and return the registry."""
-    from ..artifact.manifest import check_id
-
-    check_id(arguments.id)
-    check_files(arguments.document)
-    check_numbers(arguments, at_least_one=("chunk_size",))
-    check_dtype(arguments)
-    return registry_of(arguments)
+def _told(registry: Registry, manifest: Manifest) -> dict[str, Any]:
+    """Return what programs are told of every cartridge that was made and registered."""
+    return {
+        "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
+        "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest,
+    }  # fmt: skip
 
 
 def _local(registry: Registry, name: str) -> RegistryEntry:

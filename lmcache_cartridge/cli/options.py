@@ -21,14 +21,21 @@ Verb = Callable[[str, Callable[[argparse.Namespace], int | None], str, str], arg
 NAME = "id (the version it means), id@version or label"
 
 
-def add_payload(parser: Any) -> None:
-    """Add the option that says how KV is stored."""
-    parser.add_argument(
+def add_made(parser: Any) -> None:
+    """Add what every command that makes and registers a cartridge of a model's KV is told of it; see `check_made`."""
+    option = parser.add_argument
+    option("--model", required=True, help="directory or cached Hub id of a causal language model")
+    option("--id", required=True, help="name of the cartridge; making it again makes a new version")
+    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
+    option("--dtype", default="auto", help="of the KV, as the engine's: bfloat16, float16, float32 (default auto)")
+    option(
         "--payload",
         choices=("plain", "int8"),
         default="plain",
         help="store KV as it is, or in int8 at half the bytes of bfloat16; served in the model's dtype either way",
     )
+    add_device(parser)
+    add_no_promote(parser)
 
 
 def add_no_promote(parser: Any) -> None:
@@ -123,9 +130,13 @@ def check_numbers(
                 raise ArtifactError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
-def check_dtype(arguments: argparse.Namespace) -> None:
-    """Raise `ArtifactError` unless `--dtype` is one that KV can have, or auto."""
+def check_made(arguments: argparse.Namespace, *files: Path | None) -> None:
+    """Check the options of `add_made` before torch is loaded. Raises `ArtifactError`, also for files that are not there."""
     from ..artifact.fingerprint import DTYPE_BYTES
+    from ..artifact.manifest import check_id
 
+    check_id(arguments.id)
+    check_numbers(arguments, at_least_one=("chunk_size",))
+    check_files(*files)
     if arguments.dtype not in ("auto", *DTYPE_BYTES):
         raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")

@@ -15,10 +15,9 @@ from .options import (
     NAME,
     Verb,
     add_device,
-    add_no_promote,
-    add_payload,
-    check_dtype,
+    add_made,
     check_files,
+    check_made,
     check_numbers,
     load_model,
     local_root,
@@ -46,15 +45,13 @@ def _add_train(verb: Verb) -> None:
         "train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl",
     )  # fmt: skip
     option = train.add_argument
-    option("--model", required=True, help="directory or cached Hub id of a causal language model")
+    add_made(train)
     option("--document", required=True, type=Path, help="UTF-8 text file")
-    option("--id", required=True, help="name of the cartridge; training it again makes a new version")
     length = train.add_mutually_exclusive_group(required=True)
     length.add_argument("--positions", type=int, help="p, rounded to whole chunks")
     length.add_argument(
         "--compress", type=_factor, metavar="4x", help="p as a fraction of the document's tokens, rounded likewise"
     )
-    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
     option("--init", choices=INITIALS, default="sci",
            help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
            "tokens; KV of 64-token chunks sampled over it (default sci). The first position is the document's own and "
@@ -107,9 +104,6 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--precision", choices=("float32", "bfloat16"),
                      help="of the computation (default bfloat16 on a GPU, float32 elsewhere); the cartridge is float32 "
                      "until it is stored")  # fmt: skip
-    how.add_argument("--dtype", default="auto", help="of the KV, as the engine's (default auto)")
-    add_payload(how)
-    add_device(how)
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
     then = train.add_argument_group("what becomes of it")
@@ -118,7 +112,6 @@ def _add_train(verb: Verb) -> None:
         help="register it if it keeps at least this share of what the document adds to the answers of the held-out "
         "questions; 0: in any case (default 0.8)",
     )  # fmt: skip
-    add_no_promote(then)
 
 
 def _add_evaluate(verb: Verb) -> None:
@@ -157,14 +150,10 @@ def _rate(text: str) -> float | None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..artifact.manifest import check_id
-
-    check_id(arguments.id)
+    check_made(arguments, arguments.document, arguments.questions, arguments.template, arguments.held_out)
     check_numbers(
         arguments,
-        at_least_one=(
-            "positions", "self_study", "chunk_size", "answer_tokens", "steps", "batch", "accumulate", "check_every",
-        ),
+        at_least_one=("positions", "self_study", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
         at_least_zero=("top_k", "warmup", "patience", "jitter"),
     )  # fmt: skip
     if arguments.rate is not None and not 0 < arguments.rate < math.inf:
@@ -177,8 +166,6 @@ def _train(arguments: argparse.Namespace) -> None:
         raise CartridgeError("--writer-url writes questions for --self-study; say how many")
     if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
-    check_dtype(arguments)
-    check_files(arguments.document, arguments.questions, arguments.template, arguments.held_out)
     with working("load torch", arguments.format):
         from ..make.train.job import Task, train
         from ..make.train.trainer import Recipe
