@@ -72,7 +72,7 @@ def _type(annotation: Any) -> str:
 
 
 def _default(name: str, field: Any) -> str:
-    value = None if name == "home" else field.get_default()
+    value = None if field.default_factory else field.get_default()
     if value is None or value in ((), {}):
         return ""  # the effect says which
     if name.endswith("_bytes"):
