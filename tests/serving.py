@@ -115,3 +115,12 @@ def difference(a: Reply, b: Reply) -> float:
 def question_ids(model: CausalModel, text: str) -> list[int]:
     """Return the ids of a question as it follows a sheet."""
     return model.encode(" " + text, special=False)
+
+
+def stale_installation(directory: Path, entry: str | None) -> Path:
+    """Return a directory that, first in the path, makes this package one whose endpoint plugin is `entry`, or none."""
+    info = directory / "lmcache_cartridge-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache-cartridge\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text("" if entry is None else f"[vllm.endpoint_plugins]\ncartridges = {entry}\n")
+    return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.engine.contract import REQUEST_API
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
@@ -82,11 +84,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture(scope="module", params=BLOCKS)
 def served(built: Built, request: pytest.FixtureRequest) -> Served:
     home, block = built.settings.home, str(BLOCKS[request.param])
+    # Without the request API, so that a test may name KV by its tag.
+    transfer = json.dumps({"kv_connector_extra_config": {REQUEST_API: "off"}})
     launch = plan(
         str(MODEL_DIR), built.settings, chunk_tokens=CHUNK, on_load_failure="fail",
-        vllm_args=[*SERVER_ARGS, "--block-size", block],
+        vllm_args=[*SERVER_ARGS, "--block-size", block, "--kv-transfer-config", transfer],
     )  # fmt: skip
-    # Without the request API, so that a test may name KV by its tag.
     launch = launch._replace(environment=launch.environment | {"VLLM_PLUGINS": ""})
     log = home / f"{request.param}.log"
     with ServerProcess(launch, log) as server, Client(server.url, str(MODEL_DIR)) as client:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from blocks import quietly
+from serving import stale_installation
 
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 
 with quietly():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.exceptions import GracefulHTTPError
 
+    from lmcache_cartridge.engine.connector import check_api
+    from lmcache_cartridge.engine.contract import REQUEST_API
     from lmcache_cartridge.engine.host import check_handlers
     from lmcache_cartridge.serve.plugin import CartridgePlugin
 
@@ -55,3 +60,43 @@ def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(mon
     plugin = CartridgePlugin()
     with pytest.raises(SettingsError, match="LMCACHE_CONFIG_FILE"):
         asyncio.run(plugin.init_state(None, _state(), SimpleNamespace()))
+
+
+def _config(extra: dict[str, str]) -> Any:
+    transfer = SimpleNamespace(get_from_extra_config=lambda key, default: extra.get(key, default))
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "extra", "reason"),
+    [
+        ("cartridges", {}, None),
+        ("other,cartridges", {REQUEST_API: "on"}, None),
+        ("other", {}, "VLLM_PLUGINS=cartridges"),
+        ("", {}, "VLLM_PLUGINS=cartridges"),
+        (None, {}, "VLLM_PLUGINS=cartridges"),
+        (None, {REQUEST_API: "off"}, None),
+        ("cartridges", {REQUEST_API: "no"}, '"on" or "off"'),
+    ],
+)
+def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, plugins: str | None, extra: dict[str, str], reason: str | None
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    if reason is None:
+        check_api(_config(extra), KVConnectorRole.SCHEDULER)
+    else:
+        with pytest.raises(UnsupportedEngine, match=reason):
+            check_api(_config(extra), KVConnectorRole.SCHEDULER)
+
+
+@pytest.mark.parametrize("entry", ["lmcache_cartridge.endpoint:Gone", "lmcache_cartridge.serve.plugin:Gone", None])
+def test_an_installation_whose_request_api_cannot_be_loaded_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
+    monkeypatch.syspath_prepend(stale_installation(tmp_path, entry))
+    with pytest.raises(UnsupportedEngine, match="install lmcache-cartridge again"):
+        check_api(_config({}), KVConnectorRole.SCHEDULER)

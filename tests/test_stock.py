@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from serving import SERVER_ARGS, Client, difference, question_ids
+from serving import SERVER_ARGS, Client, difference, question_ids, stale_installation
 from waiting import until
 
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
@@ -19,7 +19,7 @@ from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, server_command
+from lmcache_cartridge.serve.launch import Launch, plan, server_command
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
@@ -99,6 +99,16 @@ def test_a_server_that_would_answer_without_cartridges_does_not_start(
     with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log", timeout_s=240):
         pass
     assert reason in (tmp_path / "log").read_text()
+
+
+def test_a_server_whose_request_api_vllm_cannot_load_does_not_start(built: Built, tmp_path: Path) -> None:
+    """As after an upgrade that moved the plugin under an installation that still names the old place."""
+    stale = stale_installation(tmp_path, "lmcache_cartridge.endpoint_plugin:CartridgePlugin")
+    launch = plan(str(MODEL_DIR), from_mapping({"home": built.home}), vllm_args=SERVER_ARGS)
+    launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
+    with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log", timeout_s=240):
+        pass
+    assert "install lmcache-cartridge again" in (tmp_path / "log").read_text()
 
 
 _LOADED = """

@@ -6,6 +6,7 @@ compilation of Triton stubs when it comes too early (vLLM 0.32).
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -13,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from .contract import API_PLUGIN, GRANT
+from .contract import API_PLUGIN, GRANT, REQUEST_API
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class CartridgeConnector(LMCacheConnectorV1):
 
         host.start("in-process")
         check_vllm(vllm_config, kv_cache_config)
-        warn_without_api(role)
+        check_api(vllm_config, role)
         with host.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
@@ -107,13 +108,38 @@ def _unbound_injector() -> GPUConnectorInterface:
     return EngineWriteConnector()
 
 
-def warn_without_api(role: KVConnectorRole) -> None:
-    """Say in the log, once a server, where requests cannot name cartridges."""
-    if role == KVConnectorRole.SCHEDULER and API_PLUGIN not in (envs.VLLM_PLUGINS or ()):
+def check_api(config: VllmConfig, role: KVConnectorRole) -> None:
+    """Raise `UnsupportedEngine` where the API server would not read the request field `cartridges`.
+
+    vLLM ignores fields that it does not know, so it would answer without the cartridges, and where it cannot load a
+    plugin it logs so and goes on. `REQUEST_API: "off"` in `kv_connector_extra_config` allows a server without.
+    """
+    from ..errors import UnsupportedEngine
+    from .describe import transfer_of
+
+    if role != KVConnectorRole.SCHEDULER:
+        return
+    wanted = transfer_of(config).get_from_extra_config(REQUEST_API, "on")
+    if wanted == "off":
         logger.warning(
-            "the request API of lmcache-cartridge is off: the request field `cartridges` is IGNORED by this server, "
-            "and only documents at the head of a prompt are injected. Set VLLM_PLUGINS=cartridges to switch it on"
+            "the request API of lmcache-cartridge is switched off: this server IGNORES the request field `cartridges`, "
+            "and injects only documents at the head of a prompt"
         )
+        return
+    if wanted != "on":
+        raise UnsupportedEngine(f'{REQUEST_API} in kv_connector_extra_config is "on" or "off", not {wanted!r}')
+    without = f'without it requests would be answered without the cartridges that they name ("{REQUEST_API}": "off")'
+    if API_PLUGIN not in (envs.VLLM_PLUGINS or ()):
+        raise UnsupportedEngine(f"the environment must have VLLM_PLUGINS={API_PLUGIN}, the request API: {without}")
+    entries = metadata.entry_points(group="vllm.endpoint_plugins", name=API_PLUGIN)
+    try:
+        (entry,) = entries
+        entry.load()
+    except Exception as error:
+        what = f"{len(entries)} entry points" if len(entries) != 1 else f"{entry.value} cannot be loaded ({error!r})"
+        raise UnsupportedEngine(
+            f"vLLM cannot load the request API: {what}; install lmcache-cartridge again: {without}"
+        ) from error
 
 
 def positions_to_inject(request: Request) -> int:

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
 from . import host
-from .connector import positions_to_inject, warn_without_api
+from .connector import check_api, positions_to_inject
 from .contract import CONTROL
 from .control import offer
 from .describe import check_vllm, fingerprint_of, transfer_of
@@ -66,7 +66,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
-        warn_without_api(role)
+        check_api(vllm_config, role)
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}
         self._retries: dict[str, _Retry] = {}
