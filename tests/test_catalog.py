@@ -63,23 +63,6 @@ def test_what_is_registered_while_serving_is_served_from_the_next_look_on(
     assert store.stats().misses == 8, "the first was loaded again"
 
 
-def test_the_keeper_looks_for_changes_by_itself(home: Home) -> None:
-    store = home.open(settings={"reload_s": 0.01})
-    made = home.make()
-    until(lambda: store.names() == ["doc@1"])
-    assert_served(store, made, prompt_for(home, made))
-
-
-def test_a_look_at_nothing_new_changes_nothing(home: Home, opened: Callable) -> None:
-    made = home.make()
-    store = opened()
-    before, chunks = store.stats(), catalog_of(store).index.chunks(made.manifest.digest)
-    for _ in range(3):
-        store.refresh()
-    assert store.stats() == before
-    assert len(chunks) == 4 and catalog_of(store).index.chunks(made.manifest.digest) == chunks
-
-
 def test_bad_cartridges_that_are_registered_leave_the_others_served(home: Home, opened: Callable) -> None:
     good = home.make("good", seed=1)
     store = opened()
@@ -210,20 +193,6 @@ def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(
     assert not catalog_of(store).knows(digest)
     assert store.lookup(prompt.hashes, digest) == 0
     assert store.claim(digest, {}).poll().refused == "a cartridge of it is not there"
-
-
-def test_a_tag_without_a_claim_works_for_the_grace_and_no_longer(home: Home, opened: Callable, clock: Clock) -> None:
-    made = home.make(kind="trained", positions=64)
-    store, prompt = opened(), prompt_for(home, made)
-    home.registry.remove("doc")
-    store.refresh()
-    clock.now += GRACE_S - 0.1
-    store.refresh()
-    assert_served(store, made, prompt)
-    clock.now += 0.2
-    store.refresh()
-    assert store.lookup(prompt.hashes, prompt.tag) == 0
-    assert catalog_of(store).index.chunks(prompt.tag) == []
 
 
 def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opened: Callable, clock: Clock) -> None:
@@ -515,23 +484,6 @@ def test_an_older_backup_put_back_is_followed(home: Home, opened: Callable) -> N
     home.make("newer", seed=3)
     store.refresh()
     assert store.names() == ["old@1", "newer@1"]
-
-
-def test_a_backup_put_back_and_changed_as_often_between_two_looks_is_followed(home: Home, opened: Callable) -> None:
-    old = home.make("old", seed=1)
-    backup = shutil.copytree(home.path, home.path.with_name("backup")) / "registry.sqlite"
-    new = home.make("new", seed=2)
-    store = opened()
-    for file in home.path.glob("registry.sqlite*"):
-        file.unlink()
-    shutil.copy(backup, home.registry.path)
-    home.registry = Registry(home.registry.path)
-    newer = home.make("newer", seed=3)
-    store.refresh()
-    assert store.names() == ["old@1", "newer@1"]
-    assert store.lookup(prompt_for(home, new, "new").hashes) == 0
-    for name, made in (("old", old), ("newer", newer)):
-        assert_served(store, made, prompt_for(home, made, name))
 
 
 # The quarantine.

@@ -127,18 +127,6 @@ def test_a_copy_of_another_size_than_asked_for_is_a_miss(tmp_path: Path, size: i
     assert (cache.stats().hits, cache.stats().misses) == (0, 1)
 
 
-def test_the_least_recently_used_copy_goes_first(tmp_path: Path) -> None:
-    clock = Clock()
-    cache = _filled(tmp_path / "cache", 3, 3 * SIZE, clock)
-    assert _read(cache, 0)
-    assert not cache.read_into(_key(1), memoryview(bytearray(SIZE + 1))), "a miss is no use"
-    _write(cache, 3)
-    assert _held(cache.root) == [0, 2, 3]
-    _write(cache, 4)
-    assert _held(cache.root) == [0, 3, 4]
-    assert (cache.stats().evicted, cache.stats().resident_bytes) == (2, 3 * SIZE)
-
-
 def test_a_use_is_noted_once_a_minute(tmp_path: Path) -> None:
     clock = Clock()
     cache = _filled(tmp_path / "cache", 1, clock=clock)
@@ -174,47 +162,6 @@ def test_a_full_cache_looks_at_all_files_once_for_many_evictions(
     assert looked == [cache.root]
     cache.check()
     assert len(looked) == 2, "the control"
-
-
-def test_a_big_copy_pushes_out_as_many_as_it_needs(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 4, 4 * SIZE)
-    _write(cache, 9, 3 * SIZE)
-    assert _held(cache.root) == [3, 9]
-
-
-def test_a_copy_bigger_than_the_budget_is_not_kept_and_pushes_out_nothing(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 1, 2 * SIZE)
-    _write(cache, 1, 2 * SIZE + 1)
-    assert _held(cache.root) == [0]
-
-
-def test_writing_a_copy_again_counts_it_once_and_pushes_out_no_other(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 3, 3 * SIZE)
-    _write(cache, 1)
-    assert _held(cache.root) == [0, 1, 2]
-    assert (cache.stats().evicted, cache.stats().discarded) == (0, 1)
-    assert cache.stats().resident_bytes == 3 * SIZE == _bytes_on_disk(cache.root)
-
-
-def test_a_discarded_copy_is_gone(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 2)
-    cache.discard(_key(1))
-    assert not _read(cache, 1)
-    cache.discard(_key(1))
-    assert (cache.stats().discarded, cache.stats().resident_bytes) == (1, SIZE)
-    assert _bytes_on_disk(cache.root) == SIZE
-    assert not _file(cache.root, 1).parent.exists()
-
-
-def test_copies_survive_a_restart_and_a_smaller_budget_keeps_the_newest(tmp_path: Path) -> None:
-    clock = Clock()
-    root = _filled(tmp_path / "cache", 5, clock=clock).root
-    again = DiskCache(root, 10 * SIZE, clock=clock)
-    assert again.stats().resident_bytes == 5 * SIZE
-    assert _held(root) == [0, 1, 2, 3, 4]
-    small = DiskCache(root, 2 * SIZE, clock=clock)
-    assert _held(root) == [3, 4]
-    assert again.stats()[-3:-1] == small.stats()[-3:-1] == (2, 2 * SIZE)
 
 
 def test_files_are_private_to_their_user(tmp_path: Path) -> None:
@@ -256,21 +203,6 @@ def test_the_budget_holds_on_disk_under_eight_writers(tmp_path: Path, copies: in
     assert cache.stats().resident_bytes == _bytes_on_disk(cache.root)
     assert list((cache.root / "partial").iterdir()) == []
     cache.check()
-
-
-def test_a_reader_never_sees_half_a_copy(tmp_path: Path) -> None:
-    size, end, hits = 500_000, time.monotonic() + 20, []
-    cache = DiskCache(tmp_path / "cache", size)
-
-    def work(worker: int) -> None:
-        while time.monotonic() < end and len(hits) < 200:
-            if worker < 2:
-                _write(cache, worker, size)
-            elif _read(cache, worker % 2, size):
-                hits.append(worker)
-
-    run_threads(6, work)
-    assert len(hits) >= 200
 
 
 def _hammer(root: Path, budget: int, seed: int, results: Connection) -> None:
@@ -526,19 +458,6 @@ def test_a_sum_that_is_lost_is_taken_from_the_files(tmp_path: Path, damage: Call
 # Files, directories and links that are not ours.
 
 
-def test_a_directory_of_the_form_with_an_index_is_taken_over(tmp_path: Path) -> None:
-    root = _filled(tmp_path / "cache", 3).root
-    os.truncate(root / "lock", 0)
-    (root / "index.sqlite").write_bytes(b"SQLite format 3\0")
-    (root / "index.sqlite-journal").write_bytes(b"")
-    cache = DiskCache(root, 3 * SIZE)
-    assert all(_read(cache, number) for number in range(3))
-    _write(cache, 3)
-    assert _held(root) == [1, 2, 3]
-    assert (root / "index.sqlite").exists()
-    cache.check()
-
-
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     strangers = [root / "notes" / name for name in ("x.bin", "1-2-3.bin")]
@@ -550,19 +469,6 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     cache.evict(_key(0).digest)
     assert cache.stats().resident == 1
     assert all(path.exists() for path in strangers)
-
-
-def test_a_deleted_directory_is_made_again_and_counted_exactly(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 5)
-    shutil.rmtree(cache.root)
-    assert not any(_read(cache, number) for number in range(5))
-    assert (cache.stats().resident, cache.stats().resident_bytes) == (0, 0)
-    cache.discard(_key(1))
-    _write(cache, 1)
-    assert _read(cache, 1)
-    assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
-    assert cache.stats().resident == 1
-    cache.check()
 
 
 def test_a_deleted_copy_is_a_miss_can_be_written_again_and_makes_room_without_an_eviction(tmp_path: Path) -> None:
@@ -588,24 +494,6 @@ def test_a_copy_that_was_put_there_by_hand_is_served_and_evicted(tmp_path: Path)
     assert (cache.stats().resident, cache.stats().resident_bytes) == (0, 0), "counted anew, for it was below nothing"
     _write(cache, 1)
     cache.check()
-
-
-def test_a_copy_cut_short_is_a_miss(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 1)
-    os.truncate(_file(cache.root, 0), SIZE - 1)
-    assert not _read(cache, 0)
-
-
-def test_a_directory_replaced_by_a_file_is_only_a_miss(tmp_path: Path) -> None:
-    cache = _filled(tmp_path / "cache", 2)
-    shutil.rmtree(cache.root)
-    cache.root.write_text("not a directory")
-    assert not _read(cache, 0)
-    _write(cache, 1)
-    cache.discard(_key(1))
-    assert cache.evict(_key(1).digest) == 0
-    assert cache.stats().resident_bytes <= 2 * SIZE
-    assert cache.root.read_text() == "not a directory"
 
 
 def test_a_file_in_place_of_a_cartridge_is_left_alone_and_nothing_is_counted(tmp_path: Path) -> None:
@@ -736,15 +624,6 @@ def test_a_cache_opened_on_a_full_disk_works_once_there_is_room(small_disk: Path
     cache.check()
 
 
-def test_a_budget_above_the_disk_uses_what_the_disk_has(small_disk: Path) -> None:
-    cache = DiskCache(small_disk / "cache", 1 << 30)
-    for number in range(60):
-        _write(cache, number, 50_000)
-    assert 10 < cache.stats().resident < 21
-    assert list((cache.root / "partial").iterdir()) == []
-    cache.check()
-
-
 def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands in for a disk that cannot be filled where mounting is not allowed."""
     cache = _filled(tmp_path / "cache", 1, 1 << 20)
@@ -787,16 +666,6 @@ def _logged() -> Iterator[list[str]]:
         yield log
     finally:
         logging.getLogger("lmcache_cartridge").removeHandler(handler)
-
-
-@pytest.mark.parametrize("lock", [True, False])
-def test_a_directory_on_a_read_only_disk_is_served(small_disk: Path, lock: bool) -> None:
-    root = _filled(small_disk / "cache", 3).root
-    if not lock:
-        (root / "lock").unlink()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with _logged() as log:
-        _assert_read_only(root, log)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")

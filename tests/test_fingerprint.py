@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from making import make_fingerprint, make_rope
+from making import make_fingerprint
 from safetensors.torch import save_file
 
 from lmcache_cartridge.artifact.fingerprint import config_fields, model_directory, of_config, weights_digest
@@ -212,14 +212,6 @@ def test_a_model_is_a_directory_or_in_the_cache_or_nowhere(tmp_path: Path) -> No
     assert model_directory(str(tmp_path)) == tmp_path
     assert model_directory("nobody/has-this-model") is None
     assert model_directory(str(tmp_path / "nowhere")) is None
-
-
-def test_rope_is_compared_field_by_field() -> None:
-    plain = make_fingerprint(rope=make_rope())
-    assert plain.differences(make_fingerprint(rope=make_rope(kind="yarn", attention_factor=1.2))) == [
-        "rope kind: default, not yarn",
-        "rope attention_factor: 1.0, not 1.2",
-    ]
 
 
 def test_rope_of_several_kinds_is_refused_since_one_shift_would_not_fit_all_layers() -> None:

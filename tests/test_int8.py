@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,8 +14,7 @@ import torch
 from homes import CHUNK_BYTES, Home, assert_served, prompt_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv, make_rope
-from s3 import S3Server
+from making import Made, flip_bit, make_artifact, make_fingerprint, make_kv, make_rope
 from safetensors import safe_open
 
 from lmcache_cartridge.artifact import reading
@@ -29,15 +27,12 @@ from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
 from lmcache_cartridge.artifact.manifest import decode as decode_manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
-from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, TruncatedPayload, WrongShape
+from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, WrongShape
 from lmcache_cartridge.memory.codec import decode, encode
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, rank_heads, to_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.rope import shift_keys
-from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources import transfer
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
-from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS, CHUNK = 80, 16
@@ -149,23 +144,6 @@ def test_numbers_that_are_all_the_same_come_back_as_they_were(number: float) -> 
     assert torch.equal(_through(kv, shape), kv)
 
 
-def test_a_channel_far_from_zero_costs_its_keys_nothing() -> None:
-    """As where a model adds a bias to its keys: a step from 0 to the largest would be 16 times as wide."""
-    shape = make_fingerprint(dtype="float32")
-    kv = make_kv(shape, 64, 0).clamp(-3, 3)
-    near = (_through(kv, shape) - kv)[0].abs().max()
-    kv[0] += 50
-    assert (_through(kv, shape) - kv)[0].abs().max() < 1.1 * near < 0.02
-
-
-def test_each_chunk_has_steps_of_its_own() -> None:
-    shape = make_fingerprint(dtype="float32")
-    kv = make_kv(shape, 32, 0)
-    alone = _through(kv[:, :, 16:], shape)
-    assert not torch.equal(alone, _through(torch.cat([100 * kv[:, :, :16], kv[:, :, 16:]], dim=2), shape)[:, :, 16:])
-    assert (alone - kv[:, :, 16:]).abs().max() < 0.03
-
-
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [16, 8, 32, 24])
@@ -240,37 +218,6 @@ def test_the_disk_tier_keeps_the_stored_bytes(made: Made, tmp_path: Path) -> Non
     assert bytes(kept) == (root / PAYLOAD).read_bytes()[where.start : where.end]
     assert torch.equal(_loaded(made, root, 1, sources=sources, disk=disk), first)
     assert sources.ranges == [where], "the second time it came from the disk"
-
-
-def test_s3_and_the_disk_tier_hold_int8_and_what_is_read_of_them_is_counted_so(
-    made: Made, tmp_path: Path, s3_credentials: S3Server, bucket: str
-) -> None:
-    settings = Settings(s3_endpoint_url=s3_credentials.endpoint, s3_region="us-east-1")
-    sources, root, location = Sources(S3Source(**settings.s3)), tmp_path / "doc", f"s3://{bucket}/doc"
-    disk = DiskCache(tmp_path / "disk", 3 * 4 * made.manifest.head_bytes(0))
-    try:
-        pushed = transfer.push(root, location, sources.s3, force=False, progress=lambda *_: None)
-        assert pushed.manifest == made.manifest
-        there = s3_credentials.client.get_object(Bucket=bucket, Key=f"doc/{PAYLOAD}")["Body"].read()
-        assert there == (root / PAYLOAD).read_bytes()
-        shape = ChunkShape(4, 3, CHUNK, 64, "bfloat16")
-        loader = ChunkLoader(sources, shape, range(4), "heads", disk)
-        out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-        for chunk in range(5):
-            loader.load([Segment(Cartridge(made.manifest, root, location), 0)], chunk, out)
-            assert torch.equal(VIEWS["heads"](out, shape), _loaded(made, root, chunk))
-        assert loader.stats().read_bytes == made.manifest.data_bytes < 5 * shape.size_bytes * 0.65
-        assert (disk.stats().resident, disk.stats().resident_bytes) == (3, 3 * 4 * made.manifest.head_bytes(0))
-        disk.check()
-    finally:
-        sources.close()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 def test_the_cpu_tier_holds_the_models_dtype_and_counts_it(home: Home) -> None:
@@ -371,13 +318,6 @@ def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype: str) -> None:
         assert is_finite(packed, shape, 16)
 
 
-def test_a_chunk_cut_short_is_refused(made: Made, tmp_path: Path) -> None:
-    path = tmp_path / "doc" / PAYLOAD
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(TruncatedPayload):
-        list(verify(tmp_path / "doc"))
-
-
 def test_a_header_of_plain_tensors_is_not_that_of_an_int8_payload(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "doc" / PAYLOAD
     size = made.manifest.head_bytes(0)
@@ -396,15 +336,10 @@ def _edited(manifest: Manifest, encoding: object, *, signed: bool = True) -> byt
     return json.dumps(document).encode()
 
 
-@pytest.mark.parametrize("encoding", ["fp4", "INT8", "", "int8 ", "../x"])
-def test_an_unknown_encoding_is_refused_by_its_name(made: Made, encoding: str) -> None:
-    with pytest.raises(ManifestError, match="payload encoding '.*' is not one of plain, int8; a newer"):
-        decode_manifest(_edited(made.manifest, encoding), "here")
-
-
-@pytest.mark.parametrize("encoding", [None, 8, True, ["int8"], {}])
-def test_an_encoding_that_is_no_name_is_refused(made: Made, encoding: object) -> None:
-    with pytest.raises(ManifestError, match="not a cartridge manifest"):
+@pytest.mark.parametrize("encoding", ["fp4", "INT8", "", "int8 ", "../x", None, 8, True, ["int8"], {}])
+def test_an_unknown_encoding_is_refused_by_its_name(made: Made, encoding: object) -> None:
+    named = "payload encoding '.*' is not one of plain, int8; a newer"
+    with pytest.raises(ManifestError, match=named if isinstance(encoding, str) else "not a cartridge manifest"):
         decode_manifest(_edited(made.manifest, encoding), "here")
 
 
@@ -435,8 +370,3 @@ def test_a_head_larger_than_numpy_can_describe_is_refused_from_the_manifest(made
     forged = msgspec.structs.replace(forged, digest=content_digest(forged))
     with pytest.raises(ManifestError, match="a head of an int8 chunk has .* bytes, over 2 GiB"):
         decode_manifest(forged.encode(), "here")
-
-
-def test_plain_chunks_are_still_the_stored_bytes(tmp_path: Path) -> None:
-    plain = make_artifact(tmp_path / "doc", positions=POSITIONS)
-    assert heads_bytes(_served(plain, tmp_path / "doc")) == heads_bytes(plain.kv)

@@ -125,16 +125,6 @@ def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote: _Remo
     assert files_under(old) == before
 
 
-def test_a_restart_knows_what_was_known(remote: _Remote) -> None:
-    remote.put()
-    copy = remote.cache().fetch(remote.location)
-    remote.requests()
-    assert remote.cache().fetch(remote.location) == copy
-    assert remote.requests() == 1, "not modified"
-    remote.proxy.always = reset
-    assert remote.cache().fetch(remote.location) == copy
-
-
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy"])
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
 def test_a_damaged_copy_is_made_again_by_the_next_process(remote: _Remote, file: str, damage: str) -> None:
@@ -210,9 +200,9 @@ def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
     remote.proxy.always = silence
     asking = threading.Thread(target=cache.fetch, args=(remote.location,))
     asking.start()
-    while not remote.requests():
-        time.sleep(0.01)
-    assert cache.fetch(remote.location) == copy
+    until(remote.requests)
+    assert cache.fetch(remote.location) == cache.known(remote.location) == copy
+    assert cache.is_fresh(remote.location)
     assert asking.is_alive()
     remote.proxy.always = None
     asking.join(30)
@@ -378,18 +368,3 @@ def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) 
     assert later.is_fresh(remote.location)
     assert later.fetch(remote.location) == copy
     assert remote.requests() == 0
-
-
-def test_a_copy_is_known_while_somebody_asks_a_server_that_does_not_answer(remote: _Remote) -> None:
-    remote.put()
-    cache = remote.cache(max_age_s=0)
-    copy = cache.fetch(remote.location)
-    remote.requests()
-    remote.proxy.always = silence
-    asking = threading.Thread(target=cache.fetch, args=(remote.location,))
-    asking.start()
-    until(remote.requests)
-    assert cache.known(remote.location) == copy
-    assert cache.is_fresh(remote.location)
-    remote.proxy.always = None
-    asking.join(20)

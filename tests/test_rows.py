@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from homes import Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, sha256_hasher
-from waiting import Clock, run_threads, until
+from waiting import Clock, until
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
@@ -37,13 +37,6 @@ GRACE_S = 50.0
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the rows of a few cartridges too."""
     monkeypatch.setattr(catalog, "_CACHED_FROM", 1)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "home")
-    yield home
-    home.close()
 
 
 @pytest.fixture
@@ -222,40 +215,6 @@ def test_rows_of_another_engine_or_registry_are_not_taken(
     assert reads == [home.root()]
     ids = reading.load_token_ids(made.manifest, home.root()).tolist()
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
-
-
-def test_two_registries_that_share_a_cache_directory_have_rows_each(
-    home: Home, opened: Callable, reads: list[Path], tmp_path: Path
-) -> None:
-    home.make()
-    _start_once(home, opened)
-    other = Home(tmp_path / "other")
-    other.make("another", seed=1)
-    other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
-    until(lambda: len(_caches(home)) == 2)
-    other.close()
-    reads.clear()
-    assert opened().names() == ["doc@1"]
-    assert reads == []
-
-
-def test_a_registry_put_back_from_a_backup_is_followed_at_the_next_start(home: Home, opened: Callable) -> None:
-    old = home.make("old", seed=1)
-    backup = shutil.copytree(home.path, home.path.with_name("backup")) / "registry.sqlite"
-    new = home.make("new", seed=2)
-    _start_once(home, opened)
-    for file in home.path.glob("registry.sqlite*"):
-        file.unlink()
-    shutil.copy(backup, home.registry.path)
-    home.registry = Registry(home.registry.path)
-    other = make_artifact(home.path / "other", positions=72, cartridge_id="new", seed=3)
-    home.registry.register(home.path / "other")
-    store = opened()
-    assert sorted(store.names()) == ["new@1", "old@1"]
-    assert_served(store, old, prompt_for(home, old, "old"))
-    assert store.lookup(prompt_for(home, new, "new").hashes) == 0
-    shutil.copytree(home.path / "other", home.root("new"), dirs_exist_ok=True)
-    assert_served(store, other, prompt_for(home, other, "new"))
 
 
 def test_what_was_quarantined_since_is_not_served(home: Home, opened: Callable) -> None:
@@ -509,23 +468,6 @@ def _row(number: int, count: int) -> Row:
 
 def _by_digest(cache: RowCache) -> list[Row]:
     return sorted(cache.load(), key=lambda row: row.digest)
-
-
-def test_whoever_reads_while_others_write_gets_whole_batches(tmp_path: Path) -> None:
-    batches = [[_row(number, count) for number in range(500)] for count in range(1, 4)]
-    cache = RowCache(tmp_path / "x.sqlite")
-    cache.add(batches[0])
-
-    def work(number: int) -> None:
-        cache = RowCache(tmp_path / "x.sqlite")
-        for _ in range(20):
-            if number < len(batches):
-                cache.add(batches[number])
-            else:
-                assert _by_digest(cache) in batches
-
-    run_threads(6, work)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.sqlite"]
 
 
 def _write_forever(path: Path, size: int) -> None:

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from faulty_proxy import (
@@ -16,7 +15,6 @@ from faulty_proxy import (
     another_range,
     cut,
     endless,
-    flipped,
     range_ignored,
     reset,
     silence,
@@ -25,14 +23,11 @@ from faulty_proxy import (
     trickle_headers,
     truncated,
 )
-from making import check_chunk, make_artifact
 from s3 import S3Server, both
 from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
-from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.errors import (
-    CorruptChunk,
     SourceDenied,
     SourceError,
     SourceNotFound,
@@ -289,27 +284,6 @@ def test_no_more_than_its_limit_is_read_of_a_small_file(
     proxy.always = fault
     with pytest.raises(SourceError, match="more than the 10 bytes"):
         hasty.read(location, "payload", 10)
-
-
-def test_an_answer_of_another_range_is_found_out(proxy: FaultyProxy, source: S3Source, location: str) -> None:
-    proxy.always = another_range
-    with pytest.raises(SourceError, match="asked for bytes 5 to 10"):
-        _read(source, location, 5, 10)
-
-
-def test_wrong_bytes_are_found_by_the_checksum_of_their_chunk(
-    proxy: FaultyProxy, source: S3Source, s3_server: S3Server, bucket: str, tmp_path: Path
-) -> None:
-    made = make_artifact(tmp_path / "doc", positions=48)
-    s3_server.client.upload_file(str(tmp_path / "doc" / PAYLOAD), bucket, f"doc/{PAYLOAD}")
-    where = chunk_range(made.manifest, 1, range(2))
-    out = memoryview(bytearray(where.end - where.start))
-    proxy.faults = [flipped]
-    source.read_into(f"s3://{bucket}/doc", PAYLOAD, where, out)
-    with pytest.raises(CorruptChunk, match="cartridge doc@1: chunk 1, KV head 0"):
-        check_chunk(made.manifest, 1, range(2), out)
-    source.read_into(f"s3://{bucket}/doc", PAYLOAD, where, out)
-    check_chunk(made.manifest, 1, range(2), out)
 
 
 def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 from faulty_proxy import Answer as Sent
-from faulty_proxy import FaultyProxy, Handler, flipped, reset, sound, status
+from faulty_proxy import FaultyProxy, Handler, flipped, sound
 from recall.ward import ask, write_document
 from s3 import S3Server
 from waiting import until
@@ -199,12 +199,6 @@ def test_preloading_answers_at_once_and_tells_how_far_it_is(served: Served, gate
     while served.state("trained")["state"] == "loading":
         time.sleep(0.05)
     assert served.state("trained")["state"] == "resident"
-
-
-def test_a_server_that_fails_for_a_while_is_asked_again(served: Served) -> None:
-    served.evict("trained")
-    served.proxy.faults = [status(500), reset, status(503), reset]
-    assert served.right("trained")
 
 
 def test_a_chunk_damaged_on_its_way_is_fetched_again(served: Served) -> None:

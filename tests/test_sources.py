@@ -204,17 +204,6 @@ def test_a_file_that_may_not_be_read_is_denied_and_named(place: Place, call: str
     assert isinstance(caught.value, PermissionError)
 
 
-def test_many_threads_read_at_once_and_each_gets_its_own_bytes(place: Place) -> None:
-    def work(number: int) -> None:
-        chosen = random.Random(number)
-        for _ in range(5):
-            start = chosen.randrange(SIZE)
-            end = chosen.randrange(start, SIZE)
-            assert _read(place, start, end) == CONTENT[start:end]
-
-    run_threads(32, work, timeout_s=120)
-
-
 def test_a_small_file_is_read_whole_up_to_its_limit(place: Place) -> None:
     assert place.source.read(place.location, "payload", SIZE).data == CONTENT
     assert place.source.read(place.location, "payload", 1 << 40).data == CONTENT

@@ -55,13 +55,6 @@ def made(tmp_path: Path) -> Made:
     return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16)
 
 
-def test_a_writer_that_was_not_committed_leaves_nothing_behind(tmp_path: Path) -> None:
-    with _writer(tmp_path / "doc") as writer:
-        writer.write(next(_chunks()))
-        assert len(list(tmp_path.iterdir())) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_exception_in_the_writer_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the model broke"), _writer(tmp_path / "doc") as writer:
         writer.write(next(_chunks()))
