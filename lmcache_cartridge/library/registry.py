@@ -279,9 +279,7 @@ class Registry:
             known = db.execute("SELECT 1 FROM changes WHERE sequence = ?", (since,)).fetchone()
             if since == 0 or known is None:
                 rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
-                return Changes(last, [_entry(row) for row in rows], [], whole=True)
-            if last == since:
-                return Changes(last, [], [], whole=False)
+                return Changes(last, list(map(_entry, rows)), [], whole=True)
             rows = db.execute(
                 f"SELECT c.id, c.version, {', '.join(f'r.{column}' for column in RegistryEntry._fields)} FROM "
                 "(SELECT DISTINCT id, version FROM changes WHERE sequence > ?) AS c "
@@ -293,11 +291,7 @@ class Registry:
 
     def warm(self) -> list[RegistryEntry]:
         """Return the cartridges that warm labels point at."""
-        with self._connect() as db:
-            rows = db.execute(
-                f"SELECT DISTINCT {_COLUMNS} FROM cartridges JOIN labels USING (id, version) WHERE warm ORDER BY id"
-            ).fetchall()
-        return [_entry(row) for row in rows]
+        return self._select("WHERE (id, version) IN (SELECT id, version FROM labels WHERE warm) ORDER BY id, version")
 
     def largest_bytes(self) -> int:
         """Return the size of the largest payload, 0 without any."""
