@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from homes import home  # noqa: F401
-from s3 import bucket, moto_server, s3_credentials, s3_kind, s3_server  # noqa: F401
+from homes import clock, home, opened  # noqa: F401
+from s3 import bucket, moto_server, proxy, s3_credentials, s3_kind, s3_server  # noqa: F401
 
 CACHE = "LMCACHE_CARTRIDGE_CACHE"
 # No test, nor a server that it starts, uses the download cache of the person who runs it.

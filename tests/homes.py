@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
-from waiting import until
+from waiting import Clock, until
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
@@ -24,6 +24,8 @@ CHUNK = 16
 CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK
 STILL = {"reload_s": 0}
 """Settings of a store that looks for changes only when it is told to."""
+GRACE_S = 50.0
+"""How long the stores of `opened` keep what was removed."""
 
 
 class Prompt(NamedTuple):
@@ -86,6 +88,21 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home = Home(tmp_path / "home")
     yield home
     home.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
+    """Return a function that opens a store, with settings and what an engine has, that looks for changes only when told to."""
+
+    def open_store(settings: dict[str, Any] | None = None, **engine: Any) -> CartridgeStore:
+        return home.open(settings=STILL | {"lease_s": GRACE_S} | (settings or {}), clock=clock, **engine)
+
+    return open_store
 
 
 def prompt_for(home: Home, made: Made, name: str = "doc") -> Prompt:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from faulty_proxy import FaultyProxy
 
 from lmcache_cartridge.serve.launch import free_port
 
@@ -227,3 +228,10 @@ def bucket(s3_credentials: S3Server | MotoServer) -> str:
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     s3_credentials.client.create_bucket(Bucket=name)
     return name
+
+
+@pytest.fixture
+def proxy(s3_credentials: S3Server | MotoServer) -> Iterator[FaultyProxy]:
+    """A proxy before the server, to break its answers."""
+    with FaultyProxy(s3_credentials.port) as proxy:
+        yield proxy

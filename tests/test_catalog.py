@@ -10,37 +10,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
+from homes import GRACE_S, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_kv, make_rope
 from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.artifact.cartridge import Place
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.errors import RegistryError
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
-
-GRACE_S = 50.0
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
-    """Return a function that opens a store that looks for changes only when told to."""
-
-    def open_store(fingerprint: Fingerprint | None = None, **settings: object) -> CartridgeStore:
-        given = {"reload_s": 0, "lease_s": GRACE_S} | settings
-        return home.open(fingerprint=fingerprint, settings=given, clock=clock)
-
-    return open_store
-
 
 # What is registered while serving.
 
@@ -623,7 +602,7 @@ def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
     here, away = home.make("here", seed=1), home.make("away", seed=2)
     home.registry.register(home.root("away"), "s3://bucket/away")
     shared = home.make("shared", seed=3)
-    store = opened(s3_endpoint_url="http://127.0.0.1:1", s3_region="x", s3_timeout_s=0.2)
+    store = opened({"s3_endpoint_url": "http://127.0.0.1:1", "s3_region": "x", "s3_timeout_s": 0.2})
     assert store.names() == ["here@1", "shared@1"]
     until(lambda: store.refused())
     assert list(store.refused()) == ["away@1"]

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from lmcache_cartridge.artifact.identity import DISTINCT, Identity
-from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import UnsupportedModel
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -35,28 +33,11 @@ def test_the_first_sixteen_are_all_different(digest: str, positions: int) -> Non
         assert len(set(head.tolist())) == len(head) == min(positions, DISTINCT)
 
 
-def test_a_thousand_cartridges_differ_in_the_first_block() -> None:
-    digests = [f"{i:064x}" for i in range(1000)]
-    heads = {tuple(Identity(16, ORDINARY).tokens(digest).tolist()) for digest in digests}
-    assert len(heads) == 1000
-
-
-def test_one_bit_of_the_digest_changes_nearly_every_id() -> None:
-    one, other = (Identity(16384, ORDINARY).tokens(digest) for digest in ("00" * 32, "00" * 31 + "01"))
-    assert np.mean(one == other) < 0.01
-
-
-def test_ids_are_drawn_evenly() -> None:
-    counts = np.bincount(Identity(1 << 18, ORDINARY).tokens("ab" * 32), minlength=640)[ORDINARY]
-    assert 0.8 < counts.min() / counts.mean() <= counts.max() / counts.mean() < 1.2
-
-
 def test_the_ids_of_release_one_never_change() -> None:
     """Artefacts carry their ids, but a digest covers them: other ids would be another cartridge."""
-    assert Identity(20, np.arange(10, 640)).tokens("00" * 32).tolist() == PINNED
-
-
-PINNED = [54, 330, 50, 318, 10, 59, 391, 615, 316, 194, 387, 119, 417, 618, 25, 207, 461, 203, 76, 185]
+    assert Identity(20, np.arange(10, 640)).tokens("00" * 32).tolist() == [
+        54, 330, 50, 318, 10, 59, 391, 615, 316, 194, 387, 119, 417, 618, 25, 207, 461, 203, 76, 185,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [0, 1, 2 * DISTINCT - 1])
@@ -69,10 +50,3 @@ def test_the_smallest_vocabulary_allowed_still_tells_cartridges_apart() -> None:
     pool = np.arange(100, 100 + 2 * DISTINCT)
     heads = {tuple(Identity(16, pool).tokens(f"{i:064x}").tolist()) for i in range(500)}
     assert len(heads) == 500
-
-
-def test_the_shipped_tokenizer_gives_none_of_its_ids_here_a_special_meaning() -> None:
-    special = set(AutoTokenizer.from_pretrained(MODEL_DIR).all_special_ids)
-    assert special
-    ordinary = np.array([i for i in range(640) if i not in special])
-    assert not special & set(Identity(16384, ordinary).tokens("cd" * 32).tolist())

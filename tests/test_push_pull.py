@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,12 +70,6 @@ def here(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.C
 @pytest.fixture
 def there(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Machine:
     return _Machine(tmp_path / "there", s3_credentials, bucket, capsys)
-
-
-@pytest.fixture
-def proxy(s3_credentials: S3Server) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_credentials.port) as proxy:
-        yield proxy
 
 
 def _registered(machine: _Machine, name: str = "artefact", **arguments: Any) -> Path:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,8 +31,6 @@ from lmcache_cartridge.library.rows import Row, RowCache
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
-GRACE_S = 50.0
-
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,19 +39,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
-    """Return a function that opens a store that looks for changes only when told to."""
-
-    def open_store(**engine: object) -> CartridgeStore:
-        settings = {"reload_s": 0, "lease_s": GRACE_S, "disk_dir": home.path / "cache", "disk_bytes": 0}
-        return home.open(settings=settings, clock=clock, **engine)
-
-    return open_store
+def opened(home: Home, opened: Callable[..., CartridgeStore]) -> Callable[..., CartridgeStore]:
+    """Return the function that opens a store, which keeps its rows under the home."""
+    return partial(opened, {"disk_dir": home.path / "cache", "disk_bytes": 0})
 
 
 def _caches(home: Home) -> list[RowCache]:
@@ -215,6 +204,21 @@ def test_rows_of_another_engine_or_registry_are_not_taken(
     assert reads == [home.root()]
     ids = reading.load_token_ids(made.manifest, home.root()).tolist()
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
+
+
+def test_two_registries_that_share_a_cache_directory_have_rows_each(
+    home: Home, opened: Callable, reads: list[Path], tmp_path: Path
+) -> None:
+    home.make()
+    _start_once(home, opened)
+    other = Home(tmp_path / "other")
+    other.make("another", seed=1)
+    other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
+    until(lambda: len(_caches(home)) == 2)
+    other.close()
+    reads.clear()
+    assert opened().names() == ["doc@1"]
+    assert reads == []
 
 
 def test_what_was_quarantined_since_is_not_served(home: Home, opened: Callable) -> None:

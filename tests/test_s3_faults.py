@@ -44,12 +44,6 @@ SOON_S = 20
 
 
 @pytest.fixture
-def proxy(s3_credentials: S3Server) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_credentials.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def location(s3_credentials: S3Server, bucket: str) -> str:
     s3_credentials.client.put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
     return f"s3://{bucket}/artefact"

@@ -24,7 +24,6 @@ class LocalSource:
     """
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
-        """See `ByteSource.read_into`."""
         if not len(out):
             return
         path = f"{location}/{file}"
@@ -35,7 +34,6 @@ class LocalSource:
             os.close(descriptor)
 
     def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        """See `ByteSource.read_each`."""
         path = f"{location}/{file}"
         descriptor = _open(path)
         try:
@@ -46,11 +44,9 @@ class LocalSource:
             os.close(descriptor)
 
     def request_bytes(self, location: str) -> int:
-        """See `ByteSource.request_bytes`."""
         return 0
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
-        """See `ByteSource.read`."""
         path = Path(location) / file
         descriptor = _open(path)
         try:
@@ -69,11 +65,9 @@ class LocalSource:
         return SmallFile(data, revision)
 
     def size(self, location: str, file: str) -> int:
-        """See `ByteSource.size`."""
         return _status(f"{location}/{file}").st_size
 
     def revision(self, location: str, file: str) -> str:
-        """See `ByteSource.revision`."""
         return _revision(_status(f"{location}/{file}"))
 
     def close(self) -> None:

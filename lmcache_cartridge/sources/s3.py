@@ -30,7 +30,7 @@ _LONGEST_BACKOFF_S = 5.0
 
 
 class S3Source:
-    """Objects of any S3 server. See `ByteSource`.
+    """Objects of any S3 server. What reads is described by `ByteSource`.
 
     Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests run
     at once, on as many threads, however many callers wait, and the client keeps as many connections, so that a request
@@ -56,7 +56,6 @@ class S3Source:
         self._clients: dict[str, Any] = {}
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
-        """See `ByteSource.read_into`."""
         if not len(out):
             return
         call, step = self._call(location, file), self._part_bytes
@@ -65,24 +64,19 @@ class S3Source:
             seen(out)
 
     def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        """See `ByteSource.read_each`."""
         call = self._call(location, file)
         call.run([partial(_fill, call, start, outs)])
 
     def request_bytes(self, location: str) -> int:
-        """See `ByteSource.request_bytes`."""
         return self._part_bytes
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
-        """See `ByteSource.read`."""
         return self._ask(location, file, partial(_read_small, limit_bytes=limit_bytes, known=known))
 
     def size(self, location: str, file: str) -> int:
-        """See `ByteSource.size`."""
         return self._ask(location, file, _head)["ContentLength"]
 
     def revision(self, location: str, file: str) -> str:
-        """See `ByteSource.revision`."""
         return self._ask(location, file, _head)["ETag"]
 
     def _ask(self, location: str, file: str, request: Callable[[_Call], T]) -> T:
@@ -103,7 +97,6 @@ class S3Source:
             client.delete_object(**target)
 
     def close(self) -> None:
-        """See `ByteSource.close`."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -12,38 +12,31 @@ from .s3 import S3Source
 
 
 class Sources:
-    """Local directories and S3 as one `ByteSource`. Raises `MalformedLocation` for a location of another form."""
+    """Local directories and S3 as one `ByteSource`, whose methods these are. Raises `MalformedLocation` for a location of another form."""
 
     def __init__(self, s3: S3Source | None = None) -> None:
         """Takes over `s3`, by default one that finds its server as every AWS tool does."""
         self.s3, self._local = s3 or S3Source(), LocalSource()
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
-        """See `ByteSource.read_into`."""
         self._of(location).read_into(location, file, where, out, seen)
 
     def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        """See `ByteSource.read_each`."""
         self._of(location).read_each(location, file, start, outs)
 
     def request_bytes(self, location: str) -> int:
-        """See `ByteSource.request_bytes`."""
         return self._of(location).request_bytes(location)
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
-        """See `ByteSource.read`."""
         return self._of(location).read(location, file, limit_bytes, known=known)
 
     def size(self, location: str, file: str) -> int:
-        """See `ByteSource.size`."""
         return self._of(location).size(location, file)
 
     def revision(self, location: str, file: str) -> str:
-        """See `ByteSource.revision`."""
         return self._of(location).revision(location, file)
 
     def close(self) -> None:
-        """See `ByteSource.close`."""
         self.s3.close()
         self._local.close()
 
