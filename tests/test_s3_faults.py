@@ -76,7 +76,6 @@ PASSING = {
 }  # fmt: skip
 
 
-@both
 @pytest.mark.parametrize("times", [1, 6])
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_fault_that_passes_is_not_noticed(
