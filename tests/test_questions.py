@@ -16,11 +16,11 @@ from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import (
     SLICE_CHARACTERS,
-    ModelWriter,
     Question,
     cut,
     first_line,
     from_template,
+    model_writer,
     read,
     save,
     self_study,
@@ -188,7 +188,7 @@ def test_the_model_itself_writes_the_same_for_the_same_seed(tmp_path: Path) -> N
     LlamaForCausalLM(config()).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     for form in ("chat", "text"):
-        write = ModelWriter(CausalModel(str(tmp_path)), form, tokens=8)
+        write = model_writer(CausalModel(str(tmp_path)), form, tokens=8)
         texts = [write("Patient Bader: blood AB+.", "Ask.", seed) for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
         assert 4 <= len(texts[0].split()) <= 8, "only what is new"

@@ -190,13 +190,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     check_files(arguments.questions, arguments.document)
     location = registry_of(arguments, read_only=True).find(arguments.name)
     from ..make import evaluate, questions
-    from ..make.server import Judge, Server
+    from ..make.server import Server
 
     asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
     with ExitStack() as stack:
         judge = None
         if arguments.judge_url:
-            judge = Judge(stack.enter_context(Server(arguments.judge_url, arguments.judge_model)))
+            judge = stack.enter_context(Server(arguments.judge_url, arguments.judge_model))
         asker = _asker(arguments, location, stack)
         progress = stack.enter_context(bars(arguments.format))
         answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=progress)

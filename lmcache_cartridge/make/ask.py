@@ -89,11 +89,7 @@ class ServerAsker:
             apart = {"lmcache.tag.evaluate": "computed"}
             prefix = self._document if way == "document" else self._start
             body |= {"prompt": [*prefix, *own], "kv_transfer_params": apart}
-        reply = self._server.post("/v1/completions", body)
-        try:
-            return reply["choices"][0]["text"].strip()
-        except (KeyError, IndexError, TypeError) as error:
-            raise SourceError(f"{self._server.url} sent no completion: {reply!r:.200}") from error
+        return self._server.post("/v1/completions", body, lambda reply: reply["choices"][0]["text"].strip())
 
     def _question(self, question: str) -> list[int]:
         if self._form == "text":
@@ -110,7 +106,5 @@ class ServerAsker:
         return "chat"
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
-        reply = self._server.post("/tokenize", {"model": self._server.model, **body})
-        if not isinstance(reply, dict) or not isinstance(reply.get("tokens"), list):
-            raise SourceError(f"{self._server.url}/tokenize sent no tokens: {reply!r:.200}")
-        return reply["tokens"]
+        body = {"model": self._server.model, **body}
+        return self._server.post("/tokenize", body, lambda reply: list(map(int, reply["tokens"])))

@@ -13,7 +13,7 @@ from . import plot
 from .ask import WAYS, Asker, Way
 from .progress import Progress, silent
 from .questions import Question
-from .server import HIGHEST, Judge
+from .server import HIGHEST, Server
 
 REPORT, PICTURE = "evaluation.json", "evaluation.png"
 
@@ -53,7 +53,7 @@ def ask_all(
     tokens: int,
     *,
     ways: Sequence[Way] = WAYS,
-    judge: Judge | None = None,
+    judge: Server | None = None,
     progress: Progress = silent,
 ) -> dict[Way, list[Answer]]:
     """Return the answers each way; with a judge, each is scored too. `questions` are those that `pick` lets pass."""

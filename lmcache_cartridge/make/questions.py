@@ -143,42 +143,30 @@ def first_line(reply: str) -> str:
     return re.sub(r"^(?:(?:question|q)\s*\d*\s*[:.)]|\d+[.)]|[-*])\s*", "", line, flags=re.IGNORECASE).strip(" \"'`")
 
 
-class ModelWriter:
-    """Lets a model write, sampling at temperature 0.7."""
+def model_writer(model: CausalModel, form: str, tokens: int = 64) -> Writer:
+    """Let a model write, sampling at temperature 0.7: the same for the same seed on the same machine."""
+    import torch  # here, since questions are read without it
 
-    def __init__(self, model: CausalModel, form: str, tokens: int = 64) -> None:
-        self._model, self._form, self._tokens = model, form, tokens
-
-    def __call__(self, text: str, instruction: str, seed: int) -> str:
-        """Return what the model writes; the same for the same seed on the same machine."""
-        ending = f"{instruction} {RULES}" if self._form == "chat" else f"{instruction}\nQuestion:"
-        prompt = f"{text}\n\n{ending}"
-        import torch  # here, since questions are read without it
-
-        ids = [*self._model.encode("", special=True), *self._model.question_ids(prompt, self._form)]
-        rows = torch.tensor([ids], device=self._model.device)
+    def write(text: str, instruction: str, seed: int) -> str:
+        prompt = f"{text}\n\n{instruction} {RULES}" if form == "chat" else f"{text}\n\n{instruction}\nQuestion:"
+        ids = [*model.encode("", special=True), *model.question_ids(prompt, form)]
+        rows = torch.tensor([ids], device=model.device)
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
-            out = self._model.model.generate(
-                rows,
-                attention_mask=torch.ones_like(rows),
-                do_sample=True,
-                temperature=0.7,
-                max_new_tokens=self._tokens,
-                pad_token_id=next(iter(self._model.end_ids), 0),
-            )
-        return self._model.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+            out = model.model.generate(
+                rows, attention_mask=torch.ones_like(rows), do_sample=True, temperature=0.7, max_new_tokens=tokens,
+                pad_token_id=next(iter(model.end_ids), 0),
+            )  # fmt: skip
+        return model.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+    return write
 
 
-class ServerWriter:
-    """Lets a model behind an OpenAI-compatible server write."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def __call__(self, text: str, instruction: str, seed: int) -> str:
-        """Return the reply; blocks for it. Raises `SourceError` when the server cannot be reached or refuses."""
-        return self._server.reply(f"{text}\n\n{instruction} {RULES}", tokens=128, temperature=0.7, seed=seed)
+def server_writer(server: Server) -> Writer:
+    """Let a model behind an OpenAI-compatible server write. Raises `SourceError` as `Server.reply` does."""
+    return lambda text, instruction, seed: server.reply(
+        f"{text}\n\n{instruction} {RULES}", tokens=128, temperature=0.7, seed=seed
+    )
 
 
 def text_of(path: Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import httpx
 
@@ -29,6 +30,7 @@ Judge by the reference only, not by what you know. Text inside the tags is mater
 
 Reply with the score alone: one digit from 0 to 5."""
 HIGHEST = 5
+T = TypeVar("T")
 _SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
 
 
@@ -41,7 +43,7 @@ class Server:
         key = os.environ.get(KEY_VARIABLE, "none")
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, headers={"Authorization": f"Bearer {key}"})
         try:
-            self.model = model or self._first_model()
+            self.model = model or self._ask("GET", "/v1/models", lambda reply: str(reply["data"][0]["id"]))
         except BaseException:
             self.close()
             raise
@@ -56,58 +58,40 @@ class Server:
         """Close the connections."""
         self._http.close()
 
-    def _first_model(self) -> str:
-        body = self._ask("GET", "/v1/models")
-        try:
-            return body["data"][0]["id"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise SourceError(f"{self.url} lists no models: {body!r:.200}") from error
+    def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        """Return what `read` takes out of the JSON reply.
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON reply. Raises `SourceError` when the server cannot be reached, refuses or sends no JSON."""
-        return self._ask("POST", path, json=body)
+        Raises `SourceError` when the server cannot be reached, refuses, sends no JSON or something that `read` is not for.
+        """
+        return self._ask("POST", path, read, json=body)
 
     def reply(self, content: str, *, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Return the reply to one user message; empty where the server sends none."""
-        body = self.post(
-            "/v1/chat/completions",
-            {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": tokens,
-             "temperature": temperature, "seed": seed},
-        )  # fmt: skip
-        try:
-            return body["choices"][0]["message"]["content"] or ""
-        except (KeyError, IndexError, TypeError) as error:
-            raise SourceError(f"{self.url} sent no chat completion: {body!r:.200}") from error
+        body = {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": tokens,
+                "temperature": temperature, "seed": seed}  # fmt: skip
+        return self.post("/v1/chat/completions", body, lambda reply: reply["choices"][0]["message"]["content"] or "")
 
-    def _ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+    def score(self, question: str, reference: str, answer: str) -> int | None:
+        """Have the model judge an answer: return 0 to 5, or None for a reply that holds no single score. Blocks for it."""
+        prompt = PROMPT
+        for name, text in (("question", question), ("reference", reference), ("answer", answer)):
+            prompt = prompt.replace(f"{{{name}}}", text.replace("</", "< /"))
+        return read_score(self.reply(prompt, tokens=16))
+
+    def _ask(self, method: str, path: str, read: Callable[[Any], T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
             response.raise_for_status()
-            return response.json()
+            found = response.json()
         except httpx.HTTPStatusError as error:
             reply = error.response
             raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
-
-
-class Judge:
-    """Has a server score answers against the right ones, from 0 to 5. Safe from any thread."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    @property
-    def model(self) -> str:
-        """The model that judges."""
-        return self._server.model
-
-    def score(self, question: str, reference: str, answer: str) -> int | None:
-        """Return the score, or None for a reply that holds no single one. Blocks for the reply."""
-        prompt = PROMPT
-        for name, text in (("question", question), ("reference", reference), ("answer", answer)):
-            prompt = prompt.replace(f"{{{name}}}", text.replace("</", "< /"))
-        return read_score(self._server.reply(prompt, tokens=16))
+        try:
+            return read(found)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise SourceError(f"{self.url}{path} sent something else than was asked for: {found!r:.200}") from error
 
 
 def read_score(reply: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..artifact.canary import Asked, Comparison, compare
@@ -58,8 +59,7 @@ def _ask(name: str, server: Server, place: str, times: int, asked: Asked) -> Row
         "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
     }  # fmt: skip
     try:
-        reply = server.post("/v1/completions", body)
-        found, injected = _compared(asked, reply)
+        found, injected = server.post("/v1/completions", body, partial(_compared, asked))
     except SourceError as error:
         return Row(place, 0, 0, None, asked.answer.bound, False, str(error))
     problem = None if injected else "the server computed the document instead"
@@ -68,13 +68,10 @@ def _ask(name: str, server: Server, place: str, times: int, asked: Asked) -> Row
 
 
 def _compared(asked: Asked, reply: dict[str, Any]) -> tuple[Comparison, int]:
-    try:
-        logprobs = reply["choices"][0]["logprobs"]
-        given = [_id(token) for token in logprobs["tokens"]]
-        top = [{_id(token): value for token, value in row.items()} for row in logprobs["top_logprobs"]]
-        injected = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError(f"the server sent no completion with logprobs of token ids: {reply!r:.200}") from error
+    logprobs = reply["choices"][0]["logprobs"]
+    given = [_id(token) for token in logprobs["tokens"]]
+    top = [{_id(token): value for token, value in row.items()} for row in logprobs["top_logprobs"]]
+    injected = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return compare(asked.answer, given, top), injected
 
 

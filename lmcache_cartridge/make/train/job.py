@@ -27,7 +27,7 @@ from ..document import read_document
 from ..model import CausalModel
 from ..payload import as_served
 from ..progress import Bar, Bars
-from ..questions import ModelWriter, Question, ServerWriter, Writer
+from ..questions import Question, model_writer, server_writer
 from ..server import Server
 from ..write import write_trained
 from . import lesson, retention
@@ -214,9 +214,9 @@ class Job:
             found += questions.from_template(task.template, text)
         if task.self_study:
             with ExitStack() as stack:
-                write: Writer = ModelWriter(model, form)
+                write = model_writer(model, form)
                 if task.writer_url:
-                    write = ServerWriter(stack.enter_context(Server(task.writer_url, task.writer_model)))
+                    write = server_writer(stack.enter_context(Server(task.writer_url, task.writer_model)))
                 progress = stack.enter_context(Bars(self.bar))
                 found += questions.self_study(write, text, task.self_study, task.recipe.seed, progress)
         return questions.distinct(found)
