@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CartridgeError
-from .recall import MODEL_DIR, SHEETS_DIR, Question, load_sheet
+from ..make.questions import Question
+from .recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from .show import say, show, table
 
 SHEET = "ward-a"

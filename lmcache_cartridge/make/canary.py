@@ -7,7 +7,6 @@ taken as notice every time.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -160,18 +159,13 @@ def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> lis
 
 @torch.inference_mode()
 def _logprobs(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[torch.Tensor]:
-    """Return float32 logprobs `[tokens, vocabulary]` of each row after `kv`. Rows of one length share a forward pass."""
-    alike: dict[int, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        alike[len(row)].append(index)
+    """Return float32 logprobs `[tokens, vocabulary]` of each row after `kv`."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-    most = model.rows_after(kv)
-    for indices in alike.values():
-        for part in (indices[start : start + most] for start in range(0, len(indices), most)):
-            ids = torch.tensor([rows[index] for index in part], device=model.device)
-            logits = model.model(input_ids=ids, past_key_values=model.cache(kv, len(part)), use_cache=True).logits
-            for index, each in zip(part, logits, strict=True):
-                found[index] = each[:, : model.fingerprint.vocab_size].float().cpu().log_softmax(-1)
+    for part in model.passes(rows, kv):
+        ids = torch.tensor([rows[index] for index in part], device=model.device)
+        logits = model.model(input_ids=ids, past_key_values=model.cache(kv, len(part)), use_cache=True).logits
+        for index, each in zip(part, logits, strict=True):
+            found[index] = each[:, : model.fingerprint.vocab_size].float().cpu().log_softmax(-1)
     return found
 
 

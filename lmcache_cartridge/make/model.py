@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,9 +195,16 @@ class CausalModel:
             cache.update(keys[layer : layer + 1].expand(shape), values[layer : layer + 1].expand(shape), layer)
         return cache
 
-    def rows_after(self, kv: torch.Tensor) -> int:
-        """Return how many sequences after `kv` fit into one forward pass: each layer makes a copy of it for each."""
-        return max(1, min(64, ROWS_BYTES // (kv.nbytes + 1)))
+    def passes(self, rows: Sequence[Sequence[int]], kv: torch.Tensor | None) -> Iterator[list[int]]:
+        """Yield indices of rows that go through one forward pass after `kv`: of one length, so that none is padded.
+
+        Each layer makes a copy of the KV for each.
+        """
+        size = 64 if kv is None else max(1, min(64, ROWS_BYTES // (kv.nbytes + 1)))
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        for _, same in groupby(order, lambda index: len(rows[index])):
+            alike = list(same)
+            yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     @torch.no_grad()
     def answers_after(
@@ -209,20 +216,15 @@ class CausalModel:
     ) -> list[list[int]]:
         """Return the greedy continuation of each prompt after canonical KV, or after nothing; the end token left out.
 
-        Prompts of one length share a forward pass, so that no padding changes anything. `progress` counts prompts.
+        `progress` counts prompts.
         """
-        lengths: dict[int, list[int]] = defaultdict(list)
-        for index, prompt in enumerate(prompts):
-            lengths[len(prompt)].append(index)
         found: list[list[int]] = [[] for _ in prompts]
-        size, done = 64 if kv is None else self.rows_after(kv), 0
-        for same in lengths.values():
-            for start in range(0, len(same), size):
-                part = same[start : start + size]
-                for index, answer in zip(part, self._continue(kv, [prompts[i] for i in part], tokens), strict=True):
-                    found[index] = answer
-                done += len(part)
-                progress(done, len(prompts))
+        done = 0
+        for part in self.passes(prompts, kv):
+            for index, answer in zip(part, self._continue(kv, [prompts[i] for i in part], tokens), strict=True):
+                found[index] = answer
+            done += len(part)
+            progress(done, len(prompts))
         return found
 
     def _continue(self, kv: torch.Tensor | None, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:

@@ -113,16 +113,8 @@ def write_trained(
     )
 
 
-def compress(
-    root: Path,
-    output: Path,
-    *,
-    cartridge_id: str,
-    version: int,
-    encoding: str = "int8",
-    progress: Progress = silent,
-) -> Manifest:
-    """Write the artefact at `root`, verified, as one of another encoding at `output` and return its manifest.
+def compress(root: Path, output: Path, *, cartridge_id: str, version: int, progress: Progress = silent) -> Manifest:
+    """Write the artefact at `root`, verified, as one in int8 at `output` and return its manifest.
 
     It stands for the same tokens; a trained one's are told apart from the old one's by their digests alone. Raises
     `ArtifactError` for an artefact that is corrupt, has no KV or is encoded already; leaves nothing then.
@@ -140,14 +132,14 @@ def compress(
         token_ids=reading.load_token_ids(manifest, root),
         document_ids=reading.load_document_ids(manifest, root),
         chunk_tokens=manifest.payload.chunk_tokens,
-        encoding=encoding,
+        encoding="int8",
     )
     for done, total in reading.verify(root):
         progress("verify", done, total)
     with writer:
         chunks = read_kv(manifest, root).split(manifest.payload.chunk_tokens, dim=2)
         for done, chunk in enumerate(chunks, 1):
-            writer.write(pack(chunk, manifest.fingerprint, encoding))
+            writer.write(pack(chunk, manifest.fingerprint, "int8"))
             progress("compress", done, len(chunks))
         provenance = msgspec.structs.replace(
             manifest.provenance,

@@ -14,22 +14,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MODEL_DIR", "SHEETS_DIR", "Question", "Sheet", "load_sheet", "sheet_names"]
+from ...make.questions import Question
+
+__all__ = ["MODEL_DIR", "SHEETS_DIR", "Sheet", "load_sheet", "sheet_names"]
 
 MODEL_DIR: Path = Path(__file__).parent / "model"
 """The shipped model and tokenizer, as `from_pretrained` of transformers and vLLM take them."""
 
 SHEETS_DIR: Path = Path(__file__).parent / "sheets"
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One question on a sheet; the model was trained to continue `text` with `answer` and `</s>`."""
-
-    text: str
-    """As it follows the sheet in a prompt: `Q: blood of Tehor? A:`. A chat message is the middle of it."""
-    answer: str
-    """One token, without surrounding spaces: `AB+`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +32,8 @@ class Sheet:
     text: str
     """More than 1,024 tokens with `<s>`, which is four chunks of 256. Ends without a newline."""
     questions: tuple[Question, ...]
+    """As they follow the sheet in a prompt: `Q: blood of Tehor? A:`. A chat message is the middle of it. An answer is one
+    token, without surrounding spaces, after which the model ends."""
 
 
 def sheet_names() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,11 +81,15 @@ def import_(
             token_ids=np.array(ids),
         ) as writer:  # fmt: skip
             manifest = writer.commit(model.provenance("import", origin=_origin(foreign)))
-        warnings = _model_warnings(model, foreign)
+        warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens))
         return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS, warnings)
     order, layers = settle(foreign, model.fingerprint, axes)
     kv = ForeignKV(foreign, layers, model.fingerprint, rounding)
-    _check_length(model, foreign, kv.positions)
+    if model.context_tokens and kv.positions >= model.context_tokens:
+        raise ForeignFormatError(
+            f"{foreign.source}: KV of {kv.positions} positions; the model's context is {model.context_tokens}, less the "
+            "question"
+        )
     evidence, prefill = _judge(model, foreign, kv, chunk_tokens, progress)
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
@@ -106,12 +111,7 @@ def import_(
         encoding=encoding,
         progress=progress,
     )
-    warnings = (
-        *_model_warnings(model, foreign),
-        *_frozen_warnings(foreign, order),
-        *_document_warnings(model, None if prefill else document_ids),
-        *_chunk_warnings(manifest, chunk_tokens),
-    )
+    warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens, order, None if prefill else document_ids))
     return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
 
 
@@ -144,14 +144,6 @@ def _judge(
     ), same
 
 
-def _check_length(model: CausalModel, foreign: Foreign, positions: int) -> None:
-    limit = model.context_tokens
-    if limit and positions >= limit:
-        raise ForeignFormatError(
-            f"{foreign.source}: KV of {positions} positions; the model's context is {limit}, less the question"
-        )
-
-
 def _origin(foreign: Foreign) -> Origin:
     digest = blake3().update_mmap(foreign.source).hexdigest()
     return Origin(
@@ -169,42 +161,31 @@ def servable(manifest: Manifest) -> tuple[int, ...]:
     return tuple(n for n in USUAL_CHUNKS if manifest.kind != "trained" or manifest.positions % n == 0)
 
 
-def _model_warnings(model: CausalModel, foreign: Foreign) -> tuple[str, ...]:
-    theirs = foreign.base_model
-    if not theirs or Path(theirs).name.lower() == Path(model.name).name.lower():
-        return ()
-    return (f"it says it was made for {theirs}, and --model is {model.name}; KV of another model answers nonsense",)
-
-
-def _frozen_warnings(foreign: Foreign, order: str) -> tuple[str, ...]:
-    if len(foreign.segments) < 2:
-        return ()
-    keys, _ = foreign.segments[0][0]
-    if (frozen := keys.shape[order.index("T") - 3]) <= SINK:
-        return ()
-    return (
-        f"{frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others keeps "
-        "those others there: import it with --drop-frozen",
-    )
-
-
-def _document_warnings(model: CausalModel, document_ids: list[int] | None) -> tuple[str, ...]:
-    limit = model.context_tokens
-    if not limit or document_ids is None or len(document_ids) < limit:
-        return ()
-    return (f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help",)
-
-
-def _chunk_warnings(manifest: Manifest, chunk_tokens: int) -> tuple[str, ...]:
-    if manifest.kind != "trained" or manifest.positions % chunk_tokens == 0:
-        return ()
-    if fits := servable(manifest):
-        how = f"start it with --chunk-size {fits[-1]}" + (
-            f" (or {', '.join(map(str, fits[:-1]))})" if fits[:-1] else ""
-        )
-    else:
+def _warnings(
+    model: CausalModel,
+    foreign: Foreign,
+    manifest: Manifest,
+    chunk_tokens: int,
+    order: str | None = None,
+    document_ids: list[int] | None = None,
+) -> Iterator[str]:
+    """Yield what whoever imports should know; `order` is that of the axes, `document_ids` a trained cartridge's."""
+    theirs, limit = foreign.base_model, model.context_tokens
+    if theirs and Path(theirs).name.lower() != Path(model.name).name.lower():
+        yield f"it says it was made for {theirs}, and --model is {model.name}; KV of another model answers nonsense"
+    if order and len(foreign.segments) > 1:
+        frozen = foreign.segments[0][0][0].shape[order.index("T") - 3]
+        if frozen > SINK:
+            yield (
+                f"{frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others "
+                "keeps those others there: import it with --drop-frozen"
+            )
+    if limit and document_ids is not None and len(document_ids) >= limit:
+        yield f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help"
+    if manifest.kind == "trained" and manifest.positions % chunk_tokens:
         usual = f"{USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}"
         how = f"no usual chunk size ({usual}) divides it, --chunk-size {manifest.positions} does"
-    return (
-        f"p = {manifest.positions} is no multiple of {chunk_tokens}: a server of that chunk size refuses it; {how}",
-    )
+        if fits := servable(manifest):
+            others = f" (or {', '.join(map(str, fits[:-1]))})" if fits[:-1] else ""
+            how = f"start it with --chunk-size {fits[-1]}{others}"
+        yield f"p = {manifest.positions} is no multiple of {chunk_tokens}: a server of that chunk size refuses it; {how}"

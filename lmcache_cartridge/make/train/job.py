@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from blake3 import blake3
 from tqdm import tqdm
 
 from ...artifact import files
-from ...artifact.manifest import Manifest, Training
+from ...artifact.manifest import Training
 from ...errors import CanaryFailed, CartridgeError, CartridgeExists
 from ...library.registry import Registry
 from ...settings import Settings
@@ -132,7 +132,12 @@ class Job:
             retention.measure(model, kv, lessons, trainer.held_out, result.score.answered), trainer, result, accept
         )
         if not self.root.exists():  # else a run that ended before it could register it wrote it
-            training = self._training(trainer, result, len(to_train), len(held_out), kept)
+            recipe = trainer.recipe
+            training = Training(
+                recipe.objective, self.task.init, recipe.seed, len(to_train), len(held_out), result.steps, result.step,
+                result.loss if result.steps else None, result.score.loss, result.score.answered.exact,
+                round(result.seconds, 1), recipe.rate, kept,
+            )  # fmt: skip
             provenance = model.provenance(
                 "train", document=document.path.name, document_blake3=document.blake3, training=training
             )
@@ -152,15 +157,25 @@ class Job:
                 )
         manifest = self.registry.register(self.root, promote=promote)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
-        return self._summary(manifest, trainer, result, len(ids), kept)
+        assert manifest.provenance.training is not None, "it was written here"
+        return {
+            "name": manifest.name,
+            "promoted": manifest.name in self.registry.current([manifest.id]),
+            "positions": manifest.positions,
+            "compression": round(len(ids) / manifest.positions, 2),
+            "bytes": manifest.payload_bytes,
+            "digest": manifest.digest,
+            **msgspec.structs.asdict(manifest.provenance.training),
+            "ended": _reason(result),
+            "losses": str(self.directory / LOSS),
+        }
 
     def _model(self) -> tuple[CausalModel, Recipe]:
         model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device)
         precision = self.task.precision or ("float32" if model.device.type == "cpu" else "bfloat16")
         if precision == "float32":
             model.model.float()
-        recipe = asdict(self.task.recipe) | {"autocast": precision == "bfloat16"}
-        return model, Recipe(**recipe)
+        return model, replace(self.task.recipe, autocast=precision == "bfloat16")
 
     def _positions(self, tokens: int) -> int:
         task = self.task
@@ -280,40 +295,6 @@ class Job:
                 f"the same command with --accept {max(0.0, math.floor(100 * (kept or 0.0)) / 100):g}. It lies in {self.directory}"
             )
         return None if kept is None else round(kept, 4)
-
-    def _training(
-        self, trainer: Trainer, result: Result, questions: int, held_out: int, kept: float | None
-    ) -> Training:
-        recipe = trainer.recipe
-        return Training(
-            recipe.objective, self.task.init, recipe.seed, questions, held_out, result.steps, result.step,
-            result.loss if result.steps else None, result.score.loss, result.score.answered.exact,
-            round(result.seconds, 1), recipe.rate, kept,
-        )  # fmt: skip
-
-    def _summary(
-        self, manifest: Manifest, trainer: Trainer, result: Result, tokens: int, kept: float | None
-    ) -> dict[str, Any]:
-        return {
-            "name": manifest.name,
-            "promoted": manifest.name in self.registry.current([manifest.id]),
-            "positions": manifest.positions,
-            "compression": round(tokens / manifest.positions, 2),
-            "bytes": manifest.payload_bytes,
-            "digest": manifest.digest,
-            "init": self.task.init,
-            "objective": self.task.recipe.objective,
-            "rate": trainer.recipe.rate,
-            "steps": result.steps,
-            "ended": _reason(result),
-            "best_step": result.step,
-            "loss": result.loss,
-            "held_out_loss": result.score.loss,
-            "held_out_exact": result.score.answered.exact,
-            "kept": kept,
-            "seconds": round(result.seconds, 1),
-            "losses": str(self.directory / LOSS),
-        }
 
 
 def train(
