@@ -107,20 +107,9 @@ def finite_bytes(count: int) -> bytes:
 
 
 def write_artifact(root: Path, fingerprint: Any, case: Case, seed: int) -> Manifest:
-    """Write an artefact whose chunks all have the same bytes; another seed gives other token ids."""
-    from lmcache_cartridge.artifact.manifest import Provenance
-    from lmcache_cartridge.artifact.writing import ArtifactWriter
-
+    """Write an artefact of a case; another seed gives other token ids."""
     ids = np.random.default_rng(seed).integers(0, fingerprint.vocab_size, case.chunks * case.chunk_tokens)
-    writer = ArtifactWriter(
-        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=fingerprint, token_ids=ids,
-        chunk_tokens=case.chunk_tokens,
-    )  # fmt: skip
-    data = finite_bytes(case.chunk_bytes)
-    with writer:
-        for _ in range(case.chunks):
-            writer.write(data)
-        return writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"))
+    return report.write_artifact(root, fingerprint, ids, case.chunk_tokens, finite_bytes(case.chunk_bytes))
 
 
 @contextlib.contextmanager
@@ -155,7 +144,10 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     root = scratch / "doc"
     manifest = write_artifact(root, fingerprint, case, seed=1)
     registry.register(root)
-    remote = push(scratch, fingerprint, case, settings, registry, s3_server) if s3_server else None
+    remote = None
+    if s3_server:  # the same chunks under other token ids
+        remote = write_artifact(scratch / "remote", fingerprint, case, seed=2)
+        push(scratch / "remote", settings, registry, s3_server)
     rival_files = scratch / "rivals"
     with lmcache_engine(lm, config, EngineWriteConnector()) as engine, torch.inference_mode():
         store = plugin(engine).store
@@ -183,20 +175,17 @@ def s3_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "s3" in thread.name}
 
 
-def push(scratch: Path, fingerprint: Any, case: Case, settings: Settings, registry: Any, server: Any) -> Manifest:
-    """Put an artefact of the same chunks, with other token ids, on S3 and register it there."""
+def push(root: Path, settings: Settings, registry: Any, server: Any) -> None:
+    """Put an artefact into a new bucket on S3 and register it there."""
     from lmcache_cartridge.sources.s3 import S3Source
     from lmcache_cartridge.sources.transfer import push as push_artifact
 
-    root = scratch / "remote"
-    manifest = write_artifact(root, fingerprint, case, seed=2)
     bucket = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     server.client.create_bucket(Bucket=bucket)
-    location = f"s3://{bucket}/remote"
+    location = f"s3://{bucket}/{root.name}"
     with contextlib.closing(S3Source(**settings.s3)) as source:
         push_artifact(root, location, source, force=False, progress=lambda *_: None)
     registry.register(root, location)
-    return manifest
 
 
 @contextlib.contextmanager
@@ -674,8 +663,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         with on_cores(halves()[1]):
                             rows += measure_s3(at, repeat, callers)
     details = [{k.removeprefix("_"): v for k, v in row.items()} for row in rows]
-    shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
-    report.publish("chunks", shown, options, machine, panels=panels(rows), details=details, lines=figures(rows))
+    report.publish("chunks", rows, options, machine, panels=panels(rows), details=details, lines=figures(rows))
 
 
 def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:

@@ -152,9 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows
         if row["path"] == COPY
     ]
-    shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
     panel = report.Panel("resident chunks into the engine's blocks", "", "GB/s", curves)
-    report.publish("inject", shown, options, machine, panels=[panel], details=rows, lines=lines)
+    report.publish("inject", rows, options, machine, panels=[panel], details=rows, lines=lines)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ import report
 from scale import chain
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
-from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import from_mapping
 
@@ -170,15 +168,8 @@ def ours(mix: Mix, requests: Sequence[int]) -> list[tuple[bool, float]]:
 
 def make(root: Path, ids: np.ndarray, registry: Registry) -> str:
     """Write and register a small cartridge and return its digest."""
-    writer = ArtifactWriter(
-        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=SHAPE, token_ids=ids, chunk_tokens=CHUNK
-    )
-    with writer:
-        for _ in range(CHUNKS):
-            writer.write(bytes(CHUNK * SHAPE.token_bytes))
-        digest = writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00")).digest
-    registry.register(root)
-    return digest
+    report.write_artifact(root, SHAPE, ids, CHUNK, bytes(CHUNK * SHAPE.token_bytes))
+    return registry.register(root).digest
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

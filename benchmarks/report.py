@@ -25,6 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from sizes import markdown
 
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.show import table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # makers of artefacts and LMCache's engine in process
@@ -111,6 +114,17 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def write_artifact(root: Path, shape: Fingerprint, ids: np.ndarray, chunk_tokens: int, chunk: bytes) -> Manifest:
+    """Write a prefill cartridge that is called as its directory, every chunk of which has the same bytes."""
+    with ArtifactWriter(
+        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=shape, token_ids=ids,
+        chunk_tokens=chunk_tokens,
+    ) as writer:  # fmt: skip
+        for start in range(0, len(ids), chunk_tokens):
+            writer.write(chunk[: shape.token_bytes * (len(ids) - start)])
+        return writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"))
+
+
 def memcpy_rate(threads: int = 1, size_bytes: int = 128 << 20) -> Spread:
     """Return the bytes per second that numpy copies between two buffers larger than any cache."""
     from concurrent.futures import ThreadPoolExecutor
@@ -170,7 +184,11 @@ def publish(
     details: Any = None,
     lines: Sequence[str] = (),
 ) -> None:
-    """Print `rows` as a table between the hardware and `lines`; write `name.json`, with `details`, and `name.png`."""
+    """Print `rows` as a table between the hardware and `lines`; write `name.json`, with `details`, and `name.png`.
+
+    What is in a row under a name that begins with `_` is not shown.
+    """
+    rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
     print(f"\n{name}: {hardware_line(machine)}")
     if options.note:
         print(f"note: {options.note}")

@@ -60,16 +60,7 @@ def document(number: int) -> np.ndarray:
 
 def write_payload(root: Path) -> tuple[Path, Payload]:
     """Write the payload that all cartridges share and return its entry in their manifests."""
-    from lmcache_cartridge.artifact.writing import ArtifactWriter
-
-    writer = ArtifactWriter(
-        root, cartridge_id="first", version=1, kind="prefill", fingerprint=SHAPE, token_ids=document(0),
-        chunk_tokens=CHUNK,
-    )  # fmt: skip
-    with writer:
-        for _ in range(POSITIONS // CHUNK):
-            writer.write(bytes(CHUNK * SHAPE.token_bytes))
-        manifest = writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"))
+    manifest = report.write_artifact(root, SHAPE, document(0), CHUNK, bytes(CHUNK * SHAPE.token_bytes))
     return root / manifest.payload.file, manifest.payload
 
 

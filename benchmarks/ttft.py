@@ -39,12 +39,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import report
-from chunks import drop, finite_bytes, start_s3
+from chunks import drop, finite_bytes, push, start_s3
 from sizes import SHAPES, Shape
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
-from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -104,17 +102,10 @@ def document_ids(p: int, vocabulary: int) -> list[int]:
     return np.random.default_rng(p).integers(2, vocabulary, p).tolist()
 
 
-def make_cartridge(root: Path, fingerprint: Fingerprint, p: int, name: str, ids: list[int]) -> Path:
-    """Write a cartridge of p positions of small random KV."""
+def make_cartridge(root: Path, fingerprint: Fingerprint, name: str, ids: list[int]) -> Path:
+    """Write a cartridge of small random KV."""
     data = np.frombuffer(finite_bytes(CHUNK * fingerprint.token_bytes), "<u2") & 0x3FFF  # magnitudes below 2
-    writer = ArtifactWriter(
-        root / name, cartridge_id=name, version=1, kind="prefill", fingerprint=fingerprint, token_ids=np.array(ids),
-        chunk_tokens=CHUNK,
-    )  # fmt: skip
-    with writer:
-        for _ in range(p // CHUNK):
-            writer.write(data.tobytes())
-        writer.commit(Provenance(tool="benchmark", created="2026-01-01T00:00:00+00:00"))
+    report.write_artifact(root / name, fingerprint, np.array(ids), CHUNK, data.tobytes())
     return root / name
 
 
@@ -411,27 +402,13 @@ def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: 
     fingerprint = CausalModel(str(model)).fingerprint
     registry, payloads = Registry(settings.registry_path), {}
     for p in plan.positions:
-        root = make_cartridge(scratch, fingerprint, p, f"doc-{p}", document_ids(p, shape.vocabulary))
+        root = make_cartridge(scratch, fingerprint, f"doc-{p}", document_ids(p, shape.vocabulary))
         registry.register(root)
         payloads[p] = root / "payload.safetensors"
         if s3 is not None:
             ids = document_ids(p + 1, shape.vocabulary)[:p]
-            push(make_cartridge(scratch, fingerprint, p, f"s3-{p}", ids), settings, registry, s3)
+            push(make_cartridge(scratch, fingerprint, f"s3-{p}", ids), settings, registry, s3)
     return payloads
-
-
-def push(root: Path, settings: Settings, registry: Registry, s3: Any) -> None:
-    """Put an artefact on S3 and register it there."""
-    from lmcache_cartridge.sources.s3 import S3Source
-    from lmcache_cartridge.sources.transfer import push as push_artifact
-
-    bucket, source = "ttft-benchmark", S3Source(**settings.s3)
-    with contextlib.suppress(s3.client.exceptions.BucketAlreadyOwnedByYou):
-        s3.client.create_bucket(Bucket=bucket)
-    location = f"s3://{bucket}/{root.name}"
-    push_artifact(root, location, source, force=False, progress=lambda *_: None)
-    source.close()
-    registry.register(root, location)
 
 
 def numbers(text: str) -> list[int]:
@@ -497,10 +474,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     memory_lines = [
         f"memory of the in-process server: at most {max(m[2] for m in memory.samples) / 2**20:.0f} MiB resident"
     ]
-    shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in made]
     details = {"samples": [sample._asdict() for sample in samples], "memory": memory.samples}
     lines = figures(made) + (memory_lines if memory.samples else [])
-    report.publish("ttft", shown, options, machine, panels=panels, details=details, lines=lines)
+    report.publish("ttft", made, options, machine, panels=panels, details=details, lines=lines)
 
 
 if __name__ == "__main__":

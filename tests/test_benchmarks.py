@@ -20,7 +20,7 @@ def on_path() -> Iterator[None]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("name", ["mix", "scale", "inject", "chunks", "start"])
+@pytest.mark.parametrize("name", ["mix", "scale", "inject", "chunks", "start", "request_path"])
 def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
