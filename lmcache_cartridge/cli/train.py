@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from ..errors import CartridgeError, ModelMismatch
 from .options import (
     NAME,
@@ -173,15 +175,24 @@ def _train(arguments: argparse.Namespace) -> None:
     values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
-    result = train(
-        task,
-        settings_of(arguments),
-        restart=arguments.restart,
-        accept=arguments.accept,
-        promote=arguments.promote,
-        say=partial(say, form=arguments.format),
-        bar=partial(bar, arguments.format),
-    )
+    settings = settings_of(arguments)
+    manifest = train(
+        task, settings, restart=arguments.restart, accept=arguments.accept, promote=arguments.promote,
+        say=partial(say, form=arguments.format), bar=partial(bar, arguments.format),
+    )  # fmt: skip
+    training = manifest.provenance.training
+    assert training is not None and manifest.document is not None, "train wrote them"
+    result = {
+        "name": manifest.name,
+        "promoted": manifest.name in registry_of(arguments).current([manifest.id]),
+        "positions": manifest.positions,
+        "compression": round(manifest.document.count / manifest.positions, 2),
+        "bytes": manifest.payload_bytes,
+        "digest": manifest.digest,
+        **asdict(training),
+        "ended": "all --steps are done" if training.steps == task.recipe.steps else "held-out questions got no better",
+        "losses": str(settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"),
+    }
     show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
 
 

@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from blake3 import blake3
 from tqdm import tqdm
 
 from ...artifact import files
-from ...artifact.manifest import Training
+from ...artifact.manifest import Manifest, Training
 from ...errors import CanaryFailed, CartridgeError, CartridgeExists
 from ...library.registry import Registry
 from ...settings import Settings
@@ -34,7 +33,7 @@ from . import lesson, retention
 from .initial import initial_kv
 from .retention import Retention
 from .sweep import Try, find_rate
-from .trainer import CHECKPOINT, LOSS, Recipe, Result, Trainer, positions_of
+from .trainer import CHECKPOINT, Recipe, Result, Trainer, positions_of
 
 RUN = "run.json"
 QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
@@ -90,8 +89,8 @@ class Job:
         self.directory = directory / str(self.version)
         self.root = settings.cartridges_dir / task.id / str(self.version)
 
-    def run(self, *, restart: bool = False, accept: float = ACCEPT, promote: bool = True) -> dict[str, Any]:
-        """Train, write, register; return what came out. Raises `CartridgeError`, and a second run then goes on.
+    def run(self, *, restart: bool = False, accept: float = ACCEPT, promote: bool = True) -> Manifest:
+        """Train, write, register; return the manifest. Raises `CartridgeError`, and a second run then goes on.
 
         A cartridge that keeps less than `accept` of what the document adds is not registered: `CanaryFailed`, and a
         second run that accepts it registers it. With `restart` what an earlier run has left is removed first; without
@@ -157,18 +156,7 @@ class Job:
                 )
         manifest = self.registry.register(self.root, promote=promote)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
-        assert manifest.provenance.training is not None, "it was written here"
-        return {
-            "name": manifest.name,
-            "promoted": manifest.name in self.registry.current([manifest.id]),
-            "positions": manifest.positions,
-            "compression": round(len(ids) / manifest.positions, 2),
-            "bytes": manifest.payload_bytes,
-            "digest": manifest.digest,
-            **msgspec.structs.asdict(manifest.provenance.training),
-            "ended": _reason(result),
-            "losses": str(self.directory / LOSS),
-        }
+        return manifest
 
     def _model(self) -> tuple[CausalModel, Recipe]:
         model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device)
@@ -268,7 +256,8 @@ class Job:
                 result = trainer.run(self.directory, progress)
         finally:
             plot.losses(trainer.rows, self.directory / "loss.png", self.task.id)
-        self.say(f"ended after {result.steps} steps: {_reason(result)}; the best were the first {result.step}")
+        why = "held-out questions got no better" if result.why == "held-out" else "all --steps are done"
+        self.say(f"ended after {result.steps} steps: {why}; the best were the first {result.step}")
         return result
 
     def _gate(self, found: Retention, trainer: Trainer, result: Result, accept: float) -> float | None:
@@ -306,18 +295,14 @@ def train(
     promote: bool = True,
     say: Callable[[str], None] = lambda line: None,
     bar: Bar = _NO_BAR,
-) -> dict[str, Any]:
-    """Train what `task` says, register it in the registry of `settings`, and return what came out, as `Job.run` does.
+) -> Manifest:
+    """Train what `task` says, register it in the registry of `settings`, and return its manifest, as `Job.run` does.
 
-    Blocks for as long as training takes: minutes to hours. `say` is told what is done a line at a time, `bar` makes
+    How it went is in the manifest's `provenance.training`. Blocks for as long as training takes: minutes to hours. `say` is told what is done a line at a time, `bar` makes
     progress bars, as tqdm does; without them it is silent.
     """
     job = Job(task, settings, Registry(settings.registry_path), say=say, bar=bar)
     return job.run(restart=restart, accept=accept, promote=promote)
-
-
-def _reason(result: Result) -> str:
-    return "held-out questions got no better" if result.why == "held-out" else "all --steps are done"
 
 
 def _hold_out(found: Sequence[Question]) -> list[Question]:
