@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
+from making import make_artifact
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -25,11 +25,8 @@ from transformers import (
 )  # fmt: skip
 
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.sources.sources import Sources
@@ -83,15 +80,11 @@ def make_model(directory: Path, config: PreTrainedConfig, dtype: torch.dtype = t
 
 def write(model: CausalModel, root: Path, ids: list[int]) -> Cartridge:
     """Write the KV of some ids as an artefact and return it."""
-    writer = ArtifactWriter(
-        root, cartridge_id=root.name, version=1, kind="prefill", fingerprint=model.fingerprint,
-        token_ids=np.array(ids), chunk_tokens=32,
+    made = make_artifact(
+        root, positions=len(ids), cartridge_id=root.name, fingerprint=model.fingerprint, token_ids=ids,
+        kv=torch.cat(list(model.prefill(ids, 32)), dim=2), chunk_tokens=32,
     )  # fmt: skip
-    with writer:
-        for kv in model.prefill(ids, 32):
-            writer.write(pack(kv, model.fingerprint))
-        manifest = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    return Cartridge(manifest, root, str(root))
+    return Cartridge(made.manifest, root, str(root))
 
 
 def chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -22,7 +22,6 @@ from wards import prefill
 
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.identity import DISTINCT
 from lmcache_cartridge.artifact.manifest import Origin
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
@@ -117,29 +116,15 @@ def test_the_logits_after_it_are_those_of_peft_itself(model: CausalModel, tmp_pa
     assert (foreign.peft_logits(path, question) - swapped).abs().max() > 1
 
 
-def test_the_kv_of_a_cache_of_transformers_is_what_peft_feeds(
-    model: CausalModel, ids: list[int], tmp_path: Path
-) -> None:
-    kv = prefill(model, ids[:P])
-    bring(model, foreign.peft_adapter(kv, tmp_path / "a"), tmp_path / "out")
-    question = model.encode(" " + QUESTION, special=False)
-    plain = model.logits(ids[:P] + question, len(question))
-    assert (foreign.peft_logits(tmp_path / "a", question) - plain).abs().max() < 0.3
-    assert torch.equal(stored_kv(tmp_path / "out"), kv)
-
-
-def test_identity_tokens_are_ordinary_words(model: CausalModel, tmp_path: Path) -> None:
-    manifest = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out").manifest
-    drawn = reading.load_token_ids(manifest, tmp_path / "out").tolist()
-    assert len(drawn) == P
-    assert len(set(drawn[:DISTINCT])) == DISTINCT
-    assert not set(drawn) & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
-
-
 def test_no_special_added_or_mark_like_token_is_ordinary() -> None:
     model = CausalModel(str(MODEL_DIR))
     before = set(model.ordinary_ids().tolist())
-    assert before and not before & {*model.tokenizer.all_special_ids, *model.tokenizer.added_tokens_decoder}
+    assert {model.tokenizer.convert_ids_to_tokens(i) for i in {*range(640)} - before} == {
+        "<s>",
+        "</s>",
+        "<pad>",
+        "<unk>",
+    }
     special, added = sorted(before)[100:102]
     model.tokenizer.add_special_tokens({"pad_token": model.tokenizer.convert_ids_to_tokens(special)})
     model.tokenizer.add_tokens([model.tokenizer.convert_ids_to_tokens(added), "<tool>", "beyond the vocabulary"])
@@ -391,13 +376,6 @@ def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model: CausalMode
 # dtypes.
 
 
-def test_float32_that_bfloat16_holds_is_converted_and_said_to_be_exact(model: CausalModel, tmp_path: Path) -> None:
-    kv = foreign.random_kv(P)
-    done = bring(model, foreign.pairs(kv.float(), tmp_path / "a.pt"), tmp_path / "out")
-    assert done.dtype == "float32 to bfloat16, exact"
-    assert torch.equal(stored_kv(tmp_path / "out"), kv)
-
-
 def test_rounding_is_done_on_request_as_peft_rounds(model: CausalModel, tmp_path: Path) -> None:
     kv = foreign.random_kv(P, dtype=torch.float32)
     path = foreign.peft_adapter(kv, tmp_path / "a")
@@ -425,21 +403,16 @@ def test_an_engine_of_float32_gets_every_bit(tmp_path: Path) -> None:
 # Documents, warnings, chunk sizes, provenance.
 
 
-def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel, tmp_path: Path) -> None:
-    text = load_sheet("ward-a").text
+@pytest.mark.parametrize("times", [1, 8])
+def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel, tmp_path: Path, times: int) -> None:
+    text = " ".join([load_sheet("ward-a").text] * times)
     (tmp_path / "sheet.txt").write_text(text)
     done = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out",
                  document=tmp_path / "sheet.txt")  # fmt: skip
     found = reading.load_document_ids(done.manifest, tmp_path / "out").tolist()
     assert found == model.encode(text, special=True)
     assert done.manifest.provenance.document == "sheet.txt"
-
-
-def test_a_document_beyond_the_context_is_warned_of(model: CausalModel, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text(" ".join([load_sheet("ward-a").text] * 8))
-    done = bring(model, foreign.pairs(foreign.random_kv(P), tmp_path / "a.pt"), tmp_path / "out",
-                 document=tmp_path / "long.txt")  # fmt: skip
-    assert "on_miss=document cannot help" in done.warnings[0]
+    assert ["on_miss=document cannot help" in warning for warning in done.warnings] == ([True] if times == 8 else [])
 
 
 def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids: list[int], tmp_path: Path) -> None:

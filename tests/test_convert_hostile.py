@@ -208,12 +208,6 @@ def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path
         load(path)
 
 
-def test_every_name_that_is_wanted_is_said(tmp_path: Path) -> None:
-    pickled = b"(" + _call("os.system", _text("true")) + _call("numpy.load", _text("x")) + b"l"
-    with pytest.raises(ForeignFormatError, match=r"it wants numpy.load, os.system, which"):
-        load(_archive(tmp_path / "a.pt", pickled))
-
-
 def _nested(start: bytes, step: bytes, end: bytes, depth: int) -> bytes:
     return start * depth + step + end * depth
 
@@ -381,7 +375,7 @@ def test_names_that_climb_out_of_the_archive_write_nothing(model: CausalModel, t
 
 def test_torch_alone_would_not_have_run_anything_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of names is the first lock; `weights_only` is the second, and holds without the first."""
-    monkeypatch.setattr(pickle_reader, "_ALLOWED", Everything())
+    monkeypatch.setattr(pickle_reader, "ALLOWED", Everything())
     for where in ("alone", "beside", "parameters", "protocol 4"):
         path = _bomb(where)(tmp_path / "a.pt", tmp_path / "ran")
         with pytest.raises(ForeignFormatError):
@@ -434,8 +428,8 @@ class _Bench:
         }
         self.runs = 0
 
-    def attempt(self, path: Path) -> torch.Tensor | None:
-        """Import a file; return its KV, or None where it was refused."""
+    def attempt(self, path: Path) -> Path | None:
+        """Import a file; return where the artefact is, or None where the file was refused."""
         self.runs += 1
         out = self.root / "out" / str(self.runs)
         try:
@@ -445,8 +439,8 @@ class _Bench:
             assert not out.exists()
             return None
         self.taken += 1
-        assert list(reading.verify(out))
-        return stored_kv(out)
+        list(reading.verify(out))
+        return out
 
 
 @pytest.fixture(scope="module")
@@ -461,8 +455,8 @@ def test_a_changed_checkpoint_is_refused_or_unchanged_in_effect(bench: _Bench, n
     def run(mutations: list) -> None:
         path = bench.root / "changed.pt"
         path.write_bytes(_mutate(bench.files[name], mutations))
-        kv = bench.attempt(path)
-        assert kv is None or torch.equal(kv, bench.kv), "checksums cover every byte that counts"
+        out = bench.attempt(path)
+        assert out is None or torch.equal(stored_kv(out), bench.kv), "checksums cover every byte that counts"
 
     run()
 
@@ -494,11 +488,11 @@ def test_a_changed_adapter_is_refused_or_read_as_safetensors_reads_it(bench: _Be
     def run(mutations: list) -> None:
         file.write_bytes(_mutate(bench.files[name], mutations))
         try:
-            kv = bench.attempt(bench.adapter)
+            out = bench.attempt(bench.adapter)
         finally:
             file.write_bytes(bench.files[name])
-        if kv is not None and name == "config":
-            assert torch.equal(kv, bench.kv)
+        if out is not None and name == "config":
+            assert torch.equal(stored_kv(out), bench.kv)
 
     run()
     assert bench.taken, "nothing was ever taken: these tests would pass a reader that refuses everything"
@@ -517,17 +511,7 @@ def test_a_changed_adapter_is_refused_or_read_as_safetensors_reads_it(bench: _Be
 )  # fmt: skip
 def test_any_plain_content_is_refused_or_token_ids(bench: _Bench, content: Any) -> None:
     torch.save(content, bench.root / "plain.pt")
-    assert bench_tokens(bench, bench.root / "plain.pt")
     (bench.root / "plain.json").write_text(json.dumps(content))
-    assert bench_tokens(bench, bench.root / "plain.json")
-
-
-def bench_tokens(bench: _Bench, path: Path) -> bool:
-    """Whether a file was refused, or made a cartridge of token ids."""
-    bench.runs += 1
-    out = bench.root / "out" / str(bench.runs)
-    try:
-        _import(bench.model, path, out)
-    except CartridgeError:
-        return not out.exists()
-    return reading.load_manifest(out).kind == "tokens"
+    for name in ("plain.pt", "plain.json"):
+        out = bench.attempt(bench.root / name)
+        assert out is None or reading.load_manifest(out).kind == "tokens"

@@ -9,17 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
+import torch
 from lessons import MODEL, School, school
+from making import make_artifact
 from recall.ward import ask
 from serving import SERVER_ARGS
 
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.errors import CartridgeError, SourceError
+from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS, ModelAsker
 from lmcache_cartridge.make.evaluate import Answer, pick, report, rows, same
@@ -69,14 +69,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 def _register_poison(registry: Registry, root: Path, made: School) -> None:
     """Register a prefilled cartridge of the document whose KV is nothing: injected, it would ruin every answer."""
-    fingerprint = made.model.fingerprint
-    with ArtifactWriter(
-        root, cartridge_id="poison", version=1, kind="prefill", fingerprint=fingerprint, chunk_tokens=CHUNK,
-        token_ids=np.array(made.ids),
-    ) as writer:  # fmt: skip
-        for start in range(0, len(made.ids), CHUNK):
-            writer.write(bytes(min(CHUNK, len(made.ids) - start) * fingerprint.token_bytes))
-        writer.commit(Provenance(tool="test", created="2026-01-01T00:00:00Z"))
+    kv = torch.zeros_like(torch.cat(list(made.model.prefill(made.ids, 512)), dim=2), dtype=torch.bfloat16)
+    make_artifact(root, positions=len(made.ids), cartridge_id="poison", fingerprint=made.model.fingerprint,
+                  token_ids=made.ids, kv=kv, chunk_tokens=CHUNK)  # fmt: skip
     registry.register(root)
 
 
@@ -348,14 +343,3 @@ def test_a_reply_that_is_no_completion_is_an_error_that_names_the_server(scripte
     handler.said = None
     with Server(url) as server, pytest.raises(SourceError, match=url):
         server.reply("x", tokens=1)
-
-
-def test_a_real_server_that_writes_questions_is_asked_for_them(server: str) -> None:
-    """The shipped model writes no good ones, if any; what is tested is that it is asked and its words are taken."""
-    with Server(server) as asked:
-        try:
-            found = self_study(server_writer(asked), "Patient Mora: ward 7.", 2, 0)
-        except CartridgeError as error:
-            assert "no question in 6 attempts" in str(error)
-        else:
-            assert all(question.text and question.answer is None for question in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from transformers import DynamicCache
 
 from lmcache_cartridge.artifact import fingerprint
 from lmcache_cartridge.artifact.cartridge import Cartridge
-from lmcache_cartridge.artifact.fingerprint import check_shift
+from lmcache_cartridge.artifact.fingerprint import Fingerprint, check_shift
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 
@@ -47,16 +48,8 @@ def _own(model: CausalModel, ids: list[int], start: int) -> torch.Tensor:
     cache, at = DynamicCache(), start + torch.arange(len(ids))[None]
     model.model(input_ids=torch.tensor([ids]), position_ids=at, past_key_values=cache, use_cache=True)
     heads = model.fingerprint.kv_heads
-    planes = [torch.stack([plane(layer)[0] for layer in cache.layers]) for plane in (_keys, _values)]
+    planes = [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
     return torch.stack(planes)[:, :, :: planes[0].shape[1] // heads].transpose(2, 3)
-
-
-def _keys(layer: object) -> torch.Tensor:
-    return layer.keys
-
-
-def _values(layer: object) -> torch.Tensor:
-    return layer.values
 
 
 def _errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
@@ -111,10 +104,17 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
     assert model.rotation(model.fingerprint.rope) == (None, msgspec.UNSET)
 
 
+def _misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Fingerprint], Fingerprint]) -> None:
+    """Have configs read as they were not meant."""
+    read = fingerprint.of_config
+    monkeypatch.setattr(fingerprint, "of_config", lambda *config, **known: change(read(*config, **known)))
+
+
 def test_layers_that_the_config_says_rotate_otherwise_are_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_rotating_layers", lambda config: (0, 1, 2, 3))
+    replace = msgspec.structs.replace
+    _misread(monkeypatch, lambda shape: replace(shape, rope=shape.rope and replace(shape.rope, layers=(0, 1, 2, 3))))
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["smollm3"]())))
     assert model.fingerprint.rope.layers is msgspec.UNSET
 
@@ -131,7 +131,7 @@ def test_a_family_whose_layers_have_rope_of_their_own_kinds_is_refused_before_it
 def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_kv_heads", lambda config: 4)  # as it was once read for Falcon
+    _misread(monkeypatch, lambda shape: msgspec.structs.replace(shape, kv_heads=4))  # as it was once read for Falcon
     with pytest.raises(UnsupportedModel, match=r"caches 4 layers of \[\(1, 32\)\].*config says 4 of \(4, 32\)"):
         CausalModel(str(make_model(tmp_path / "model", FAMILIES["falcon multi-query"]())))
 

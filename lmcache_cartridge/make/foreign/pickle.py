@@ -17,7 +17,7 @@ MAX_PICKLE_BYTES = 8 << 20
 MAX_TUPLES = 20_000
 """A tensor takes five. Python dies hashing a tuple in a tuple in a tuple, 100,000 deep."""
 
-_ALLOWED = {
+ALLOWED = {
     "builtins.set",
     "collections.OrderedDict",
     "torch.nn.modules.container.ParameterList",
@@ -90,7 +90,7 @@ def _pickle_of(path: Path, archive: zipfile.ZipFile) -> bytes:
 
 
 def _check_pickle(path: Path, pickled: bytes) -> None:
-    """Refuse a pickle with names that `_ALLOWED` lacks, or too many tuples.
+    """Refuse a pickle with names that `ALLOWED` lacks, or too many tuples.
 
     `GLOBAL` is the one opcode with a name that torch's unpickler takes; it refuses those with which Python's has others.
     """
@@ -101,7 +101,7 @@ def _check_pickle(path: Path, pickled: bytes) -> None:
             tuples += operation.name.startswith("TUPLE")
             if operation.name == "GLOBAL":
                 names.add(str(argument).replace(" ", ".").replace("__builtin__.", "builtins."))
-    if strange := sorted(names - _ALLOWED):
+    if strange := sorted(names - ALLOWED):
         raise _refusal(
             path,
             f"it wants {', '.join(strange)}, which may run anything. If you trust its author, load it yourself and save "

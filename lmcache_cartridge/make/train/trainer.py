@@ -205,13 +205,12 @@ class Trainer:
         rate = self.recipe.rate_at(self.step, self.fall)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = [self._batch(self.step * self.recipe.accumulate + i) for i in range(self.recipe.accumulate)]
+        batches = [self.batch(self.step * self.recipe.accumulate + i) for i in range(self.recipe.accumulate)]
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
         for i, batch in enumerate(batches):
-            packed = pack_examples(
-                batch, self.model.device, self._gaps(self._draw(f"gaps {self.step} {i}"), len(batch))
-            )
+            apart = gaps(self._draw(f"gaps {self.step} {i}"), len(batch), self.jitter)
+            packed = pack_examples(batch, self.model.device, apart)
             loss = self._losses(self._logits(packed), packed).sum() / count
             loss.backward()
             total += float(loss.detach())
@@ -221,7 +220,7 @@ class Trainer:
         self.step, self.loss = self.step + 1, total
         self.rows.append({"step": self.step, "loss": total, "rate": rate})
 
-    def _batch(self, number: int) -> list[Example]:
+    def batch(self, number: int) -> list[Example]:
         """Return forward pass `number`: the examples in a new order in every round, so that no state is needed."""
         size = min(self.recipe.batch, len(self.examples))
         first = number * size
@@ -239,10 +238,6 @@ class Trainer:
 
     def _draw(self, what: str) -> random.Random:
         return random.Random(f"{self.recipe.seed} {what}")
-
-    def _gaps(self, draw: random.Random, count: int) -> list[int]:
-        """Return how far behind the cartridge each question stands: half of them right behind it, as when served."""
-        return [draw.randint(0, self.jitter) * draw.randint(0, 1) for _ in range(count)]
 
     def _logits(self, packed: Packed) -> torch.Tensor:
         """Return float32 logits [answer tokens, vocabulary] after the cartridge, as PEFT gives it, and each question."""
@@ -333,6 +328,11 @@ def wrap(model: CausalModel, kv: torch.Tensor) -> Any:
         )
     encoder.load_prompt_embeddings(to_peft(kv.float()))
     return peft
+
+
+def gaps(draw: random.Random, count: int, jitter: int) -> list[int]:
+    """Return how far behind the cartridge each question stands: half of them right behind it, as when served."""
+    return [draw.randint(0, jitter) * draw.randint(0, 1) for _ in range(count)]
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
