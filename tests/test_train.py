@@ -305,7 +305,7 @@ def test_half_of_the_questions_stand_where_they_are_served_and_the_others_furthe
 @pytest.mark.parametrize("shape", [(2, 3, 32, 2, 32), (2, 2, 32, 2, 64), (3, 32, 2, 64), (2, 3, 32, 2, 64)])
 def test_kv_of_another_shape_or_not_finite_is_not_written(made: School, tmp_path: Path, shape: tuple[int, ...]) -> None:
     kv = torch.zeros(shape)
-    kv[1, 2 % shape[1], 3, 1] = math.inf
+    kv.view(-1)[77] = math.inf
     with pytest.raises(ArtifactError, match="not finite" if shape == (2, 3, 32, 2, 64) else "shape"):
         write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
     assert not list(tmp_path.iterdir())
@@ -624,18 +624,7 @@ def test_a_missing_package_is_one_line(train: _Cli, monkeypatch: pytest.MonkeyPa
     assert (status, err) == (1, f"lmcache-cartridge: training needs {missing}; install lmcache-cartridge[train]\n")
 
 
-def test_the_command_says_how_p_was_rounded_and_how_it_goes(train: _Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, out, err = train(form="text")
-    assert status == 0
-    assert "p = 32 positions for a document of 135 tokens" in err
-    assert "rounded to whole chunks of 16" in err
-    assert "questions to train on" in err
-    assert "loss=" in err
-    assert "held_out_exact" in out
-
-
-def test_an_interrupted_command_goes_on_and_ends_as_if_it_had_not_been(
+def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
     train: _Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train("--id", "whole")[1]
@@ -656,8 +645,12 @@ def test_an_interrupted_command_goes_on_and_ends_as_if_it_had_not_been(
     assert status == 1
     assert "differs in recipe" in err
     assert "--restart" in err
-    status, result, err = train(form="text")
-    assert (status, "going on with the training" in err) == (0, True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, out, err = train(form="text")
+    assert (status, "held_out_exact" in out) == (0, True)
+    for words in ("going on with the training", "p = 32 positions for a document of 135 tokens", "loss=",
+                  "rounded to whole chunks of 16", "questions to train on"):  # fmt: skip
+        assert words in err
     result = json.loads((run / LOSS).read_text().splitlines()[-1])
     whole = json.loads((train.home / "training" / "whole" / "1" / LOSS).read_text().splitlines()[-1])
     assert result == whole
@@ -709,10 +702,8 @@ def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
         (("--template", "nowhere.json"), "nowhere.json: no such file"),
         (("--id", "../up"), "cannot be a cartridge id"),
         (("--model", "nowhere"), "nowhere is neither a directory"),
-        (("--chunk-size", "0"), "--chunk-size 0"),
         (("--rate", "0"), "--rate 0"),
         (("--accept", "80"), "--accept 80 must be a share from 0 to 1"),
-        (("--dtype", "int8"), "--dtype int8 is not one of auto, bfloat16"),
         (("--steps", "0"), "--steps 0"),
         (("--self-study", "0"), "--self-study 0"),
         (("--writer-url", "http://localhost"), "say how many"),

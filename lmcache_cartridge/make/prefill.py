@@ -49,19 +49,10 @@ def build(
         return model.provenance("build", document=document.name, document_blake3=read.blake3, canary=result)
 
     return write_kv(
-        model,
-        model.prefill(read.ids, chunk_tokens),
-        root,
-        checked,
-        cartridge_id=cartridge_id,
-        version=version,
-        positions=len(read.ids),
-        token_ids=read.ids,
-        chunk_tokens=chunk_tokens,
-        encoding=encoding,
-        questions=[model.encode(canary, special=False)],
-        progress=progress,
-    )
+        model, model.prefill(read.ids, chunk_tokens), root, checked, cartridge_id=cartridge_id, version=version,
+        positions=len(read.ids), token_ids=read.ids, chunk_tokens=chunk_tokens, encoding=encoding,
+        questions=[model.encode(canary, special=False)], progress=progress,
+    )  # fmt: skip
 
 
 def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str) -> Canary:

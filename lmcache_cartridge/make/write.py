@@ -45,18 +45,12 @@ def write_kv(
     for when the KV is written, with the KV as the cartridge gives it back; if it raises, nothing is left behind.
     """
     shape = model.fingerprint
-    writer = ArtifactWriter(
-        root,
-        cartridge_id=cartridge_id,
-        version=version,
-        kind="trained" if token_ids is None else "prefill",
-        fingerprint=shape,
+    with ArtifactWriter(
+        root, cartridge_id=cartridge_id, version=version, kind="trained" if token_ids is None else "prefill",
+        fingerprint=shape, chunk_tokens=chunk_tokens, encoding=encoding,
         token_ids=Identity(positions, model.ordinary_ids()) if token_ids is None else np.array(token_ids),
         document_ids=None if document_ids is None else np.array(document_ids),
-        chunk_tokens=chunk_tokens,
-        encoding=encoding,
-    )
-    with writer:
+    ) as writer:  # fmt: skip
         done = 0
         for chunk in chunks:
             writer.write(pack(chunk, shape, encoding))
@@ -97,20 +91,10 @@ def write_trained(
     if not kv.isfinite().all():
         raise ArtifactError(f"cartridge {cartridge_id}: its KV is not finite in {shape.dtype}")
     return write_kv(
-        model,
-        kv.split(chunk_tokens, dim=2),
-        root,
-        lambda kv: provenance,
-        cartridge_id=cartridge_id,
-        version=version,
-        positions=kv.shape[2],
-        token_ids=None,
-        document_ids=document_ids,
-        chunk_tokens=chunk_tokens,
-        encoding=encoding,
-        questions=questions,
-        progress=progress,
-    )
+        model, kv.split(chunk_tokens, dim=2), root, lambda kv: provenance, cartridge_id=cartridge_id, version=version,
+        positions=kv.shape[2], token_ids=None, document_ids=document_ids, chunk_tokens=chunk_tokens, encoding=encoding,
+        questions=questions, progress=progress,
+    )  # fmt: skip
 
 
 def compress(root: Path, output: Path, *, cartridge_id: str, version: int, progress: Progress = silent) -> Manifest:
@@ -124,16 +108,10 @@ def compress(root: Path, output: Path, *, cartridge_id: str, version: int, progr
         what = f"is in {manifest.payload.encoding} already" if manifest.payload else "has no KV"
         raise ArtifactError(f"cartridge {manifest.name} {what}; there is nothing to compress")
     writer = ArtifactWriter(
-        output,
-        cartridge_id=cartridge_id,
-        version=version,
-        kind=manifest.kind,
-        fingerprint=manifest.fingerprint,
-        token_ids=reading.load_token_ids(manifest, root),
-        document_ids=reading.load_document_ids(manifest, root),
-        chunk_tokens=manifest.payload.chunk_tokens,
-        encoding="int8",
-    )
+        output, cartridge_id=cartridge_id, version=version, kind=manifest.kind, fingerprint=manifest.fingerprint,
+        token_ids=reading.load_token_ids(manifest, root), document_ids=reading.load_document_ids(manifest, root),
+        chunk_tokens=manifest.payload.chunk_tokens, encoding="int8",
+    )  # fmt: skip
     for done, total in reading.verify(root):
         progress("verify", done, total)
     with writer:

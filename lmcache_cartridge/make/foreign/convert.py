@@ -97,21 +97,15 @@ def import_(
     document_ids = about.ids if about else foreign.document_ids
     check_vocabulary(model, document_ids or [], foreign.source)
     named = {"document": about.path.name, "document_blake3": about.blake3} if about else {}
+    document_ids = None if prefill else document_ids
     manifest = write_kv(
-        model,
-        kv.chunks(chunk_tokens),
-        root,
+        model, kv.chunks(chunk_tokens), root,
         lambda kv: model.provenance("import", origin=_origin(foreign), **named),
-        cartridge_id=cartridge_id,
-        version=version,
-        positions=kv.positions,
-        token_ids=foreign.token_ids if prefill else None,
-        document_ids=None if prefill else document_ids,
-        chunk_tokens=chunk_tokens,
-        encoding=encoding,
-        progress=progress,
-    )
-    warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens, order, None if prefill else document_ids))
+        cartridge_id=cartridge_id, version=version, positions=kv.positions,
+        token_ids=foreign.token_ids if prefill else None, document_ids=document_ids, chunk_tokens=chunk_tokens,
+        encoding=encoding, progress=progress,
+    )  # fmt: skip
+    warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens, order, document_ids))
     return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
 
 

@@ -142,18 +142,10 @@ class Job:
             )
             with Bars(self.bar) as progress:
                 write_trained(
-                    model,
-                    result.kv,
-                    self.root,
-                    provenance,
-                    cartridge_id=self.task.id,
-                    version=self.version,
-                    chunk_tokens=self.task.chunk_tokens,
-                    document_ids=ids,
-                    encoding=self.task.payload,
-                    questions=[model.question_ids(q.text, form) for q in held_out[:_CANARIES]],
-                    progress=progress,
-                )
+                    model, result.kv, self.root, provenance, cartridge_id=self.task.id, version=self.version,
+                    chunk_tokens=self.task.chunk_tokens, document_ids=ids, encoding=self.task.payload,
+                    questions=[model.question_ids(q.text, form) for q in held_out[:_CANARIES]], progress=progress,
+                )  # fmt: skip
         manifest = self.registry.register(self.root, promote=promote)
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
         return manifest
