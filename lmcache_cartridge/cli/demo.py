@@ -21,7 +21,7 @@ SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-
 """vLLM flags that start the tiny model fast: no compilation, a small KV cache."""
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """One answer and what it cost."""
 
     text: str
@@ -91,7 +91,7 @@ def _prepare(home: Path) -> None:
     say(f"    p = {load_manifest(root).positions} positions, {load_manifest(root).payload_bytes} bytes")
 
 
-def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[Answer]]:
+def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[TimedAnswer]]:
     from openai import OpenAI
 
     from ..serve.launch import plan
@@ -115,7 +115,7 @@ def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> d
         }
 
 
-def ask(client: Any, prompt: str, extra: dict[str, Any]) -> Answer:
+def ask(client: Any, prompt: str, extra: dict[str, Any]) -> TimedAnswer:
     """Ask greedily and stream the answer. A fresh `cache_salt` keeps vLLM's own prefix cache out of the comparison."""
     start = time.perf_counter()
     first: float | None = None
@@ -130,4 +130,4 @@ def ask(client: Any, prompt: str, extra: dict[str, Any]) -> Answer:
         usage = event.usage or usage
     assert first is not None and usage is not None, "the server streams a token at least, and the usage at the end"
     cached = usage.prompt_tokens_details.cached_tokens or 0
-    return Answer(text.strip(), 1000 * (first - start), usage.prompt_tokens - cached)
+    return TimedAnswer(text.strip(), 1000 * (first - start), usage.prompt_tokens - cached)
