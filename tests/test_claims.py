@@ -183,16 +183,7 @@ def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytes
     finally:
         goes_on.set()
         first.join(20)
-    until(lambda: len(store._catalog.index.chunks(tag)) == 4)
-
-
-def test_a_claim_looks_once_at_what_it_is_a_claim_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = home.make()
-    store, derived = home.open(settings=STILL), []
-    derive = store._catalog.derive
-    monkeypatch.setattr(store._catalog, "derive", lambda tag: (derived.append(tag), derive(tag))[1])
-    store.claim(made.manifest.digest, {}).close()
-    assert derived == [made.manifest.digest]
+    assert read(store.claim(tag, {})).poll().chunks == 4
 
 
 def test_a_claim_on_what_is_refused_stays_so_though_others_may_have_it_later(home: Home) -> None:
@@ -330,17 +321,6 @@ def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home, monkeypatc
     assert store.status()["loading"] == {}
     assert store.preload(made.manifest.digest, {}).ready
     assert (store.stats().held, store.stats().misses) == (0, 4), "asking again began another"
-
-
-def test_preloading_tries_again_what_failed(home: Home) -> None:
-    made = home.make()
-    store = home.open(settings=STILL)
-    away = home.payload().rename(home.path / "away")
-    store.preload(made.manifest.digest, {})
-    until(lambda: store.preload(made.manifest.digest, {}).problem)
-    away.rename(home.payload())
-    until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
-    until(lambda: store.stats().held == 0)
 
 
 def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Home) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from homes import STILL, Home, chunk_bytes, lent, prompt_for
+from homes import STILL, Home, catalog_of, chunk_bytes, lent, prompt_for
 from making import Made, make_fingerprint
 from waiting import Clock, until
 
@@ -138,8 +138,8 @@ def test_memory_is_flat_over_ten_thousand_loads_and_evictions(tmp_path: Path, de
 
 
 def _tables(store: CartridgeStore) -> dict[str, int]:
-    catalog, index = store._catalog, store._catalog.index
-    held = {**vars(catalog), **{f"index.{name}": value for name, value in vars(index).items()}}
+    catalog = catalog_of(store)
+    held = {**vars(catalog), **{f"index.{name}": value for name, value in vars(catalog.index).items()}}
     return {name: len(value) for name, value in held.items() if isinstance(value, dict | set | list)} | {
         name: len(value) for name, value in vars(store).items() if isinstance(value, dict | set | list)
     }
