@@ -9,7 +9,7 @@ import pytest
 import torch
 from blocks import Blocks, vllm_config
 
-from lmcache_cartridge.engine.probe import block_layout, written_layout
+from lmcache_cartridge.engine.probe import written_layout
 from lmcache_cartridge.errors import UnsupportedEngine
 
 
@@ -50,7 +50,7 @@ def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(bl
     assert len(isa) == 1
     kind = "amx" if isa == {"amx"} else "vec"
     assert written_layout(blocks.caches, blocks.layers) == f"{kind}/{block}"
-    assert block_layout(blocks.caches, blocks.layers) == f"{kind}/{block}/blocks"
+    assert written_layout(blocks.caches, blocks.layers, in_blocks=True) == f"{kind}/{block}/blocks"
     assert all(torch.equal(before[name], cache) for name, cache in blocks.caches.items())
 
 
@@ -60,7 +60,7 @@ def test_every_packing_of_the_x86_ops_is_told_apart(isa: str, found: str) -> Non
     for layer in blocks.layers.values():
         layer.isa = isa
     assert written_layout(blocks.caches, blocks.layers) == found
-    assert block_layout(blocks.caches, blocks.layers) == f"{found}/blocks"
+    assert written_layout(blocks.caches, blocks.layers, in_blocks=True) == f"{found}/blocks"
 
 
 def test_keys_beside_values_are_recognised() -> None:
@@ -95,19 +95,19 @@ def test_a_cache_whose_heads_are_strided_is_probed_as_it_is() -> None:
     ids=["values first", "heads", "tokens", "elements", "quantised", "half of it", "nothing"],
 )
 def test_a_layout_that_is_not_known_is_refused(write: Any) -> None:
-    for probe in (written_layout, block_layout):
+    for in_blocks in (False, True):
         with pytest.raises(UnsupportedEngine, match="not known"):
-            probe(_caches(), {name: _Layer(write) for name in "ab"})
+            written_layout(_caches(), {name: _Layer(write) for name in "ab"}, in_blocks=in_blocks)
 
 
 def test_whole_blocks_that_are_not_known_are_refused() -> None:
     """Views of a block as tokens cannot be copied in whole; neither can blocks whose heads lie apart."""
     with pytest.raises(UnsupportedEngine, match="not known"):
-        block_layout(_caches(), {name: _Layer(_beside) for name in "ab"})
+        written_layout(_caches(), {name: _Layer(_beside) for name in "ab"}, in_blocks=True)
     blocks = Blocks(vllm_config(), 3)
     strided = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
     with pytest.raises(UnsupportedEngine, match="one run"):
-        block_layout(strided, blocks.layers)
+        written_layout(strided, blocks.layers, in_blocks=True)
 
 
 @pytest.mark.parametrize("swapped", [(0, 1), (0, -1), (64, 65)])
@@ -122,9 +122,9 @@ def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped: tuple[int, int
 
     last = list(blocks.layers.values())[-1]
     own, last.impl.do_kv_cache_update = last.impl.do_kv_cache_update, write
-    for probe in (written_layout, block_layout):
+    for in_blocks in (False, True):
         with pytest.raises(UnsupportedEngine, match="not known"):
-            probe(blocks.caches, blocks.layers)
+            written_layout(blocks.caches, blocks.layers, in_blocks=in_blocks)
 
 
 def test_layers_that_write_differently_are_refused() -> None:

@@ -15,7 +15,7 @@ from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.layout import ChunkShape, heads_view
 from . import host
-from .probe import block_layout, check_writes
+from .probe import check_writes, written_layout
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], sh
     if any(cache.device.type != "cpu" for cache in kv_caches.values()):
         return "heads"
     try:
-        found = block_layout(kv_caches, layers)
+        found = written_layout(kv_caches, layers, in_blocks=True)
     except UnsupportedEngine as error:
         logger.info("chunks will be written by vLLM's op: %s", error)
         return "heads"

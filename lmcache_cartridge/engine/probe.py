@@ -13,21 +13,18 @@ from ..memory.layout import ChunkShape
 from . import host
 
 
-def written_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> str:
+def written_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], *, in_blocks: bool = False) -> str:
     """Return the layout in which every layer is seen to write: `fused`, or one of `tiles`.
 
-    `kv_caches` are the engine's, `[blocks, heads, block, 2 * size]` for each layer, and are only looked at. Raises
-    `UnsupportedEngine` where they are not all written in one layout that is known: nothing is guessed.
+    `kv_caches` are the engine's, `[blocks, heads, block, 2 * size]` for each layer, and are only looked at. With
+    `in_blocks` it is the layout of `tiles` that is, byte for byte, what every layer writes into whole blocks. Raises
+    `UnsupportedEngine` where they are not all written in one layout that is known, nothing is guessed, and with
+    `in_blocks` where a block's memory is not one run.
     """
-    return _common(kv_caches, layers, in_blocks=False)
-
-
-def block_layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> str:
-    """Return the layout of `tiles` that is, byte for byte, what every layer is seen to write into whole blocks.
-
-    Raises `UnsupportedEngine` as `written_layout` does, and where a block's memory is not one run.
-    """
-    return _common(kv_caches, layers, in_blocks=True)
+    found = {_layer_layout(name, cache, layers.get(name), in_blocks) for name, cache in kv_caches.items()}
+    if len(found) != 1:
+        raise UnsupportedEngine(f"the layers write their KV in {len(found)} layouts: {', '.join(sorted(found))}")
+    return found.pop()
 
 
 def check_writes(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
@@ -58,13 +55,6 @@ def _some_kv(cache: torch.Tensor) -> torch.Tensor:
     _, heads, block, double = cache.shape
     kv = torch.randn((2, 1, 2 * block, heads, double // 2), generator=torch.Generator().manual_seed(1))
     return kv.to(cache.dtype)
-
-
-def _common(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], *, in_blocks: bool) -> str:
-    found = {_layer_layout(name, cache, layers.get(name), in_blocks) for name, cache in kv_caches.items()}
-    if len(found) != 1:
-        raise UnsupportedEngine(f"the layers write their KV in {len(found)} layouts: {', '.join(sorted(found))}")
-    return found.pop()
 
 
 def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool) -> str:
