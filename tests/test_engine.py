@@ -58,7 +58,8 @@ def _refused(
 
 
 def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
-    return engines.fingerprint_of(config, lmcache_metadata(lmcache_config(settings), config))
+    metadata = lmcache_metadata(lmcache_config(settings), config)
+    return engines.fingerprint_of(config, metadata.kv_dtype, metadata.kv_shape[0])
 
 
 def test_the_configuration_that_serve_starts_is_accepted() -> None:
@@ -200,40 +201,23 @@ def test_a_lookup_that_lmcache_would_give_up_on_first_is_refused(settings: Setti
 
 
 def test_a_plugin_that_loads_clears_the_reason_of_one_that_did_not(settings: Settings) -> None:
-    with _refused(settings, local_cpu=True):
-        pass
     CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
     with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
         assert plugin(engine).store is not None
         assert CartridgeBackend.refusal is None
 
 
-def test_our_connector_takes_chunks_in_the_layout_they_are_stored_in(settings: Settings) -> None:
-    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
-        assert plugin(engine).store.engine.layout == "heads"
-
-
-def test_lmcaches_own_connector_is_refused_on_fused_caches(settings: Settings) -> None:
+@pytest.mark.parametrize("split", [None, 0, 2])
+def test_lmcaches_own_connector_is_refused_unless_all_caches_are_split(settings: Settings, split: int | None) -> None:
+    """Where there are no caches yet, none, and all but one of them."""
     config = vllm_config()
-    Blocks(config, 2)
+    if split is not None:
+        blocks = Blocks(config, 2)
+        for layer in list(blocks.layers.values())[:split]:
+            layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size)
     with _refused(settings, config, StockConnector()) as kept:
         assert "LMCache#4463" in kept
         assert '"kv_connector": "CartridgeConnector"' in kept
-
-
-def test_lmcaches_own_connector_is_refused_before_there_are_caches(settings: Settings) -> None:
-    with _refused(settings, vllm_config(), StockConnector()) as kept:
-        assert "LMCache#4463" in kept
-
-
-def test_lmcaches_own_connector_is_refused_where_one_cache_is_fused(settings: Settings) -> None:
-    config = vllm_config()
-    blocks = Blocks(config, 2)
-    split = [torch.zeros(2, 2, blocks.block, 2, blocks.size) for _ in blocks.layers]
-    for layer, cache in list(zip(blocks.layers.values(), split, strict=True))[:-1]:
-        layer.kv_cache = cache
-    with _refused(settings, config, StockConnector()) as kept:
-        assert "LMCache#4463" in kept
 
 
 def test_lmcaches_own_connector_is_accepted_on_split_caches(settings: Settings) -> None:
@@ -253,6 +237,7 @@ def _described(settings: Settings, config: VllmConfig) -> Engine:
 def test_an_engine_is_described_as_vllm_and_lmcache_run_it(settings: Settings) -> None:
     engine = _described(settings, vllm_config())
     assert (engine.rank, engine.world, engine.chunk_tokens, engine.pin_memory) == (0, 1, CHUNK, False)
+    assert engine.layout == "heads"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
@@ -410,9 +395,6 @@ def test_a_change_of_the_config_is_another_model(settings: Settings, field: str,
     assert named in [line.partition(":")[0] for line in differences]
 
 
-def test_an_engine_that_caches_layers_the_model_has_not_is_refused(settings: Settings) -> None:
-    config = vllm_config()
-    metadata = lmcache_metadata(lmcache_config(settings), config)
-    drafted = dataclasses.replace(metadata, kv_shape=(4, *metadata.kv_shape[1:]))
+def test_an_engine_that_caches_layers_the_model_has_not_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="caches 4 layers, the model's config has 3"):
-        engines.fingerprint_of(config, drafted)
+        engines.fingerprint_of(vllm_config(), torch.bfloat16, 4)

@@ -124,7 +124,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
     parallel = vllm_config.parallel_config
 
     return Engine(
-        fingerprint=fingerprint_of(vllm_config, metadata),
+        fingerprint=fingerprint_of(vllm_config, metadata.kv_dtype, metadata.kv_shape[0]),
         chunk_tokens=config.chunk_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         world=parallel.tensor_parallel_size,
@@ -153,18 +153,18 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
     )
 
 
-def fingerprint_of(vllm_config: VllmConfig, metadata: LMCacheMetadata) -> fingerprint.Fingerprint:
+def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, engine_layers: int) -> fingerprint.Fingerprint:
+    """Return what vLLM runs, with KV of `dtype` for so many layers. Raises `UnsupportedModel`."""
     model = vllm_config.model_config
     inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
     directory = fingerprint.model_directory(model.model)
     found = fingerprint.of_config(
         fingerprint.config_fields(model.hf_text_config) | {"architectures": model.hf_config.architectures},
-        dtype=str(metadata.kv_dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         inv_freq=inv_freq,
         attention_factor=attention_factor,
         weights=fingerprint.weights_digest(directory) if directory else None,
     )
-    engine_layers = metadata.kv_shape[0]
     if engine_layers != found.layers:
         raise UnsupportedModel(f"the engine caches {engine_layers} layers, the model's config has {found.layers}")
     return found

@@ -201,7 +201,7 @@ class StepMetadata(LMCacheMPConnectorMetadata):
         self.lost = lost
 
 
-class _Engine(NamedTuple):
+class _EngineFacts(NamedTuple):
     """What the configuration tells of an engine, in every process alike."""
 
     fingerprint: Fingerprint
@@ -212,21 +212,14 @@ class _Engine(NamedTuple):
     allow_trained: bool
 
 
-class _Metadata(NamedTuple):
-    """What of LMCache's metadata the fingerprint is made from."""
-
-    kv_dtype: torch.dtype
-    kv_shape: tuple[int, ...]
-
-
-def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> _Engine:
+def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> _EngineFacts:
     if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
         raise UnsupportedEngine("the model's KV cache is not one group of layers of one kind")
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
-    fingerprint = fingerprint_of(vllm_config, _Metadata(spec.dtype, (len(group.layer_names),)))
+    fingerprint = fingerprint_of(vllm_config, spec.dtype, len(group.layer_names))
     allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
     name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions())
-    return _Engine(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)
+    return _EngineFacts(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)
