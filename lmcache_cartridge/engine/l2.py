@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,17 +156,13 @@ class CartridgeL2Adapter(L2AdapterInterface):
         )
         store = CartridgeStore(self._settings, engine)
         copies = L1Copies(self._http)
-        named = ClaimingStore(store, self._note, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
+        named = ClaimingStore(store, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
         logger.info(
             "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
             self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
         )  # fmt: skip
         return EngineRank(report, store, ControlServer(lambda: named), _objects(report, store), copies)
-
-    def _note(self, tag: str) -> None:
-        """Let the keys of a tag be known by their salt."""
-        self._tags.put(tag_salt(tag), tag)
 
     # Lookup: LMCache's prefetch thread.
 
@@ -299,21 +295,18 @@ class EngineRank(NamedTuple):
 class ClaimingStore:
     """A store that tells which tags are claimed: from then on their keys are known."""
 
-    def __init__(
-        self, store: CartridgeStore, note: Callable[[str], None], tags: Lru[str, str], l1_bytes: int | None,
-        copies: L1Copies,
-    ) -> None:  # fmt: skip
-        """`tags` are those that were noted, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
+    def __init__(self, store: CartridgeStore, tags: Lru[str, str], l1_bytes: int | None, copies: L1Copies) -> None:
+        """`tags` are those that were claimed, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
         None where that is not known.
         """
-        self._store, self._note, self._tags, self._l1_bytes, self._copies = store, note, tags, l1_bytes, copies
+        self._store, self._tags, self._l1_bytes, self._copies = store, tags, l1_bytes, copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
         """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
-        self._note(tag)
+        self._tags.put(tag_salt(tag), tag)
         return self._store.claim(tag, places, self._room)
 
     def _room(self, chunks: int) -> str | None:
