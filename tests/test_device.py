@@ -43,12 +43,8 @@ def _within(tier: MemoryTier, loan: Hold) -> bool:
     return False
 
 
-def _memory(store: CartridgeStore) -> list[MemoryTier]:
-    return [tier for tier in _tiers(store) if tier is not None]
-
-
 def _quiet(store: CartridgeStore) -> None:
-    until(lambda: all(tier.stats().loading == 0 for tier in _memory(store)))
+    until(lambda: all(tier.stats().loading == 0 for tier in _tiers(store)))
 
 
 def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
@@ -57,7 +53,7 @@ def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
     for chunk_hash in prompt.hashes[:found]:
         assert store.release(chunk_hash, prompt.tag)
     _quiet(store)
-    assert not any(tier.stats().leased for tier in _memory(store))
+    assert not any(tier.stats().leased for tier in _tiers(store))
 
 
 def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
@@ -113,36 +109,6 @@ def test_what_is_on_the_device_is_leased_there_and_the_cpu_tier_may_let_it_go(ho
     assert (device.stats().leased, cpu.stats().leased) == (0, 0)
 
 
-def test_part_of_a_prompt_on_the_device_is_leased_where_all_of_it_is(home: Home) -> None:
-    made = home.make(positions=96)
-    store, prompt = _open(home, cpu=6, device=3), prompt_for(home, made)
-    device, cpu = _tiers(store)
-    _on_device(store, prompt)
-    assert device.stats().resident == 3
-    assert store.lookup(prompt.hashes) == 6
-    assert cpu.stats().leased == 6
-    _quiet(store)
-    for chunk in range(6):
-        assert lent(store, prompt.hashes[chunk]) == chunk_bytes(made, chunk)
-        assert store.release(prompt.hashes[chunk]) is True
-        assert store.release(prompt.hashes[chunk]) is False
-    assert store.lookup(prompt.hashes[:2]) == 2
-    assert (device.stats().leased, cpu.stats().leased) == (2, 0)
-
-
-def test_leases_in_both_tiers_keep_a_chunk_until_as_many_releases(home: Home) -> None:
-    made = home.make(positions=16)
-    store, prompt = _open(home, cpu=1, device=1), prompt_for(home, made)
-    assert store.lookup(prompt.hashes) == 1
-    _quiet(store)
-    assert store.lookup(prompt.hashes) == 1
-    assert [tier.stats().leased for tier in _tiers(store)] == [1, 1]
-    assert store.release(prompt.hashes[0]) is True
-    assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)
-    assert store.release(prompt.hashes[0]) is True
-    assert store.release(prompt.hashes[0]) is False
-
-
 def test_a_claim_of_what_is_on_the_device_holds_it_there(home: Home) -> None:
     made, other = home.make(seed=1), home.make("other", seed=2)
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
@@ -167,15 +133,6 @@ def test_evicting_takes_a_cartridge_from_both_tiers(home: Home) -> None:
     assert store.evict(made.manifest.digest) == 4
     assert [tier.stats().resident for tier in _tiers(store)] == [0, 0]
     assert_served(store, made, prompt)
-
-
-def test_a_removed_cartridge_leaves_the_device_too(home: Home) -> None:
-    made = home.make()
-    store = _open(home, cpu=4, device=4)
-    _on_device(store, prompt_for(home, made))
-    home.registry.remove("doc")
-    store.refresh()
-    assert [tier.stats().resident for tier in _tiers(store)] == [0, 0]
 
 
 def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(
@@ -261,12 +218,12 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
             else:
                 store.evict(digest)
             store.check()
-            for tier in _memory(store):
+            for tier in _tiers(store):
                 assert tier.stats().resident_bytes <= tier.stats().budget_bytes
 
     run_threads(16, work, timeout_s=60)
     _quiet(store)
-    for tier in _memory(store):
+    for tier in _tiers(store):
         assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         assert tier.stats().promoted > 20
     for made, prompt in shelf.values():
@@ -354,7 +311,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.store.check()
-        for tier in _memory(self.store):
+        for tier in _tiers(self.store):
             assert tier.stats().resident_bytes <= tier.stats().budget_bytes
         for name, chunk, loan in self.loans:
             assert loan.bytes.numpy().tobytes() == chunk_bytes(self.shelf[name][0], chunk)
@@ -369,7 +326,7 @@ class StoreMachine(RuleBasedStateMachine):
             claim.close()
         _quiet(self.store)
         self.clock.now += 101
-        for tier in _memory(self.store):
+        for tier in _tiers(self.store):
             assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         for made, prompt in self.shelf.values():
             if prompt.whole <= self.store.cpu.slots:

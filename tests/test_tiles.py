@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from blocks import quietly
-from making import make_artifact
 
-from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape
-from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.sources import Sources
 
 with quietly():
     from vllm import _custom_ops as ops
@@ -113,20 +108,6 @@ def test_what_is_no_whole_tiles_is_refused(name: str, tokens: int, size: int) ->
     shape = _shape(_kv("bfloat16", tokens, size))
     with pytest.raises(ValueError, match="no whole tiles"):
         tiles.unpack(torch.zeros(shape.size_bytes, dtype=torch.uint8), shape, f"{name}/blocks")
-
-
-@pytest.mark.parametrize("stored", [16, 64, 96])
-@pytest.mark.parametrize("name", ["vec/32", "amx/32", "vec/32/blocks", "amx/32/blocks"])
-def test_the_loader_packs_every_chunk_however_it_is_stored(tmp_path: Path, name: str, stored: int) -> None:
-    made = make_artifact(tmp_path / "doc", positions=200, chunk_tokens=stored)
-    shape = ChunkShape(2, 3, 64, 64, "bfloat16")
-    loader = ChunkLoader(Sources(), shape, range(2), name)
-    cartridge = Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc"))
-    for chunk in range(3):
-        out = torch.zeros(shape.size_bytes, dtype=torch.uint8)
-        loader.load([Segment(cartridge, 0)], chunk, out)
-        kv = made.kv[:, :, chunk * 64 : (chunk + 1) * 64]
-        assert torch.equal(out, _bytes(kv, name))
 
 
 def test_names_of_tiles_are_told_from_layouts_that_are_views() -> None:
