@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from inprocess import (
     StockConnector,
     lmcache_config,
     lmcache_engine,
-    lmcache_metadata,
     load,
     look_up,
     nothing_is_owed,
@@ -29,7 +27,6 @@ from inprocess import (
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
-from lmcache.v1.token_database import ChunkedTokenDatabase
 from making import Made, heads_bytes, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads
@@ -238,17 +235,6 @@ def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving: Servin
     assert torch.equal(serving.blocks.kv()[:, :, slots.flip(0)], cartridge.kv)
     assert not torch.equal(before[:, :, slots.flip(0)], cartridge.kv), "it was there before"
     assert nothing_is_owed(serving.store)
-
-
-def test_the_schedulers_hashes_are_those_the_store_knows(serving: Serving, config: VllmConfig) -> None:
-    """Its process hashes prompts on its own, with a token database of its own."""
-    metadata = lmcache_metadata(serving.engine.config, config, "scheduler")
-    scheduler = ChunkedTokenDatabase(serving.engine.config, metadata)
-    prompt = serving.cartridges["long"].prompt
-    hashes = [chunk_hash for _, _, chunk_hash in scheduler.process_tokens(tokens=prompt, make_key=False)]
-    assert hashes == [key.chunk_hash for key in serving.keys("long")]
-    assert serving.store.lookup(hashes) == 6
-    assert all(serving.store.release(chunk_hash) for chunk_hash in hashes)
 
 
 def test_what_is_handed_out_is_the_resident_memory_itself(serving: Serving) -> None:
@@ -565,14 +551,6 @@ def test_a_plugin_that_cannot_be_built_again_leaves_the_first_one_serving(servin
     assert serving.plugin is first
     assert "no vLLM configuration" in str(CartridgeBackend.refusal)
     assert _serve(serving, "short") == 5 * CHUNK
-
-
-def test_closing_twice_is_no_change_and_ends_every_thread(serving: Serving) -> None:
-    _serve(serving, "short")
-    for _ in range(3):
-        serving.plugin.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cartridge-load")]
-    assert nothing_is_owed(serving.store)
 
 
 def test_objects_handed_out_outlive_the_plugin(serving: Serving) -> None:

@@ -259,14 +259,6 @@ def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, name: str,
             assert torch.equal(found, packed(home.made[name], chunk, layout)), chunk
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200, 256, 264])
-def test_a_prompt_gets_the_whole_chunks_that_it_has_itself(home: Home, length: int) -> None:
-    with serving(home) as server:
-        server.confirm()
-        ids = home.ids("doc")[:length]
-        assert (server.ask(ids) if length >= CHUNK else 0) == length // CHUNK
-
-
 def test_each_tensor_parallel_rank_gets_its_heads(home: Home) -> None:
     with serving(home) as server:
         for rank in range(2):
