@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _PREFIX, _SOCKET = "lmcache-cartridge-control-", "control"
 _STARTING_S = 60.0
 """A directory younger than this may be that of a server which does not listen yet."""
+_METHODS = "pin", "unpin", "evict", "trust", "untried", "distrust", "refresh", "status", "numbers"
+"""Those of a store that a client may call as they are."""
 _MAX_CALLS = 64
 """Calls of one client at once that are no claims."""
 _MAX_RELEASED = 1 << 14
@@ -73,6 +75,10 @@ class ControlServer:
         self._server.server_close()
 
 
+def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
+    return getattr(store(), method)(*arguments)
+
+
 def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     """Answer one client until it goes; its claims end with it.
 
@@ -80,18 +86,8 @@ def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     """
     claims, sending, threads = _Claims(store), threading.Lock(), threading.BoundedSemaphore(_MAX_CALLS)
     at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
-    methods: dict[str, Callable[..., Any]] = {
-        "preload": lambda tag, places: store().preload(tag, _places(places))._asdict(),
-        "pin": lambda digest: store().pin(digest),
-        "unpin": lambda digest: store().unpin(digest),
-        "evict": lambda digest: store().evict(digest),
-        "trust": lambda digests: store().trust(digests),
-        "untried": lambda: store().untried(),
-        "distrust": lambda digest, reason: store().distrust(digest, reason),
-        "refresh": lambda: store().refresh(),
-        "status": lambda: store().status(),
-        "numbers": lambda: store().numbers(),
-    }
+    methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS}
+    methods["preload"] = lambda tag, places: store().preload(tag, _places(places))._asdict()
 
     def answer(number: Any, method: Any, call: Callable[[], Any]) -> None:
         result = frames.result(call, logger, f"the call {method}")
