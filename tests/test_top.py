@@ -22,7 +22,7 @@ from watching import CHUNK_BYTES, CPU_CHUNKS, DISK_CHUNKS, RANKS, Watched, servi
 
 from lmcache_cartridge.cli import top
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.errors import CartridgeError, SettingsError
+from lmcache_cartridge.errors import CartridgeError
 
 ROOT = Path(__file__).parents[1]
 KEY = "sk-test"
@@ -192,20 +192,19 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(
     assert said in error and url in error
 
 
-def test_a_server_that_does_not_answer_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for once in ([], ["--once"]):
-        assert main(["top", "--url", "http://127.0.0.1:9", *once]) == 1
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "http://127.0.0.1:9/metrics does not answer: [Errno 111] Connection refused" in error
-
-
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "http://x:y", "http://x/?q=1", "file:///etc/passwd"]
-)
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(SettingsError, match="http://HOST:PORT"):
-        top.check_url(url)
+    ("url", "why"),
+    [("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "protocol"), ("ftp://x", "protocol"),
+     ("http://", "missing"), ("http://x:y", "Invalid port"), ("file:///etc/passwd", "protocol")],
+)  # fmt: skip
+@pytest.mark.parametrize("once", [[], ["--once"]])
+def test_a_url_where_no_server_answers_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], url: str, why: str, once: list[str]
+) -> None:
+    assert main(["top", "--url", url, *once]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "/metrics does not answer: " in error and why in error, error
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "x", "1e9"])

@@ -13,14 +13,18 @@ if TYPE_CHECKING:
     from ..make.progress import Bars
 
 
-def size(count: int) -> str:
-    """Return a number of bytes for people: `3.0 MiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+def size(count: float) -> str:
+    """Return a number of bytes for people, in at most 8 characters: `3.0 MiB`."""
+    return scaled(count, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+
+
+def scaled(value: float, units: list[str], base: int) -> str:
+    """Return a number with the largest of `units` that fits, each `base` times the one before; three digits or so."""
+    from rich.filesize import pick_unit_and_suffix
+
+    unit, suffix = pick_unit_and_suffix(int(value), units, base)
+    value /= unit
+    return f"{value:.{int(value < 99.95 and suffix != 'B')}f} {suffix}".rstrip()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -6,13 +6,14 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 
-from ..errors import CartridgeError, SettingsError
+from ..errors import CartridgeError
 from ..serve.metrics import PREFIX, RANK_NUMBERS, TIER_NUMBERS
+from .show import scaled, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,24 +78,12 @@ def _list(client: httpx.Client, url: str) -> list[dict[str, Any]] | None:
 def _get(client: httpx.Client, url: str, *, may_deny: bool = False) -> httpx.Response:
     try:
         reply = client.get(url)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CartridgeError(f"{url} does not answer: {error}") from None
     if reply.status_code != 200 and not (may_deny and reply.status_code in (401, 403)):
         status = f"{reply.status_code} {reply.reason_phrase}"
         raise CartridgeError(f"{url} answers {status}; is it a vLLM server with cartridges?")
     return reply
-
-
-def check_url(url: str) -> str:
-    """Return the base of a server's URLs. Raises `SettingsError` if it is none."""
-    try:
-        parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        sound = False
-    if not sound or parts.query or parts.fragment:
-        raise SettingsError(f"--url {url}: write http://HOST:PORT")
-    return url.rstrip("/").removesuffix("/metrics")
 
 
 def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
@@ -104,12 +93,12 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
     """
     elapsed_s = now.at_s - before.at_s if before else 0.0
 
-    def values(name: str, **wanted: str) -> list[float]:
-        return _values(now, name, wanted)
+    def values(name: str, of: Reading = now, **wanted: str) -> list[float]:
+        return [value for labels, value in of.samples.get(name, ()) if wanted.items() <= labels.items()]
 
     def count(name: str, **labels: str) -> dict[str, float | None]:
         total = sum(values(name, **labels))
-        gained = total - sum(_values(before, name, labels)) if before else -1.0
+        gained = total - sum(values(name, before, **labels)) if before else -1.0
         return {"total": total, "per_s": gained / elapsed_s if elapsed_s > 0 and gained >= 0 else None}
 
     def mean(name: str, **labels: str) -> float | None:
@@ -145,10 +134,6 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
     }
 
 
-def _values(reading: Reading, name: str, wanted: Mapping[str, str]) -> list[float]:
-    return [value for labels, value in reading.samples.get(name, ()) if wanted.items() <= labels.items()]
-
-
 def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json: bool) -> None:
     """Show a server until interrupted, or once; as JSON one line each time. Blocks.
 
@@ -157,10 +142,8 @@ def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json
     from rich.console import Console
     from rich.live import Live
 
-    url = check_url(url)
-    found = views(url, api_key, interval_s, read(url, api_key))
-    if once:
-        found = iter([next(found)])
+    url = url.rstrip("/").removesuffix("/metrics")
+    found = islice(views(url, api_key, interval_s, read(url, api_key)), 1 if once else None)
     console = Console()
     if as_json:
         for summary, problem in found:
@@ -239,10 +222,8 @@ def _table(left: set[str], *titles: str) -> Table:
 
     drawn = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True, header_style="dim")
     for title in titles:
-        widest = 28 if title == "cartridge" else None
-        drawn.add_column(
-            title, justify="left" if title in left else "right", no_wrap=True, overflow="ellipsis", max_width=widest
-        )
+        side: Any = "left" if title in left else "right"
+        drawn.add_column(title, justify=side, no_wrap=True, max_width=28 if title == "cartridge" else None)
     return drawn
 
 
@@ -262,10 +243,10 @@ def _tier_table(tiers: Mapping[str, Mapping[str, Any]]) -> Table:
         asked = None if hits is None or misses is None else hits + misses
         share = "" if "misses" not in flows else f"{100 * hits / asked:.0f}" if hits is not None and asked else "-"
         drawn.add_row(
-            name, cell(tier, "resident_bytes", _size), cell(tier, "budget_bytes", _size),
-            cell(flows, "hits", _number), cell(flows, "misses", _number), share, cell(flows, "evicted", _number),
-            cell(tier, "loading_chunks", _number), cell(tier, "mean_load_seconds", _duration).strip("-"),
-            cell(tier.get("failed", {}), "total", _number), cell(flows, "read_bytes", _size),
+            name, cell(tier, "resident_bytes", size), cell(tier, "budget_bytes", size),
+            cell(flows, "hits", _count), cell(flows, "misses", _count), share, cell(flows, "evicted", _count),
+            cell(tier, "loading_chunks", _count), cell(tier, "mean_load_seconds", _duration).strip("-"),
+            cell(tier.get("failed", {}), "total", _count), cell(flows, "read_bytes", size),
         )  # fmt: skip
     return drawn
 
@@ -288,7 +269,7 @@ def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> Renderable
             Text(f"{row['id']}@{row['version']}"), row["state"], f"{fastest['resident_chunks']}/{fastest['chunks']}",
             "failing" if loading.get("failing") else share,
             "" if loading.get("eta_s") is None else _duration(loading["eta_s"]),
-            _size(row["bytes"]), "yes" if row["pinned"] else "",
+            size(row["bytes"]), "yes" if row["pinned"] else "",
         )  # fmt: skip
     count = max(len(rows), int(summary["served_cartridges"] + summary["refused_cartridges"]))
     if count > (shown := len(rows[:room])):
@@ -296,22 +277,9 @@ def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> Renderable
     return drawn
 
 
-def _size(count: float) -> str:
-    """Return bytes in at most 8 characters."""
-    return _scaled(count, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
-
-
-def _number(value: float) -> str:
+def _count(value: float) -> str:
     """Return a number in at most 6 characters."""
-    return f"{value:.0f}" if value < 1000 and value == int(value) else _scaled(value, ["", "k", "M", "G", "T"], 1000)
-
-
-def _scaled(value: float, units: list[str], base: int) -> str:
-    from rich.filesize import pick_unit_and_suffix
-
-    unit, suffix = pick_unit_and_suffix(int(value), units, base)
-    value /= unit
-    return f"{value:.{int(value < 99.95 and suffix != 'B')}f} {suffix}".rstrip()
+    return f"{value:.0f}" if value < 1000 and value == int(value) else scaled(value, ["", "k", "M", "G", "T"], 1000)
 
 
 def _duration(seconds: float) -> str:
