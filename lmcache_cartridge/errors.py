@@ -1,34 +1,7 @@
 """Every error this package raises, as one tree.
 
-    CartridgeError
-    ├── SettingsError       (ValueError)        a setting is unknown, malformed or contradicts another
-    ├── ManifestError       (ValueError)        a manifest is missing, malformed, or of an unknown format
-    ├── ArtifactError       (ValueError)        an artefact cannot be written or read as it stands
-    │   ├── TruncatedPayload                    the payload is shorter than its manifest says
-    │   ├── CorruptChunk                        bytes of a chunk do not have the manifest's checksum
-    │   ├── WrongShape                          the payload holds tensors of other shapes than its manifest says
-    │   ├── WrongDtype                          the payload holds tensors of another dtype than its manifest says
-    │   ├── NonFiniteKV                         a chunk holds NaN or infinity
-    │   ├── ReplacedArtifact                    another artefact lies where this one was registered
-    │   └── ForeignFormatError                  a checkpoint of others is not what its format says, or not safe
-    ├── CartridgeNotFound   (KeyError)          no such id, version or label
-    ├── CartridgeExists     (FileExistsError)   the id and version are taken
-    ├── RegistryError       (RuntimeError)      the registry cannot be opened or is of a newer schema
-    ├── ModelMismatch       (ValueError)        the cartridge was made for another model
-    ├── ChunkSizeMismatch   (ValueError)        p does not fit the engine's chunk size
-    ├── UnsupportedModel    (ValueError)        the model's KV cannot be a cartridge, with the reason
-    ├── UnsupportedEngine   (RuntimeError)      this engine would corrupt or lose cartridges, with the fix
-    ├── CanaryFailed        (RuntimeError)      the stored KV does not answer as the document does
-    ├── TrainingDiverged    (ArithmeticError)   the loss of a training is not finite
-    ├── SourceError         (OSError)           a byte source failed; the foreign error is the cause
-    │   ├── SourceNotFound  (FileNotFoundError) there is no such file, object or bucket
-    │   ├── SourceDenied    (PermissionError)   the source may not be read, or without other credentials
-    │   ├── SourceTimeout   (TimeoutError)      a read did not end by its deadline
-    │   └── MalformedLocation (ValueError)      neither an absolute path nor `s3://bucket/prefix`
-    └── OverBudget          (MemoryError)       a tier's byte budget cannot hold what was asked
-
-Each is also the builtin in brackets, so a caller may catch either. A message says what went wrong, for which
-cartridge, chunk or file, and what to do.
+Each is also a builtin error, so a caller may catch either. A message says what went wrong, for which cartridge, chunk or
+file, and what to do.
 """
 
 from __future__ import annotations
