@@ -35,13 +35,7 @@ def diagnose(settings: Settings) -> list[Check]:
 
 
 def _checks(settings: Settings) -> Iterator[Check]:
-    python = sys.version.split()[0]
-    yield Check(
-        "ok" if sys.version_info >= (3, 11) else "FAIL",
-        "python",
-        python,
-        "" if sys.version_info >= (3, 11) else "use Python 3.11 or later",
-    )
+    yield _check(sys.version_info >= (3, 11), "python", sys.version.split()[0], "use Python 3.11 or later")
     found, wrong = versions(), problems()
     for name, version in found.items():
         problem = wrong.get(name)
@@ -59,6 +53,10 @@ def _checks(settings: Settings) -> Iterator[Check]:
     yield from _check_registry(settings)
 
 
+def _check(good: bool, name: str, finding: str, fix: str, *, bad: str = "FAIL") -> Check:
+    return Check("ok", name, finding) if good else Check(bad, name, finding, fix)
+
+
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
@@ -69,9 +67,9 @@ def _version(distribution: str) -> str | None:
 def _check_torch(found: str | None) -> Check:
     if found is None:
         return Check("FAIL", "torch", "not installed", ENGINE)
-    if found.partition("+")[0] != _PROVEN_TORCH:
-        return Check("warn", "torch", f"{found}; proven with {_PROVEN_TORCH}", f"install torch=={_PROVEN_TORCH}")
-    return Check("ok", "torch", found)
+    good = found.partition("+")[0] == _PROVEN_TORCH
+    finding = found if good else f"{found}; proven with {_PROVEN_TORCH}"
+    return _check(good, "torch", finding, f"install torch=={_PROVEN_TORCH}", bad="warn")
 
 
 def _check_no_cuda_companions() -> Check:
@@ -87,18 +85,12 @@ def _check_layout(vllm: str | None, cpu: bool) -> Check:
         return Check("FAIL", "KV injection", "unknown without vLLM")
     release = re.match(r"(\d+)\.(\d+)", vllm)
     fused = release is None or tuple(map(int, release.groups())) >= (0, 26)
-    if cpu or fused:
-        why = (
-            "blocks packed for the instruction set"
-            if cpu
-            else "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
-        )
-        return Check(
-            "ok",
-            "KV injection",
-            f"{why}: CartridgeConnector writes through vLLM's own op; plain LMCacheConnectorV1 is refused",
-        )
-    return Check("ok", "KV injection", "split K and V planes: LMCache's own kernels, with either connector")
+    if not (cpu or fused):
+        return Check("ok", "KV injection", "split K and V planes: LMCache's own kernels, with either connector")
+    fused_why = "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
+    why = "blocks packed for the instruction set" if cpu else fused_why
+    how = "CartridgeConnector writes through vLLM's own op; plain LMCacheConnectorV1 is refused"
+    return Check("ok", "KV injection", f"{why}: {how}")
 
 
 def _check_yaml() -> Iterator[Check]:
@@ -114,21 +106,17 @@ def _check_yaml() -> Iterator[Check]:
         yield Check("FAIL", "LMCache YAML", f"{path}: {error}", "see `lmcache-cartridge config lmcache.yaml`")
         return
     algorithm = config.get("pre_caching_hash_algorithm", "builtin")
-    good = algorithm in ("sha256_cbor", "sha256")
-    yield Check("ok" if good else "FAIL", "hashing", f"pre_caching_hash_algorithm: {algorithm}",
-                "" if good else "set `pre_caching_hash_algorithm: sha256_cbor`; builtin hashes differ between processes")  # fmt: skip
+    yield _check(algorithm in ("sha256_cbor", "sha256"), "hashing", f"pre_caching_hash_algorithm: {algorithm}",
+                 "set `pre_caching_hash_algorithm: sha256_cbor`; builtin hashes differ between processes")  # fmt: skip
     for option, wanted in {"local_cpu": False, "use_layerwise": False, "enable_async_loading": False}.items():
         found = config.get(option, option == "local_cpu")
         if found != wanted:
             yield Check("FAIL", option, f"{option}: {str(found).lower()}", f"set `{option}: {str(wanted).lower()}`")
     extra = config.get("extra_config") or {}
-    named = [
-        n
-        for n in config.get("storage_plugins") or ()
-        if extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend"
-    ]
-    yield Check("ok" if named else "FAIL", "plugin configured", f"storage_plugins: {config.get('storage_plugins')}",
-                "" if named else "name the plugin as `lmcache-cartridge config lmcache.yaml` does")  # fmt: skip
+    plugins = config.get("storage_plugins")
+    named = any(extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend" for n in plugins or ())
+    fix = "name the plugin as `lmcache-cartridge config lmcache.yaml` does"
+    yield _check(named, "plugin configured", f"storage_plugins: {plugins}", fix)
 
 
 def _check_plugin() -> Check:
@@ -137,36 +125,25 @@ def _check_plugin() -> Check:
 
         missing = sorted(CartridgeBackend.__abstractmethods__)
     except Exception as error:
-        return Check(
-            "FAIL",
-            "plugin",
-            f"does not import: {type(error).__name__}: {error}",
-            "reinstall the engine's pinned versions",
-        )
-    if missing:
-        return Check(
-            "FAIL", "plugin", f"LMCache asks for methods it lacks: {missing}", f"install lmcache=={PROVEN['lmcache']}"
-        )
-    return Check("ok", "plugin", "CartridgeBackend imports and has every method that LMCache asks for")
+        found = f"does not import: {type(error).__name__}: {error}"
+        return Check("FAIL", "plugin", found, "reinstall the engine's pinned versions")
+    found = "CartridgeBackend imports and has every method that LMCache asks for"
+    found = f"LMCache asks for methods it lacks: {missing}" if missing else found
+    return _check(not missing, "plugin", found, f"install lmcache=={PROVEN['lmcache']}")
 
 
 def _check_registry(settings: Settings) -> Iterator[Check]:
     try:
         rows = Registry(settings.registry_path, read_only=True).all()
     except CartridgeError as error:
-        yield Check(
-            "FAIL", "registry", str(error), "restore the file, or move it away and register the cartridges again"
-        )
+        fix = "restore the file, or move it away and register the cartridges again"
+        yield Check("FAIL", "registry", str(error), fix)
         return
     yield Check("ok", "registry", f"{len(rows)} cartridges in {settings.registry_path}")
     quarantine = Quarantine(settings.quarantine_dir)
     for row in rows:
         if not is_remote(row.location) and not (Path(row.location) / "manifest.json").is_file():
-            yield Check(
-                "warn",
-                row.name,
-                f"its artefact is not at {row.location}",
-                "mount or restore it, or register it elsewhere",
-            )
+            fix = "mount or restore it, or register it elsewhere"
+            yield Check("warn", row.name, f"its artefact is not at {row.location}", fix)
         elif reason := quarantine.reason(row.digest):
             yield Check("warn", row.name, f"quarantined: {reason}", f"lmcache-cartridge verify {row.name}")

@@ -196,22 +196,14 @@ def _list(arguments: argparse.Namespace) -> None:
     found = registry.all()
     current = registry.current(row.id for row in found)
     rows: list[dict[str, Any]] = [
-        {
-            "id": row.id,
-            "version": row.version,
-            "current": row.name in current,
-            "kind": row.kind,
-            "positions": row.positions,
-            "bytes": row.bytes,
-            "labels": labels.get(row.name, []),
-            "quarantined": quarantine.reason(row.digest) is not None,
-            "digest": row.digest,
-        }
+        {"id": row.id, "version": row.version, "current": row.name in current, "kind": row.kind,
+         "positions": row.positions, "bytes": row.bytes, "labels": labels.get(row.name, []),
+         "quarantined": quarantine.reason(row.digest) is not None, "digest": row.digest}
         for row in found
-    ]
+    ]  # fmt: skip
     readable = [
-        row | {"current": "yes" if row["current"] else "", "bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12],
-               "quarantined": "yes" if row["quarantined"] else ""}
+        row | {name: "yes" if row[name] else "" for name in ("current", "quarantined")}
+        | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12]}
         for row in rows
     ]  # fmt: skip
     empty = "no cartridges yet; make one with `lmcache-cartridge build`"
@@ -227,29 +219,20 @@ def _describe(arguments: argparse.Namespace) -> None:
     registry = registry_of(arguments)
     location = registry.find(arguments.name)
     reason = Quarantine(settings_of(arguments).quarantine_dir).reason(location.digest)
-    result = json.loads(
-        reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False).encode()
-    )
+    manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
+    result = json.loads(manifest.encode())
     if result["payload"]:
         result["payload"].setdefault("encoding", "plain")
     for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
         if shown := (result["fingerprint"] if part == "rope" else result)[part]:
             del shown[long]
     if asked := result["canary"]:  # what is asked and answered is for servers
-        result["canary"] = {
-            "questions": len(asked["after"]),
-            "in_a_chain": len(asked.get("behind", ())),
-            "sensitivity": asked["sensitivity"],
-        }
+        result["canary"] = {"questions": len(asked["after"]), "in_a_chain": len(asked.get("behind", ())),
+                            "sensitivity": asked["sensitivity"]}  # fmt: skip
     elif result["payload"]:
         result["canary"] = "none: no server tries its engine with it; make it again to have one"
-    current = location.name in registry.current([location.id])
-    result |= {
-        "current": current,
-        "location": location.location,
-        "registered": location.registered,
-        "quarantined": reason,
-    }
+    result |= {"current": location.name in registry.current([location.id]), "location": location.location,
+               "registered": location.registered, "quarantined": reason}  # fmt: skip
     show(result, fields(result), arguments.format)
 
 
@@ -303,12 +286,8 @@ def _push(arguments: argparse.Namespace) -> None:
         "name": done.manifest.name, "digest": done.manifest.digest, "location": arguments.location,
         "pushed": done.changed,
     }  # fmt: skip
-    there = (
-        f"pushed {row.name} to"
-        if done.changed
-        else f"the content of {row.name} is there already, as {done.manifest.name}:"
-    )
-    show(result, f"{there} {arguments.location}", arguments.format)
+    before = f"the content of {row.name} is there already, as {done.manifest.name}:"
+    show(result, f"{f'pushed {row.name} to' if done.changed else before} {arguments.location}", arguments.format)
 
 
 def _pull(arguments: argparse.Namespace) -> None:

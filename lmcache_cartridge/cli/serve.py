@@ -121,22 +121,13 @@ def _serve(arguments: argparse.Namespace) -> None:
     if arguments.unproven_versions:
         values["unproven_versions"] = True
     launch = plan(
-        arguments.model,
-        settings_of(arguments, **values),
-        chunk_tokens=arguments.chunk_size,
-        on_load_failure=arguments.on_load_failure,
-        vllm_args=[word for word in arguments.rest if word != "--"],
-        mode=arguments.mode,
-        l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes),
-        lmcache_port=arguments.lmcache_port,
-    )
-    plain = {
-        "yaml_path": launch.yaml_path,
-        "yaml": launch.yaml,
-        "environment": {k: "***" if "KEY" in k else v for k, v in launch.environment.items()},
-        "command": redacted(launch.command),
-        "lmcache": launch.lmcache,
-    }
+        arguments.model, settings_of(arguments, **values), chunk_tokens=arguments.chunk_size, mode=arguments.mode,
+        on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
+        l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes), lmcache_port=arguments.lmcache_port,
+    )  # fmt: skip
+    environment = {k: "***" if "KEY" in k else v for k, v in launch.environment.items()}
+    plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": environment,
+             "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
     show(plain, str(launch), arguments.format)
     if not arguments.print:
         launch.run()
@@ -172,22 +163,13 @@ def _validate(arguments: argparse.Namespace) -> int:
     with Server(arguments.server) as server, bars(arguments.format) as progress:
         rows = validate(manifest, server, progress)
     passed = all(row.passed for row in rows)
-    result = {
-        "name": manifest.name,
-        "passed": passed,
-        "sensitivity": manifest.canary and manifest.canary.sensitivity,
-        "questions": [row._asdict() for row in rows],
-    }
+    sensitivity = manifest.canary and manifest.canary.sensitivity
+    asked = [row._asdict() for row in rows]
+    result = {"name": manifest.name, "passed": passed, "sensitivity": sensitivity, "questions": asked}
     readable = [
-        {
-            "place": row.place,
-            "positions": row.positions,
-            "injected": row.injected,
-            "difference": row.difference,
-            "bound": round(row.bound, 4),
-            "passed": "yes" if row.passed else f"NO {row.problem or ''}".rstrip(),
-        }
-        for row in rows
+        {name: row[name] for name in ("place", "positions", "injected", "difference")}
+        | {"bound": round(row["bound"], 4), "passed": "yes" if row["passed"] else f"NO {row['problem'] or ''}".rstrip()}
+        for row in asked
     ]
     show(result, table(readable), arguments.format)
     return 0 if passed else 1
