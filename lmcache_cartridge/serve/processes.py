@@ -1,4 +1,4 @@
-"""Servers as child processes: `ServerProcess` for programs and tests, `ServerPair` for `serve --mode multiprocess`.
+"""Servers as child processes: `ServerProcess` for programs and tests, `run_pair` for `serve --mode multiprocess`.
 
 Run as `python -m lmcache_cartridge.serve.processes LMCACHE-COMMAND-AS-JSON VLLM-COMMAND...` it runs both servers as one
 program: they start together, and neither outlives the other. `launch.plan` writes both commands, `serve --print` shows
@@ -87,41 +87,28 @@ class ServerProcess:
         self._process.wait()
 
 
-class ServerPair:
-    """LMCache's server and vLLM as children of this process."""
+def run_pair(lmcache: list[str], vllm: list[str]) -> int:
+    """Run LMCache's server and vLLM as children until one ends or a signal comes, and end both; return vLLM's exit status.
 
-    def __init__(self, lmcache: list[str], vllm: list[str]) -> None:
-        self._commands = {"LMCache's server": lmcache, "vLLM": vllm}
-        self._children: dict[str, subprocess.Popen] = {}
-        self._stop = False
-
-    def run(self) -> int:
-        """Start both, wait until one ends or a signal comes, end both; return vLLM's exit status, or 1."""
-
-        def stop(*_: object) -> None:
-            self._stop = True  # no event: its lock may be held by the very code that the signal interrupts
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, stop)
-        try:
-            for name, command in self._commands.items():
-                self._children[name] = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
-            while not self._stop:
-                time.sleep(0.2)
-                for name, child in self._children.items():
-                    if child.poll() is not None:
-                        print(f"lmcache-cartridge: {name} ended with {child.returncode}; ending", file=sys.stderr)
-                        status = self._children["vLLM"].poll()
-                        return 1 if status is None else status
-            return 0
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """End vLLM, then LMCache's server, and whatever they started; each is the head of its process group."""
-        for name in reversed(self._commands):
-            if (child := self._children.get(name)) is None:
-                continue
+    Returns 1 where vLLM did not end by itself, 0 after a signal. Blocks.
+    """
+    children: dict[str, subprocess.Popen] = {}
+    stopped: list[bool] = []  # no event: its lock may be held by the very code that the signal interrupts
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stopped.append(True))
+    try:
+        for name, command in (("LMCache's server", lmcache), ("vLLM", vllm)):
+            children[name] = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
+        while not stopped:
+            time.sleep(0.2)
+            for name, child in children.items():
+                if child.poll() is not None:
+                    print(f"lmcache-cartridge: {name} ended with {child.returncode}; ending", file=sys.stderr)
+                    status = children["vLLM"].poll()
+                    return 1 if status is None else status
+        return 0
+    finally:
+        for name, child in reversed(children.items()):  # vLLM first; each is the head of its process group
             with suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -129,6 +116,8 @@ class ServerPair:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+        if "--shm-name" in lmcache:  # LMCache's server leaves it when it is killed
+            (SHM / f"lmcache_l1_pool_{lmcache[lmcache.index('--shm-name') + 1]}").unlink(missing_ok=True)
 
 
 def _end_with_parent() -> None:
@@ -137,20 +126,5 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _remove_shared_memory(command: list[str]) -> None:
-    """Remove what LMCache's server leaves in shared memory when it is killed."""
-    if "--shm-name" in command:
-        (SHM / f"lmcache_l1_pool_{command[command.index('--shm-name') + 1]}").unlink(missing_ok=True)
-
-
-def main(arguments: list[str]) -> int:
-    """Run the pair; `arguments` are LMCache's command as JSON, then vLLM's."""
-    lmcache, vllm = json.loads(arguments[0]), arguments[1:]
-    try:
-        return ServerPair(lmcache, vllm).run()
-    finally:
-        _remove_shared_memory(lmcache)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_pair(json.loads(sys.argv[1]), sys.argv[2:]))
