@@ -232,7 +232,7 @@ def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_trie
     hashes = list(sha256_hasher(CHUNK)([*load_token_ids(manifest, home.root("doc")).tolist(), *range(CHUNK)]))
 
     async def look(admission: Admission) -> None:
-        if trying := admission.canaries.follow(await admission.call("numbers")):
+        if trying := admission.canaries.follow(await admission.client.ask("numbers")):
             await trying
 
     async def work(admission: Admission, engine: Engine) -> None:

@@ -106,11 +106,11 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
     """Serve `/metrics` and our own `/v1/cartridges`, the latter behind an API key as vLLM has it; lend the URL."""
     app = FastAPI()
 
-    async def call(method: str) -> list[Any]:
+    async def ask(method: str) -> list[Any]:
         return [getattr(store, method)() for store in watched.stores]
 
     nobody_asked = SimpleNamespace(outcome=lambda digest: None)
-    add_routes(app, SimpleNamespace(settings=watched.settings, call=call, canaries=nobody_asked))
+    add_routes(app, SimpleNamespace(settings=watched.settings, client=SimpleNamespace(ask=ask), canaries=nobody_asked))
 
     @app.middleware("http")
     async def authenticate(request: Request, call_next: Any) -> Response:

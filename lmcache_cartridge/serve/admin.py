@@ -34,7 +34,7 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         after: str = Query("", max_length=1024),
         active: bool = False,
     ) -> Any:
-        ranks = await admission.call("status")
+        ranks = await admission.client.ask("status")
         try:
             return await asyncio.to_thread(_page, admission, ranks, limit, after, active)
         except RegistryError:
@@ -48,7 +48,7 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
         except RegistryError:
             return error(_UNREADABLE)
-        ranks = await admission.call("status")
+        ranks = await admission.client.ask("status")
         return (await asyncio.to_thread(_states, admission, ranks, [row]))[0]
 
     @router.post("/{name}/{action}")
@@ -65,7 +65,7 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             return error(Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}"))
         result = {"id": selection.manifests[0].name, "action": action}
         if action == "preload":
-            ranks = await admission.call("preload", selection.tag, selection.located)
+            ranks = await admission.client.ask("preload", selection.tag, selection.located)
             if refused := next((rank for rank in ranks if rank["refused"]), None):
                 return error(Refusal(409, str(selection.refused(refused))))
             slowest = min(ranks, key=lambda rank: (not rank["opening"], rank["resident"]))
@@ -74,10 +74,10 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             done = slowest["resident"] == slowest["chunks"] and not slowest["opening"]
             return JSONResponse(body, 200 if done else 202)
         try:
-            counts = await admission.call(action, selection.tag)
+            counts = await admission.client.ask(action, selection.tag)
         except CartridgeError as problem:
             if action == "pin":
-                await admission.call("unpin", selection.tag)
+                await admission.client.ask("unpin", selection.tag)
             return error(Refusal(409, str(problem)))
         return result | {"chunks": min(counts)}
 

@@ -66,13 +66,9 @@ class Admission:
         self.client.close()
         self._pool.shutdown()
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call every worker's store, past all requests that wait for something, and return each rank's result."""
-        return await self.client.ask(method, *args)
-
     async def numbers(self) -> list[Any]:
         """Return every worker's numbers; cartridges whose text came in prompts that do not name them are tried."""
-        ranks = await self.call("numbers")
+        ranks = await self.client.ask("numbers")
         self.canaries.follow(ranks)
         return ranks
 
@@ -137,7 +133,7 @@ class Admission:
         selection = claim.selection
         if self.settings.admin and selection.tag is not None:
             for tag in dict.fromkeys((*selection.afresh, selection.tag)) if selection.afresh else ():
-                await self.call("evict", tag)
+                await self.client.ask("evict", tag)
         problem = self.canaries.known(selection)
         if problem is None and await claim.wait(self.settings):
             problem = await self.canaries.check(selection)

@@ -299,10 +299,8 @@ class Resolver:
         """Whether the copy at `root` is of another artefact than the one that was registered."""
         try:
             self._load(root, False, digest, _stamp(root))
-        except ReplacedArtifact:
-            return True
-        except CartridgeError:
-            return False
+        except CartridgeError as error:
+            return isinstance(error, ReplacedArtifact)
         return False
 
     def _local(self, reference: Reference) -> Path:
