@@ -93,7 +93,7 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
     """
     elapsed_s = now.at_s - before.at_s if before else 0.0
 
-    def values(name: str, of: Reading = now, **wanted: str) -> list[float]:
+    def values(name: str, of: Reading = now, /, **wanted: str) -> list[float]:
         return [value for labels, value in of.samples.get(name, ()) if wanted.items() <= labels.items()]
 
     def count(name: str, **labels: str) -> dict[str, float | None]:
