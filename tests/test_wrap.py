@@ -29,31 +29,36 @@ with quietly():
     from lmcache_cartridge.serve.wrap import GuardedEngine
 
 
-class _Engine:
-    """Ends the first request by an error after some tokens, and answers the second."""
+LOST = 0, "error"
 
-    def __init__(self, tokens: int = 0) -> None:
+
+class _Engine:
+    """Answers the first request by these events, each an answer's index and finish reason, and others by the right answer."""
+
+    def __init__(self, *events: tuple[int, str | None]) -> None:
         self.prompts: list[Any] = []
         self.params: list[Any] = []
-        self._tokens = tokens
+        self._events = events
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
         self.prompts.append(prompt["prompt_token_ids"])
-        self.params.append((params.extra_args or {}).get("kv_transfer_params"))
-        if len(self.prompts) > 1:
-            yield _output("answer", "stop")
-            return
-        for _ in range(self._tokens):
-            yield _output("token", None)
-        yield _output("", "error")
+        self.params.append(params)
+        is_first = len(self.prompts) == 1
+        for index, reason in self._events if is_first else [(index, "stop") for index in range(params.n)]:
+            yield _output("token" if is_first else "answer", reason, index)
+
+    def transfers(self) -> list[Any]:
+        return [params.extra_args["kv_transfer_params"] for params in self.params]
 
 
-def _output(text: str, reason: str | None, cached: int = 0, index: int = 0) -> Any:
+def _output(text: str, reason: str | None, index: int = 0) -> Any:
     answer = SimpleNamespace(text=text, finish_reason=reason, index=index)
-    return SimpleNamespace(outputs=[answer], num_cached_tokens=cached)
+    return SimpleNamespace(outputs=[answer], num_cached_tokens=0)
 
 
 class _Params(SimpleNamespace):
+    n, seed, extra_args = 1, None, None
+
     def clone(self) -> _Params:
         return _Params(**vars(self))
 
@@ -78,30 +83,39 @@ def _selection(home: Path, kind: str) -> Selection:
     return Resolver(given).resolve([Reference(id="c")])
 
 
-def _guarded(tmp_path: Path, kind: str, on_miss: str, engine: _Engine, *, document: bool = False) -> list[str]:
-    settings = from_mapping({"home": tmp_path, "on_miss": on_miss})
+def _guarded(
+    tmp_path: Path, kind: str, engine: _Engine, *, on_miss: str = "error", document: bool = False, **params: Any
+) -> list[tuple[int, str]]:
+    """Ask with a cartridge; return index and text of all that is sent. Its memory must be let go, whatever comes."""
     selection = _selection(tmp_path, kind)
     if document:
         selection = selection._replace(document_ids=(1, 2, 3))
-    claim = _Noted(selection)
-    prompt = {"prompt_token_ids": [*selection.token_ids, 7, 8]}
+    claim, guard = _Noted(selection), GuardedEngine(engine, from_mapping({"home": tmp_path, "on_miss": on_miss}))
+    given = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, **params)
 
-    async def collect() -> list[str]:
-        guard = GuardedEngine(engine, settings)
-        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        texts = [o.outputs[0].text async for o in guard.generate(prompt, params, request_id="r")]
+    async def collect() -> list[tuple[int, str]]:
+        answers = guard.generate({"prompt_token_ids": [*selection.token_ids, 7, 8]}, given, request_id="r")
+        return [(o.index, o.text) async for output in answers for o in output.outputs]
+
+    try:
+        return asyncio.run(collect())
+    finally:
         assert claim.was_released, "the memory is held for a request that has ended"
-        return texts
 
-    return asyncio.run(collect())
+
+async def _plain(engine: _Engine, params: Any, **settings: Any) -> list[str | None]:
+    """Ask with a prompt that names no cartridge and such transfer parameters; return what each output ended with."""
+    guard = GuardedEngine(engine, from_mapping(settings))
+    given = _Params(extra_args=None if params is None else {"kv_transfer_params": params})
+    return [o.outputs[0].finish_reason async for o in guard.generate({"prompt_token_ids": [1, 2]}, given, "r")]
 
 
 @pytest.mark.parametrize("on_miss", ["error", "document"])
 def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_path: Path, on_miss: str) -> None:
-    engine = _Engine()
-    assert _guarded(tmp_path, "prefill", on_miss, engine) == ["answer"]
+    engine = _Engine(LOST)
+    assert _guarded(tmp_path, "prefill", engine, on_miss=on_miss) == [(0, "answer")]
     assert engine.prompts[0] == engine.prompts[1]
-    assert GRANT not in engine.params[1]
+    assert GRANT not in engine.transfers()[1]
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
@@ -132,100 +146,52 @@ def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
     asyncio.run(leave())
 
 
-class _Engine3:
-    """Streams three answers; of the first request, some end by an error, before or after their first token."""
-
-    def __init__(self, *events: tuple[int, str | None]) -> None:
-        self.asked: list[tuple[int, int | None, Any]] = []
-        self._events = events
-
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-        self.asked.append((params.n, params.seed, params.extra_args["kv_transfer_params"].get(TAG)))
-        if len(self.asked) == 1:
-            for index, reason in self._events:
-                yield _output(f"{index}", reason, index=index)
-            return
-        for index in range(params.n):
-            yield _output("again", "stop", index=index)
-
-
-def _streamed(tmp_path: Path, kind: str, engine: _Engine3) -> list[tuple[int, str]]:
-    settings, selection = from_mapping({"home": tmp_path}), _selection(tmp_path, kind)
-    claim = _Noted(selection)
-    params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, n=3, seed=40)
-    prompt = {"prompt_token_ids": [*selection.token_ids, 7]}
-    seen: list[tuple[int, str]] = []
-
-    async def collect() -> None:
-        async for output in GuardedEngine(engine, settings).generate(prompt, params, "r"):
-            seen.extend((o.index, o.text) for o in output.outputs)
-
-    try:
-        asyncio.run(collect())
-    finally:
-        assert claim.was_released
-    return seen
-
-
 def test_of_several_answers_those_that_lost_their_chunks_are_asked_for_again_alone(tmp_path: Path) -> None:
-    engine = _Engine3((0, None), (2, "error"), (0, "stop"), (1, "error"))
-    assert _streamed(tmp_path, "prefill", engine) == [(0, "0"), (0, "0"), (2, "again"), (1, "again")]
-    assert [(n, seed) for n, seed, _ in engine.asked] == [(3, 40), (1, 42), (1, 41)]
-    assert {tag for _, _, tag in engine.asked[1:]} == {"computed"}
+    engine = _Engine((0, None), (2, "error"), (0, "stop"), (1, "error"))
+    seen = _guarded(tmp_path, "prefill", engine, n=3, seed=40)
+    assert seen == [(0, "token"), (0, "token"), (2, "answer"), (1, "answer")]
+    assert [(params.n, params.seed) for params in engine.params] == [(3, 40), (1, 42), (1, 41)]
+    assert {transfer[TAG] for transfer in engine.transfers()[1:]} == {"computed"}
 
 
 def test_of_several_answers_all_are_asked_for_again_where_none_has_begun(tmp_path: Path) -> None:
-    engine = _Engine3((1, "error"), (0, None))
-    assert _streamed(tmp_path, "prefill", engine) == [(0, "again"), (1, "again"), (2, "again")]
-    assert [n for n, _, _ in engine.asked] == [3, 3]
-
-
-@pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_trained_one_beside_others(tmp_path: Path, kind: str) -> None:
-    events = [(0, None), (0, "error")] if kind == "prefill" else [(0, None), (1, "error")]
-    engine = _Engine3(*events)
-    with pytest.raises(RetryableRequestError):
-        _streamed(tmp_path, kind, engine)
-    assert len(engine.asked) == 1
+    engine = _Engine((1, "error"), (0, None))
+    assert _guarded(tmp_path, "prefill", engine, n=3) == [(0, "answer"), (1, "answer"), (2, "answer")]
+    assert [params.n for params in engine.params] == [3, 3]
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_chunks(tokens: int) -> None:
     """A document at the head of a prompt is injected without being named, and may be lost as others are."""
-    engine, own, seen = _Engine(tokens), {"lmcache.tag.mine": "x"}, []
-
-    async def ask() -> None:
-        guard = GuardedEngine(engine, from_mapping({}))
-        params = _Params(extra_args={"kv_transfer_params": own})
-        async for output in guard.generate({"prompt_token_ids": [1, 2]}, params, request_id="r"):
-            seen.append(output.outputs[0].finish_reason)
-
-    asyncio.run(ask())
+    engine, own = _Engine(*[(0, None)] * tokens, LOST), {"lmcache.tag.mine": "x"}
+    seen = asyncio.run(_plain(engine, own))
     if tokens:
         assert (seen, len(engine.prompts)) == ([None, None, "error"], 1), "what has begun is not begun again"
     else:
         assert (seen, engine.prompts) == (["stop"], [[1, 2], [1, 2]])
-        assert engine.params == [own, own | {TAG: "computed"}]
+        assert engine.transfers() == [own, own | {TAG: "computed"}]
 
 
 def test_a_lost_trained_cartridge_is_replaced_by_its_document_if_the_settings_say_so(tmp_path: Path) -> None:
-    engine = _Engine()
-    assert _guarded(tmp_path, "trained", "document", engine, document=True) == ["answer"]
+    engine = _Engine(LOST)
+    assert _guarded(tmp_path, "trained", engine, on_miss="document", document=True) == [(0, "answer")]
     assert engine.prompts[1] == [1, 2, 3, 7, 8]
 
 
-@pytest.mark.parametrize(("on_miss", "document"), [("error", True), ("document", False), ("error", False)])
-def test_a_lost_trained_cartridge_is_an_error_otherwise(tmp_path: Path, on_miss: str, document: bool) -> None:
-    engine = _Engine()
+@pytest.mark.parametrize(
+    ("kind", "events", "on_miss", "document"),
+    [
+        ("trained", [LOST], "error", True), ("trained", [LOST], "document", False), ("trained", [LOST], "error", False),
+        ("trained", [(0, None), (0, None), LOST], "document", True),  # an answer that has begun is not begun again
+        ("prefill", [(0, None), (1, None), LOST], "error", False), ("trained", [(0, None), (1, "error")], "error", False),
+    ],
+)  # fmt: skip
+def test_what_can_neither_be_computed_nor_go_on_is_an_error(
+    tmp_path: Path, kind: str, events: list[Any], on_miss: str, document: bool
+) -> None:
+    engine = _Engine(*events)
     with pytest.raises(RetryableRequestError, match="ask again"):
-        _guarded(tmp_path, "trained", on_miss, engine, document=document)
-    assert len(engine.prompts) == 1
-
-
-def test_an_answer_that_has_begun_is_not_begun_again(tmp_path: Path) -> None:
-    engine = _Engine(tokens=2)
-    with pytest.raises(RetryableRequestError):
-        _guarded(tmp_path, "trained", "document", engine, document=True)
+        _guarded(tmp_path, kind, engine, on_miss=on_miss, document=document, n=1 + max(index for index, _ in events))
     assert len(engine.prompts) == 1
 
 
@@ -234,31 +200,16 @@ def test_an_answer_that_has_begun_is_not_begun_again(tmp_path: Path) -> None:
 )
 def test_parameters_that_come_past_the_router_are_refused_before_the_engine(params: Any) -> None:
     engine = _Engine()
-
-    async def ask() -> None:
-        async for _ in GuardedEngine(engine, from_mapping({})).generate(
-            {"prompt_token_ids": [1]}, _Params(extra_args={"kv_transfer_params": params}), request_id="r"
-        ):
-            pass
-
     with pytest.raises(GracefulHTTPError) as caught:
-        asyncio.run(ask())
-    assert caught.value.http_status == 400
-    assert engine.prompts == []
+        asyncio.run(_plain(engine, params))
+    assert (caught.value.http_status, engine.prompts) == (400, [])
 
 
 def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartridge() -> None:
     """Whatever route it came by: a request that was given its document's text instead has noted that."""
-    engine, settings = _Engine(), from_mapping({"required": True})
-
-    async def ask() -> None:
-        async for _ in GuardedEngine(engine, settings).generate(
-            {"prompt_token_ids": [1]}, _Params(extra_args=None), request_id="r"
-        ):
-            pass
-
+    engine = _Engine()
     with pytest.raises(GracefulHTTPError, match="`required`") as caught:
-        asyncio.run(ask())
+        asyncio.run(_plain(engine, None, required=True))
     assert (caught.value.http_status, engine.prompts) == (400, [])
     app = FastAPI()
     app.add_middleware(http.ResponseHeaders)
@@ -266,10 +217,10 @@ def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartri
     @app.post("/")
     async def answer() -> None:
         http.note("a@1;served=document")
-        await ask()
+        await _plain(engine, None, required=True)
 
     assert post(app, "/").status_code == 200
-    assert engine.prompts[0] == [1]
+    assert engine.prompts[0] == [1, 2]
 
 
 @pytest.mark.parametrize(("cached", "first", "second"), [(0, 0, 0), (16, 16, 0), (20, 16, 4), (48, 16, 24)])
