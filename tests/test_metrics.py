@@ -136,29 +136,20 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(
     assert watched.value("corrupt_copies_total", tier="source", **rank) >= 1
 
 
-def test_load_times_are_a_histogram_that_adds_up(watched: Watched) -> None:
-    watched.look_up(watched.make("a"), "a")
-    tier = {"tier": "cpu", "rank": "1"}
-    families = {family.name: family for family in text_string_to_metric_families(watched.exposition())}
-    family = families[f"{PREFIX}load_seconds"]
-    buckets = [s for s in family.samples if s.name.endswith("_bucket") and tier.items() <= s.labels.items()]
-    assert [float(s.labels["le"]) for s in buckets] == [*LOAD_SECONDS, float("inf")]
-    counts = [s.value for s in buckets]
-    assert counts == sorted(counts)
-    assert counts[-1] == value(watched.exposition(), "load_seconds_count", **tier) == 4
-    stats = watched.stores[1].stats()
-    assert list(itertools.accumulate(stats.load_counts)) == counts
-    assert value(watched.exposition(), "load_seconds_sum", **tier) == pytest.approx(stats.load_seconds)
+def _collected(ranks: list[dict[str, Any]]) -> str:
+    """Return what is exported of such statuses."""
+    registry = CollectorRegistry()
+    collector = StatusCollector(LOAD_SECONDS, registry=registry)
+    collector.update(ranks)
+    registry.register(collector)
+    return generate_latest(registry).decode()
 
 
 def test_a_slow_load_is_in_the_bucket_of_its_duration() -> None:
     counts = [0] * (len(LOAD_SECONDS) + 1)
     counts[LOAD_SECONDS.index(0.3)], counts[-1] = 2, 1
-    registry = CollectorRegistry()
-    collector = StatusCollector(LOAD_SECONDS, registry=registry)
-    collector.update([{"rank": 3, "tiers": {"cpu": {"load_counts": counts, "load_seconds": 40.5}}}])
-    registry.register(collector)
-    text, tier = generate_latest(registry).decode(), {"tier": "cpu", "rank": "3"}
+    text = _collected([{"rank": 3, "tiers": {"cpu": {"load_counts": counts, "load_seconds": 40.5}}}])
+    tier = {"tier": "cpu", "rank": "3"}
     found = {le: value(text, "load_seconds_bucket", le=le, **tier) for le in ("0.1", "0.3", "30.0", "+Inf")}
     assert found == {"0.1": 0, "0.3": 2, "30.0": 2, "+Inf": 3}
     assert value(text, "load_seconds_sum", **tier) == 40.5
@@ -178,16 +169,6 @@ def test_names_are_prefixed_have_base_units_and_teach(watched: Watched) -> None:
             assert sample.labels.keys() <= {"tier", "rank", "outcome", "le"}, "unbounded labels"
             assert family.type != "counter" or sample.name.endswith("_total")
             assert sample.value >= 0
-
-
-def test_more_cartridges_make_no_more_series(watched: Watched) -> None:
-    watched.make("a")
-    few = watched.exposition().splitlines()
-    for number in range(20):
-        watched.make(f"more{number}", positions=16, seed=number + 1)
-    many = watched.exposition().splitlines()
-    assert watched.value("served_cartridges", rank="0") == 21
-    assert len(many) == len(few)
 
 
 @WITHOUT_DEVICE
@@ -210,11 +191,7 @@ def test_counters_never_go_back(watched: Watched) -> None:
 
 
 def test_a_number_that_a_tier_has_not_is_left_out() -> None:
-    registry = CollectorRegistry()
-    collector = StatusCollector(LOAD_SECONDS, registry=registry)
-    collector.update([{"rank": 0, "tiers": {"disk": {"hits": 1, "new": {"x": 1}}, "source": {}}}])
-    registry.register(collector)
-    text = generate_latest(registry).decode()
+    text = _collected([{"rank": 0, "tiers": {"disk": {"hits": 1, "new": {"x": 1}}, "source": {}}}])
     assert value(text, "hits_total", tier="disk", rank="0") == 1
     assert value(text, "misses_total", tier="disk", rank="0") is None
     assert "new" not in text
@@ -248,9 +225,7 @@ def test_the_age_of_the_numbers_grows_until_the_next_update() -> None:
     assert value(generate_latest(registry).decode(), "status_age_seconds") == 0
 
 
-def test_workers_that_die_cost_their_numbers_only_and_are_counted(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_that_die_cost_their_numbers_only_and_are_counted(watched: Watched, tmp_path: Path) -> None:
     watched.make("a")
     control = ControlServer(lambda: watched.stores[0])
     alive, dead = ControlClient([control.path]), ControlClient([str(tmp_path / "nobody")])
@@ -281,19 +256,6 @@ def test_workers_that_die_cost_their_numbers_only_and_are_counted(
     asyncio.run(asyncio.wait_for(live(), 30))
     alive.close()
     control.close()
-
-
-def test_a_scrape_asks_no_worker(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.exposition()
-
-    def asked(*_: Any) -> None:
-        raise AssertionError("a scrape asked a worker")
-
-    for store in watched.stores:
-        monkeypatch.setattr(store, "status", asked)
-    assert f"{PREFIX}hits_total" in generate_latest(watched.registry).decode()
-    with pytest.raises(AssertionError, match="a scrape asked"):
-        watched.exposition()
 
 
 # Requests.
@@ -552,10 +514,3 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-
-
-def test_the_page_on_metrics_names_each(watched: Watched) -> None:
-    watch = (ROOT / "docs" / "metrics.md").read_text()
-    exported = {re.sub("_(bucket|sum|count)$", "", n) if "seconds" in n else n for n in _exported(watched)}
-    named = set(re.findall(r"`([a-z_]+)`", watch))
-    assert {name.removeprefix(PREFIX) for name in exported} - named == set()
