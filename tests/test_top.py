@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from watching import CHUNK_BYTES, CPU_CHUNKS, DISK_CHUNKS, RANKS, Watched, serving
+from starlette.responses import Response
+from watching import CHUNK_BYTES, CPU_CHUNKS, DISK_CHUNKS, RANKS, Watched, listening, serving
 
 from lmcache_cartridge.cli import top
 from lmcache_cartridge.cli.main import main
@@ -154,28 +153,6 @@ def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(
     assert "cpu" in out and "a@1" not in out
 
 
-@contextmanager
-def _answering(status: int, body: bytes) -> Iterator[str]:
-    """Serve the same answer for everything; lend the URL."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [(200, b"# TYPE x gauge\nx 1\n", "serves no cartridges"), (200, b"<html>hello there</html>", "is it a vLLM server"),
@@ -185,7 +162,7 @@ def _answering(status: int, body: bytes) -> Iterator[str]:
 def test_what_is_no_cartridge_server_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str], status: int, body: bytes, said: str
 ) -> None:
-    with _answering(status, body) as url:
+    with listening(Response(body, status)) as url:  # an ASGI app of its own
         assert main(["top", "--url", url, "--once"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -231,13 +208,8 @@ def test_a_server_that_goes_is_said_and_asked_again(watched: Watched, url: str) 
 def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.Popen, int]]:
     """Run the command on a terminal of its own, or into a pipe; lend the process and what to read from."""
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "top", "--url", url, "--interval", "0.1", *arguments]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TERM": "xterm",
-        "COLUMNS": "80",
-        "LINES": "24",
-        "VLLM_API_KEY": KEY,
-    }
+    terminal = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    environment = os.environ | terminal | {"PYTHONPATH": str(ROOT), "VLLM_API_KEY": KEY}
     environment.pop("PYTHONUNBUFFERED", None)  # as users have it
     reader, writer = os.openpty() if tty else os.pipe()
     with subprocess.Popen(
