@@ -148,24 +148,12 @@ def _refused_in_stream(served: Served, name: str, ward: Ward) -> str:
     return caught.value.message
 
 
-# A bit flipped in the artefact, at every chunk.
-
-
-# Promised by the lookup and not delivered, at every chunk.
-
-
-# Evicted, and late.
-
-
 def _patient(served: Served, name: str) -> Answer:
     while True:
         try:
             return _ask(served, name, served.sound[name])
         except openai.APIStatusError as error:
             assert error.status_code == 503
-
-
-# Options under which vLLM would compute the positions.
 
 
 class FaultTests:
