@@ -165,12 +165,7 @@ _PARAMS = st.dictionaries(
 )  # fmt: skip
 _NEARLY_RIGHT = st.fixed_dictionaries(
     {"cartridges": st.lists(_IDS, min_size=1, max_size=2)},
-    optional={
-        "n": st.just(2),
-        "stream": st.just(True),
-        "echo": st.booleans(),
-        "cache_salt": st.sampled_from(["x", "y"]),
-    },
+    optional={"n": st.just(2), "stream": st.just(True), "echo": st.booleans(), "cache_salt": st.sampled_from("xy")},
 )
 _FIELDS = _NEARLY_RIGHT | st.fixed_dictionaries(
     {},
@@ -279,16 +274,11 @@ class ApiTests:
         )  # fmt: skip
         assert (stopped.choices[0].text.strip(), stopped.choices[0].finish_reason) == ("", "stop")
         echoed = served.asker.openai.completions.create(
-            model=MODEL,
-            prompt=ask(facts[0], 0),
-            max_tokens=1,
-            temperature=0,
-            echo=True,
+            model=MODEL, prompt=ask(facts[0], 0), max_tokens=1, temperature=0, echo=True,
             extra_body={"cartridges": [name]},
-        )
-        assert echoed.choices[0].text.split() == [*ask(facts[0], 0).split(), facts[0].value], (
-            "the cartridge is not echoed"
-        )
+        )  # fmt: skip
+        told = [*ask(facts[0], 0).split(), facts[0].value]
+        assert echoed.choices[0].text.split() == told, "the cartridge is not echoed"
 
     def test_function_tools_go_with_cartridges(self, served: Served) -> None:
         fact = served.wards["c"].facts[0]
@@ -390,16 +380,9 @@ class ApiTests:
             assert reply.status_code == 400
 
     def test_every_route_that_generates_is_known(self, served: Served) -> None:
-        paths = {
-            p for p, methods in served.asker.http.get("/openapi.json").json()["paths"].items() if "post" in methods
-        }
-        taken = {
-            "/v1/completions",
-            "/v1/chat/completions",
-            "/v1/responses",
-            "/v1/messages",
-            "/v1/cartridges/{name}/{action}",
-        }
+        every = served.asker.http.get("/openapi.json").json()["paths"]
+        paths = {path for path, methods in every.items() if "post" in methods}
+        taken = {*TAKING, "/v1/cartridges/{name}/{action}"}
         harmless = {"/detokenize", "/ping", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel",
                     "/v1/systemone", "/inference/v1/abort_requests"}  # fmt: skip
         derendering = {path for path in paths if path.endswith(("render", "derender"))}
@@ -487,13 +470,7 @@ class ApiTests:
     def test_without_the_api_key_nothing_is_read_or_told(self, served: Served) -> None:
         body = {"model": MODEL, "prompt": "x", "cartridges": ["nope"]}
         with httpx.Client(base_url=served.url) as stranger:
-            for path in (
-                "/v1/completions",
-                "/v1/chat/completions",
-                "/v1/responses",
-                "/v1/messages",
-                "/v1/cartridges/a/evict",
-            ):
+            for path in (*TAKING, "/v1/cartridges/a/evict"):
                 assert stranger.post(path, json=body).status_code == 401
             for path in ("/v1/cartridges", "/v1/cartridges/a", "/v1/cartridges/nope"):
                 assert stranger.get(path).status_code == 401

@@ -63,15 +63,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Se
     home = tmp_path_factory.mktemp("home")
     # Memory for two cartridges and a half. No canary, so that plain prompts meet the faults from the first on.
     settings = from_mapping(
-        {
-            "home": home,
-            "cpu_bytes": 4 << 20,
-            "admin": True,
-            "on_miss": "document",
-            "ready_timeout_s": 6.0,
-            "canary": False,
-        }
-    )
+        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 6.0,
+         "canary": False}
+    )  # fmt: skip
     model = CausalModel(MODEL)
     sound = {name: _ward(model, name) for name in ("trained", "whole", "prefill")}
     for name, ward in sound.items():

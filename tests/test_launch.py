@@ -20,15 +20,8 @@ def _option(command: list[str], name: str) -> str:
 
 
 def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path: Path) -> None:
-    settings = from_mapping(
-        {
-            "home": tmp_path,
-            "cpu_bytes": "2GiB",
-            "roots": [str(tmp_path)],
-            "composites": {"all": ["a", "b"]},
-            "admin": True,
-        }
-    )
+    given = {"cpu_bytes": "2GiB", "roots": [str(tmp_path)], "composites": {"all": ["a", "b"]}, "admin": True}
+    settings = from_mapping({"home": tmp_path} | given)
     launch = plan("model", settings, chunk_tokens=64)
     config = yaml.safe_load(launch.yaml)
     assert config["chunk_size"] == 64

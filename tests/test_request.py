@@ -247,32 +247,20 @@ def test_an_artefact_under_a_configured_root_is_found_by_its_path(home: Home) ->
     assert home.resolve(str(home.settings.roots[0] / "link")).places == ((str(path), str(path)),)
 
 
-def _outside(home: Home) -> dict[str, str]:
-    root, registered = home.settings.roots[0], home.settings.home / "c" / "a"
-    (root / "out").symlink_to(registered)
+OUTSIDE = {
+    "another directory": "{home}/c/a", "dots": "{root}/../secret-home/c/a", "dots to the root's sibling": "{root}x",
+    "a link out of the root": "{root}/out", "a link to itself": "{root}/loop", "nothing there": "{root}/nope",
+    "a NUL": "{root}/l\0", "a long name": "{root}/" + "x" * 500, "a relative path": "l", "a file": "/etc/passwd",
+    "the root of all": "/",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OUTSIDE.values(), ids=OUTSIDE)
+def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home: Home, path: str) -> None:
+    root = home.settings.roots[0]
+    (root / "out").symlink_to(home.settings.home / "c" / "a")
     (root / "loop").symlink_to(root / "loop")
-    return {
-        "another directory": str(registered),
-        "dots": f"{root}/../secret-home/c/a",
-        "dots to the root's sibling": f"{root}x",
-        "a link out of the root": str(root / "out"),
-        "a link to itself": str(root / "loop"),
-        "nothing there": str(root / "nope"),
-        "a NUL": f"{root}/l\0",
-        "a long name": f"{root}/{'x' * 500}",
-        "a relative path": "l",
-        "a file": "/etc/passwd",
-        "the root of all": "/",
-    }
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["another directory", "dots", "dots to the root's sibling", "a link out of the root", "a link to itself",
-     "nothing there", "a NUL", "a long name", "a relative path", "a file", "the root of all"],
-)  # fmt: skip
-def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home: Home, case: str) -> None:
-    path = _outside(home)[case]
+    path = path.format(root=root, home=home.settings.home)
     refusal = _refusal(Resolver(home.settings).resolve, [Reference(id=path, source="local")])
     assert refusal.status == 404
     assert str(refusal).startswith("no cartridge is at ")

@@ -27,26 +27,10 @@ def test_a_size_is_bytes_or_a_number_with_a_binary_unit(text: Any, count: int) -
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "",
-        "lots",
-        "1GB",
-        "1 GiB 2",
-        "-1",
-        -1,
-        "1e9",
-        "1.2.3",
-        ".",
-        "0x10",
-        1.5,
-        None,
-        [],
-        float("nan"),
-        float("inf"),
-        "9" * 400,
-    ],
+    ["", "lots", "1GB", "1 GiB 2", "-1", -1, "1e9", "1.2.3", ".", "0x10", 1.5, None, [], float("nan"), float("inf"),
+     "9" * 400],
     ids=lambda value: repr(value)[:16],
-)
+)  # fmt: skip
 def test_a_size_that_is_none_is_refused_by_its_full_key(value: Any) -> None:
     with pytest.raises(SettingsError, match=r"^storage_plugin\.cartridge\.cpu_bytes: "):
         from_mapping({"cpu_bytes": value}, PREFIX)
