@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from .options import (
     root_of,
     settings_of,
 )
-from .show import fields, progress, show, size, table, working
+from .show import bar, bars, fields, show, size, table, working
 
 if TYPE_CHECKING:
     from ..library.registry import Registry, RegistryEntry
@@ -269,9 +269,9 @@ def _check(arguments: argparse.Namespace, location: RegistryEntry, sources: Sour
         where = f"{location.location}/{reading.PAYLOAD}"
         read = partial(sources.read_into, location.location, reading.PAYLOAD)
     reading.load_manifest(root, location.digest, payload=read is None)
-    with progress(location.name, " chunks", arguments.format) as shown:
+    with bars(arguments.format) as shown:
         for done, total in reading.verify(root, read, where):
-            shown(done, total)
+            shown(location.name, done, total)
 
 
 def _push(arguments: argparse.Namespace) -> None:
@@ -314,16 +314,12 @@ def _pull(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[S3Source, Callable[[str, int, int], None]]]:
     """Lend an S3 source and a progress bar, off with --format json."""
+    from ..make.progress import Bars
     from ..sources.s3 import S3Source
 
+    def shown(desc: str, **options: Any) -> Any:
+        return bar(arguments.format, desc=desc, **options, **({"unit": " chunks"} if desc == "verify" else _OF_BYTES))
+
     settings = settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region)
-    with closing(S3Source(**settings.s3)) as source, ExitStack() as stack:
-        bars: dict[str, Callable[[int, int], None]] = {}
-
-        def show_progress(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                kind = {"unit": " chunks"} if what == "verify" else _OF_BYTES
-                bars[what] = stack.enter_context(progress(what, form=arguments.format, **kind))
-            bars[what](done, total)
-
-        yield source, show_progress
+    with closing(S3Source(**settings.s3)) as source, Bars(shown) as progress:
+        yield source, progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,18 +76,6 @@ def bar(form: str, **options: Any) -> Any:
     from tqdm import tqdm
 
     return tqdm(disable=True if form == "json" else None, **options)
-
-
-@contextmanager
-def progress(label: str, unit: str, form: str, **options: Any) -> Iterator[Callable[[int, int], None]]:
-    """Lend a function that shows `done` of `total` as a bar on stderr, as `bar` does."""
-    with bar(form, desc=label, unit=unit, **options) as shown:
-
-        def update(done: int, total: int) -> None:
-            shown.total = total
-            shown.update(done - shown.n)
-
-        yield update
 
 
 def bars(form: str) -> Bars:
