@@ -348,15 +348,9 @@ class Registry:
 
     def _check_schema(self, db: sqlite3.Connection) -> None:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > _VERSION:
-            raise RegistryError(
-                f"registry {self.path} has schema {version}, this release knows {_VERSION}; upgrade lmcache-cartridge"
-            )
-        if 0 < version < _VERSION:
-            raise RegistryError(
-                f"registry {self.path} has schema {version} of a version before the first release; move the file away "
-                "and register the cartridges again, whose files stay where they are"
-            )
+        if version not in (0, _VERSION):
+            todo = "upgrade lmcache-cartridge" if version > _VERSION else _RESTORE
+            raise RegistryError(f"registry {self.path} has schema {version}, this release knows {_VERSION}; {todo}")
         if version == 0 and self._read_only:
             raise RegistryError(f"registry {self.path} is empty. {_REPAIR}")
 
