@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact import files
+from ..artifact.location import is_remote
 from ..errors import CartridgeError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Quarantine:
         self._directory = directory
 
     def put(self, digest: str, reason: str, copy: BadCopy | None = None) -> bool:
-        """Quarantine a cartridge, with what on S3 caused it; whether that could be noted for other processes."""
+        """Quarantine a cartridge, for what `copy` holds on S3 if given; return whether others will see it. Never raises."""
         text = "\n".join((reason, *(copy or ("", ""))))
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -53,7 +54,7 @@ class Quarantine:
     def copy(self, digest: str) -> BadCopy | None:
         """Return what on S3 caused a quarantine, None if nothing did."""
         _, location, revision = self._read(digest)
-        return BadCopy(location, revision) if location else None
+        return BadCopy(location, revision) if is_remote(location) else None
 
     def digests(self) -> set[str]:
         """Return the digests of every quarantined cartridge."""
@@ -67,7 +68,7 @@ class Quarantine:
         self._path(digest).unlink(missing_ok=True)
 
     def _read(self, digest: str) -> tuple[str | None, str, str]:
-        """Return reason, location and revision; the last two are the last lines, empty where nothing on S3 caused it."""
+        """Return the reason, None without one, and from the last two lines the copy's location and revision, or ""."""
         try:
             text = self._path(digest).read_text(encoding="utf-8", errors="replace")
         except OSError:

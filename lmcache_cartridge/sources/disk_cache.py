@@ -36,8 +36,6 @@ from ..artifact.bytesource import Seen
 from ..artifact.local import read_exactly
 from ..errors import CartridgeError
 
-__all__ = ["CopyKey", "DiskCache", "DiskStats"]
-
 logger = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[0-9]{1,9}-[0-9]{1,9}-[0-9]{1,9}\.bin")
