@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from homes import Home
+from homes import Home, catalog_of
 from making import Made, make_artifact, make_fingerprint, sha256_hasher
 from s3 import S3Server
 from safetensors import safe_open
@@ -146,7 +146,7 @@ class _Way:
         if at_once >= len(hashes):
             until(lambda: claim.poll().ready)
         else:
-            until(claim._open)  # it is known from then on, and nothing of it loads before a poll
+            until(lambda: catalog_of(self.store).knows(tag))  # nothing of it loads before a poll
             claim.close()
         for first in range(0, len(hashes), at_once):
             if 1 < at_once < len(hashes) and manifest.kind == "prefill":

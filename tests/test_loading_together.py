@@ -123,14 +123,8 @@ def test_what_does_not_lie_in_a_row_is_loaded_one_by_one(
     made: Made, segment: Segment, sources: _Requests, how: dict
 ) -> None:
     assert _loader(made, sources, **how).run_of([segment]) == 1
-
-
-def test_chunks_of_a_chain_and_of_nothing_are_loaded_one_by_one(
-    made: Made, segment: Segment, sources: _Requests
-) -> None:
-    loader = _loader(made, sources)
-    assert loader.run_of([segment, segment._replace(offset=made.manifest.positions)]) == 1
-    assert loader.run_of([]) == 1
+    chain = [segment, segment._replace(offset=made.manifest.positions)]
+    assert _loader(made, sources).run_of(chain) == _loader(made, sources).run_of([]) == 1
 
 
 def test_one_bad_chunk_fails_alone(made: Made, segment: Segment, sources: _Requests) -> None:

@@ -99,14 +99,6 @@ def test_asking_what_is_resident_loads_and_leases_nothing(home: Home) -> None:
     assert store.stats() == before
 
 
-def test_two_loans_of_a_chunk_are_the_same_memory(home: Home) -> None:
-    made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
-    store.lookup(prompt.hashes)
-    with store.lend(prompt.hashes[0]) as one, store.lend(prompt.hashes[0]) as other:
-        assert one.bytes.data_ptr() == other.bytes.data_ptr()
-
-
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_each_rank_gets_its_heads_in_the_layout_it_reads(home: Home, world: int, layout: str) -> None:
