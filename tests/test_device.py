@@ -7,21 +7,11 @@ import threading
 
 import pytest
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 from making import Made, make_fingerprint
-from waiting import Clock, run_threads, until
+from waiting import run_threads, until
 
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.memory import store as store_module
-from lmcache_cartridge.memory.claim import Claim
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.memory.tier import Hold, MemoryTier
 
@@ -228,118 +218,3 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
         assert tier.stats().promoted > 20
     for made, prompt in shelf.values():
         assert_served(store, made, prompt)
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """A store with both tiers against a model of what was promised: leases, loans and claims by cartridge."""
-
-    home: Home
-    shelf: dict[str, tuple[Made, Prompt]]
-
-    @initialize(cpu=st.integers(3, 6), device=st.integers(1, 4))
-    def open(self, cpu: int, device: int) -> None:
-        self.clock = Clock()
-        size = make_fingerprint(**SMALL).token_bytes * 16
-        self.store = self.home.open(
-            fingerprint=make_fingerprint(**SMALL), chunks=cpu, clock=self.clock,
-            settings=STILL | {"device_bytes": device * size, "lookup_timeout_s": 20, "lease_s": 100.0},
-        )  # fmt: skip
-        self.promised: list[tuple[str, int]] = []
-        self.loans: list[tuple[str, int, Hold]] = []
-        self.claims: list[tuple[str, Claim]] = []
-
-    names = st.sampled_from("abcd")
-
-    @rule(name=names)
-    def look_up(self, name: str) -> None:
-        _, prompt = self.shelf[name]
-        found = self.store.lookup(prompt.hashes, prompt.tag)
-        assert prompt.tag is None or found in (0, prompt.whole)
-        self.promised += [(name, chunk) for chunk in range(found)]
-
-    # How many chunks were promised is a matter of timing, so what is drawn must not depend on it.
-
-    @rule(which=st.integers(0, 999))
-    def lend(self, which: int) -> None:
-        if not self.promised:
-            return
-        name, chunk = self.promised[which % len(self.promised)]
-        _, prompt = self.shelf[name]
-        loan = self.store.lend(prompt.hashes[chunk], prompt.tag)
-        assert loan is not None, "what was promised is not there"
-        self.loans.append((name, chunk, loan))
-
-    @rule(which=st.integers(0, 999))
-    def release(self, which: int) -> None:
-        if not self.promised:
-            return
-        name, chunk = self.promised.pop(which % len(self.promised))
-        _, prompt = self.shelf[name]
-        assert self.store.release(prompt.hashes[chunk], prompt.tag) is True
-
-    @rule(which=st.integers(0, 999))
-    def close_loan(self, which: int) -> None:
-        if self.loans:
-            self.loans.pop(which % len(self.loans))[2].close()
-
-    @rule(name=names)
-    def claim(self, name: str) -> None:
-        claim = self.store.claim(self.shelf[name][0].manifest.digest, {})
-        claim.poll()
-        self.claims.append((name, claim))
-
-    @rule(which=st.integers(0, 999))
-    def close_claim(self, which: int) -> None:
-        if self.claims:
-            self.claims.pop(which % len(self.claims))[1].close()
-
-    @rule(name=names)
-    def evict(self, name: str) -> None:
-        self.store.evict(self.shelf[name][0].manifest.digest)
-
-    @rule()
-    def settle(self) -> None:
-        _quiet(self.store)
-
-    @rule()
-    def let_leases_run_out(self) -> None:
-        self.clock.now += 101
-        self.promised = []
-
-    @invariant()
-    def the_books_are_right(self) -> None:
-        if not hasattr(self, "store"):
-            return
-        self.store.check()
-        for tier in _tiers(self.store):
-            assert tier.stats().resident_bytes <= tier.stats().budget_bytes
-        for name, chunk, loan in self.loans:
-            assert loan.bytes.numpy().tobytes() == chunk_bytes(self.shelf[name][0], chunk)
-        for name, claim in self.claims:
-            state = claim.poll()
-            assert NAMES[name][0] == "prefill" or state.admitted in (0, state.chunks)
-
-    def teardown(self) -> None:
-        for *_, loan in self.loans:
-            loan.close()
-        for _, claim in self.claims:
-            claim.close()
-        _quiet(self.store)
-        self.clock.now += 101
-        for tier in _tiers(self.store):
-            assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
-        for made, prompt in self.shelf.values():
-            if prompt.whole <= self.store.cpu.slots:
-                assert_served(self.store, made, prompt)
-        self.store.close()
-        self.store.check()
-
-
-def test_whatever_is_asked_of_both_tiers_promises_are_kept(home: Home) -> None:
-    class Machine(StoreMachine):
-        pass
-
-    Machine.home, Machine.shelf = home, _shelf(home)
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-    )
