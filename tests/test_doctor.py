@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from making import make_artifact
 
 from lmcache_cartridge.cli import doctor
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ENGINE
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import HOME_VARIABLE, Settings
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -31,15 +33,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("version", "fused"),
-    [
-        ("0.32.0", True),
-        ("0.33rc1", True),
-        ("0.26", True),
-        ("0.25.1", False),
-        ("1.0.dev3+cu130", True),
-        ("unknown", True),
-    ],
-)
+    [("0.32.0", True), ("0.33rc1", True), ("0.26", True), ("0.25.1", False), ("1.0.dev3+cu130", True),
+     ("unknown", True)],
+)  # fmt: skip
 def test_any_form_of_a_version_is_read(monkeypatch: pytest.MonkeyPatch, version: str, fused: bool) -> None:
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm": version, "lmcache": None})
     monkeypatch.setattr(doctor, "_version", {}.get)
@@ -77,53 +73,41 @@ def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -
         assert "there are grafana.json, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        "build --model m --document {0} --id a",
-        "import {0} --model m --id a",
-        "demo",
-        "evaluate a --questions {0} --model m",
-    ],
-)
-def test_a_library_that_lacks_is_one_line_and_what_to_install(
-    command: str, missing: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from making import make_artifact
-
-    from lmcache_cartridge.library.registry import Registry
-
+@pytest.fixture
+def asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A question on a registered cartridge, in a process that has imported none of what makes cartridges."""
     make_artifact(home / "a", positions=16, cartridge_id="a")
     Registry(Settings(home=home).registry_path).register(home / "a")
     (home / "file.json").write_text('{"question": "x?", "answer": "y"}')
     for name in [name for name in sys.modules if name.startswith("lmcache_cartridge.make.")]:
         monkeypatch.delitem(sys.modules, name)
+    return home / "file.json"
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    "command",
+    ["build --model m --document {0} --id a", "import {0} --model m --id a", "demo",
+     "evaluate a --questions {0} --model m"],
+)  # fmt: skip
+def test_a_library_that_lacks_is_one_line_and_what_to_install(
+    command: str, missing: str, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    assert main(command.format(home / "file.json").split()) == 1
-    out, err = capsys.readouterr()
-    assert err == (
+    assert main(command.format(asked).split()) == 1
+    assert capsys.readouterr().err == (
         f"lmcache-cartridge: this command needs {missing}, which is not installed: "
         "pip install 'lmcache-cartridge[train]'\n"
     )
 
 
 def test_a_server_is_asked_without_torch(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from making import make_artifact
-
-    from lmcache_cartridge.library.registry import Registry
-
-    make_artifact(home / "a", positions=16, cartridge_id="a")
-    Registry(Settings(home=home).registry_path).register(home / "a")
-    (home / "questions.json").write_text('{"question": "x?", "answer": "y"}')
     (home / "document.txt").write_bytes(b"caf\xe9")
-    for name in [name for name in sys.modules if name.startswith("lmcache_cartridge.make.")]:
-        monkeypatch.delitem(sys.modules, name)
     for name in ("torch", "transformers", "safetensors", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
-    command = ["evaluate", "a", "--questions", str(home / "questions.json"), "--server", "http://127.0.0.1:1"]
+    command = ["evaluate", "a", "--questions", str(asked), "--server", "http://127.0.0.1:1"]
     assert main(command) == 1
     assert capsys.readouterr().err.startswith("lmcache-cartridge: http://127.0.0.1:1/v1/models: ConnectError")
     assert main([*command, "--document", str(home / "document.txt")]) == 1
