@@ -333,9 +333,42 @@ class ApiTests:
                 "max_tokens": 2,
                 "temperature": 0,
             }
-            reply = served.asker.http.post("/v1/messages", json={**body, "kv_transfer_params": {"cartridge_id": "c"}})
-            assert reply.json()["content"][0]["text"].strip() == fact.value
-            assert reply.headers["x-cartridges"] == "c@1;positions=1024;injected=1024"
+            for name in (named, {"kv_transfer_params": {"cartridge_id": "c"}}):
+                reply = served.asker.http.post("/v1/messages", json=body | name)
+                assert reply.json()["content"][0]["text"].strip() == fact.value
+                assert reply.headers["x-cartridges"] == "c@1;positions=1024;injected=1024"
+
+    @pytest.mark.parametrize("path", TAKING)
+    def test_a_header_names_cartridges_as_the_body_does(self, served: Served, path: str) -> None:
+        def post(headers: dict[str, str], **fields: Any) -> httpx.Response:
+            return served.asker.http.post(path, json=TAKING[path] | fields, headers=headers)
+
+        alone = post({"X-Cartridges": "c"})
+        assert alone.headers["x-cartridges"] == "c@1;positions=1024;injected=1024", alone.text
+        assert (
+            post({"x-cartridges": "c@1"}, cartridges=["c@1"]).headers["x-cartridges"] == alone.headers["x-cartridges"]
+        )
+        chain = post({"X-Cartridges": "c, a"}).headers["x-cartridges"]
+        assert [one.strip().partition(";")[0] for one in chain.split(",")] == ["c@1", "a@1"]
+        for headers, fields in (
+            ({"X-Cartridges": "c"}, {"cartridges": ["a"]}), ({"X-Cartridges": "c, a"}, {"cartridges": ["a", "c"]}),
+            ({"X-Cartridges": ""}, {}), ({"X-Cartridges": "c,,a"}, {}), ({"X-Cartridge": "c"}, {}),
+            ({"Cartridges": "c"}, {}), ({"X-Cartridges": "c"}, {"kv_transfer_params": {"cartridge_id": "a"}}),
+            ({"X-Cartridges-Required": "yes"}, {}), ({}, {"cartridges_required": 5}),
+        ):  # fmt: skip
+            assert post(headers, **fields).status_code == 400, (headers, fields)
+        assert post({"X-Cartridges": "nope"}).status_code == 404
+        for headers, fields in (({"X-Cartridges-Required": "true"}, {}), ({}, {"cartridges_required": True})):
+            lost = post(headers, **fields)
+            assert (lost.status_code, "X-Cartridges-Required" in lost.text) == (400, True), lost.text
+            assert post(headers, **fields, cartridges=["c"]).status_code == 200
+            assert post(headers | {"X-Cartridges": "c"}, **fields).status_code == 200
+        assert post({"X-Cartridges-Required": "false"}).status_code == 200, "the control: without any it answers"
+
+    @pytest.mark.parametrize("path", UNAWARE)
+    def test_an_endpoint_that_would_ignore_a_header_refuses_it(self, served: Served, path: str) -> None:
+        reply = served.asker.http.post(path, json=UNAWARE[path], headers={"X-Cartridges": "a"})
+        assert (reply.status_code, "does not take cartridges" in reply.text) == (400, True)
 
     @pytest.mark.parametrize("path", UNAWARE)
     def test_an_endpoint_that_would_ignore_cartridges_refuses_them(self, served: Served, path: str) -> None:
@@ -364,20 +397,15 @@ class ApiTests:
         reply = served.asker.http.post(path, content=twice, headers={"content-type": "application/json"})
         assert (reply.status_code, "2 times" in reply.text) == (400, True)
 
-    def test_messages_say_where_to_name_cartridges(self, served: Served) -> None:
-        reply = served.asker.http.post("/v1/messages", json={**_CHAT, "cartridges": ["a"]})
-        assert reply.status_code == 400
-        assert "kv_transfer_params.cartridge_id" in reply.json()["error"]["message"]
-
     def test_an_escaped_or_oddly_encoded_field_is_seen_too(self, served: Served) -> None:
-        body = json.dumps({**_CHAT, "cartridges": ["a"]})
+        body = json.dumps({**_CHAT, "cartridges": ["c"]})
         for data in (
             body.replace("cartridges", "cartr\\u0069dges").encode(),
             body.encode("utf-16"),
             body.encode("utf-32-le"),
         ):
             reply = served.asker.http.post("/v1/messages", content=data, headers={"content-type": "application/json"})
-            assert reply.status_code == 400
+            assert reply.headers["x-cartridges"] == "c@1;positions=1024;injected=1024"
 
     def test_every_route_that_generates_is_known(self, served: Served) -> None:
         every = served.asker.http.get("/openapi.json").json()["paths"]

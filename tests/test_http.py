@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from lmcache_cartridge.serve import http, misnamed
+from lmcache_cartridge.serve.request import Refusal, Router, read_header, read_references
 from lmcache_cartridge.settings import from_mapping
 
 
@@ -51,7 +53,7 @@ def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
     assert post(_app(), path + "/", json={"cartridges": ["a"]}).status_code == 400, "another path is another route"
 
 
-ROUTES = (*http.TAKES, http.MESSAGES, "/v1/chat/completions/batch", "/tokenize", "/anything")
+ROUTES = (*http.TAKES, "/v1/chat/completions/batch", "/tokenize", "/anything")
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -60,7 +62,7 @@ def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path: str
     reply = post(_app(), path, json={"model": "m", field: ["a"]})
     message = reply.json()["error"]["message"]
     assert (reply.status_code, repr(field) in message) == (400, True)
-    assert ("kv_transfer_params.cartridge_id" if path == http.MESSAGES else "`cartridges`") in message
+    assert "`cartridges`" in message
     assert post(_app(), path, json={"model": "m"}).status_code == 200, "the control: without it the route answers"
 
 
@@ -104,15 +106,52 @@ def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.Monke
     assert threads == [True, False]
 
 
+def test_what_messages_would_drop_is_kept_for_the_renderer() -> None:
+    app, seen = FastAPI(), []
+    app.add_middleware(http.Gate, settings=from_mapping({"router": "label", "label_field": "ward"}))
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.post("/{path:path}")
+    async def look() -> None:
+        seen.append((http.named(), http.is_required(), http.dropped_fields()))
+
+    named = {"cartridges": ["a"], "cartridges_required": True, "ward": "x", "model": "m"}
+    for path in (http.MESSAGES, "/v1/completions"):
+        assert post(app, path, json=named, headers={"X-Cartridges": "a, b"}).status_code == 200
+    ours = {name: value for name, value in named.items() if name != "model"}
+    assert seen == [(("a", "b"), True, ours), (("a", "b"), True, {})]
+    assert (http.named(), http.is_required(), http.dropped_fields()) == ((), False, {}), (
+        "outside a request there is none"
+    )
+
+
+def test_whatever_a_header_says_it_names_what_the_body_would_or_is_refused() -> None:
+    chance, router = random.Random(1), Router(from_mapping({}))
+    pieces = ["a", "b@2", ",", " ", "\t", "/p", "s3://b/k", "é", "\x00", "\x7f", "x" * 1100, '"', ";", "\n", "", "a,b"]
+    kinds = set()
+    for _ in range(2000):
+        values = ["".join(chance.choices(pieces, k=chance.randint(0, 6))) for _ in range(chance.randint(0, 3))]
+        try:
+            named = read_header(values)
+        except Refusal as refusal:
+            assert (refusal.status, "X-Cartridges" in str(refusal)) == (400, True)
+            kinds.add("refused")
+            continue
+        kinds.add(len(named) > 0)
+        assert list(named) == [part.strip() for part in ",".join(values).split(",")] if values else named == ()
+        assert router.choose({}, None, None, None, named) == read_references({"cartridges": list(named) or None}, None)
+        assert all(name.isascii() and name.isprintable() and "," not in name for name in named)
+    assert kinds == {"refused", True, False}
+
+
 def test_a_label_is_refused_where_it_would_be_dropped() -> None:
     labelled, app = {"cartridge_label": "x"}, _app(router="label")
-    assert post(app, http.MESSAGES, json=labelled).status_code == 400
     assert post(app, "/generative_scoring", json=labelled).status_code == 400
     assert post(app, "/v1/completions", json=labelled).status_code == 200
     assert post(_app(), "/v1/completions", json=labelled).status_code == 400, "without that router nothing reads it"
     other = {"ward": "x"}
-    assert post(_app(router="label", label_field="ward"), http.MESSAGES, json=other).status_code == 400
-    assert post(_app(), http.MESSAGES, json=other).status_code == 200, "without that router it is no label"
+    assert post(_app(router="label", label_field="ward"), "/tokenize", json=other).status_code == 400
+    assert post(_app(), "/tokenize", json=other).status_code == 200, "without that router it is no label"
     twice = b'{"ward": "x", "ward": "y"}'
     assert post(_app(router="label", label_field="ward"), "/v1/completions", content=twice).status_code == 400
 

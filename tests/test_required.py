@@ -17,7 +17,6 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-NAMES = {"/v1/messages": {"kv_transfer_params": {"cartridge_id": "a"}}}
 HARMLESS = ("/tokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens")
 
 
@@ -39,10 +38,11 @@ def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(
     body = TAKING[path] | {"stream": stream}
     reply = http.post(path, json=body)
     assert (reply.status_code, "`required`" in json.dumps(reply.json())) == (400, True), reply.text
-    reply = http.post(path, json=body | NAMES.get(path, {"cartridges": ["a"]}))
-    assert reply.status_code == 200, reply.text
-    positions, injected = (int(part.partition("=")[2]) for part in reply.headers["x-cartridges"].split(";")[1:])
-    assert injected >= positions // 256 * 256 > 0
+    for fields, headers in (({"cartridges": ["a"]}, {}), ({}, {"X-Cartridges": "a"})):
+        reply = http.post(path, json=body | fields, headers=headers)
+        assert reply.status_code == 200, reply.text
+        positions, injected = (int(part.partition("=")[2]) for part in reply.headers["x-cartridges"].split(";")[1:])
+        assert injected >= positions // 256 * 256 > 0
 
 
 @pytest.mark.parametrize("path", UNAWARE)

@@ -17,12 +17,12 @@ from starlette.datastructures import Headers
 
 from ..settings import Settings
 from . import misnamed
-from .request import REQUIRED, Refusal, Router, shorten
+from .request import REQUIRED, REQUIRED_FIELD, Refusal, Router, read_flag, read_header, shorten
 
-TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-"""Routes whose request models keep fields they do not know and whose prompts our renderer sees; checked at start."""
 MESSAGES = "/v1/messages"
-"""Its model drops `cartridges` and keeps `kv_transfer_params`."""
+"""Its request model drops fields that it does not know, so the gate keeps them for the renderer."""
+TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
+"""Routes whose prompts our renderer sees; checked at start."""
 COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
 _ANSWERS = (
@@ -33,7 +33,7 @@ _ANSWERS = (
 _LARGE_BYTES = 256 << 10
 """Bodies beyond this are looked at in a thread."""
 _FORM_FIELD = re.compile(rb'name="?[^";\r\n]{0,32}artridge')
-_USED = b"x-cartridges"
+_NAMES, _REQUIRED = misnamed.HEADERS
 
 
 class Gate:
@@ -50,13 +50,12 @@ class Gate:
         if path.startswith("/v1/cartridges"):
             await self._app(scope, receive, send)
             return
-        if self._settings.required and path in _ANSWERS:
-            await error(Refusal(400, f"{REQUIRED}; {_takes_none(path)}"))(scope, receive, send)
-            return
-        is_form = Headers(scope=scope).get("content-type", "").startswith("multipart/")
-        body = await _read(receive)
+        headers = Headers(scope=scope)
+        is_form = headers.get("content-type", "").startswith("multipart/")
         check = self._check_form if is_form else self._check
         try:
+            self._check_headers(path, headers)
+            body = await _read(receive)
             if len(body) > _LARGE_BYTES:
                 await asyncio.to_thread(check, path, body)
             else:
@@ -71,6 +70,20 @@ class Gate:
 
         await self._app(scope, receive_again, send)
 
+    def _check_headers(self, path: str, headers: Headers) -> None:
+        """Note what the headers name. Raises `Refusal` for what they say wrong, and where nothing could read it."""
+        if (slip := misnamed.find_header(headers.keys())) is not None:
+            raise Refusal(400, f"nothing reads the header {shorten(slip)!r}; name cartridges in X-Cartridges")
+        exchange = _exchange.get()
+        named = read_header(headers.getlist(_NAMES))
+        required = any(read_flag(value, "the header X-Cartridges-Required") for value in headers.getlist(_REQUIRED))
+        if named and path not in TAKES:
+            raise Refusal(400, _takes_none(path))
+        if (self._settings.required or required) and path in _ANSWERS:
+            raise Refusal(400, f"{REQUIRED}; {_takes_none(path)}")
+        if exchange is not None:
+            exchange.named, exchange.is_required = named, required
+
     def _check_form(self, path: str, body: bytes) -> None:
         """Raise `Refusal` if a form has a field for cartridges: no route reads them there."""
         if _FORM_FIELD.search(body):
@@ -80,33 +93,38 @@ class Gate:
         """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""
         settings = self._settings
         labels = [settings.label_field] if settings.router in ("label", "composite") else []
-        for_everybody = settings.router == "static" and path not in (*TAKES, MESSAGES, *COUNTS)
+        for_everybody = settings.router == "static" and path not in (*TAKES, *COUNTS)
         if not for_everybody and not misnamed.may_name(body, *labels):
             return
-        read = ("cartridges", *labels)
+        read = ("cartridges", REQUIRED_FIELD, *labels)
         try:
             fields = misnamed.parse(body, (*read, "cartridge_id", "kv_transfer_params"))
         except (ValueError, RecursionError):
             return  # the endpoint will say so
         if not isinstance(fields, Mapping):
             return
-        right = "kv_transfer_params.cartridge_id" if path == MESSAGES else "`cartridges`, a list of names"
         if (field := misnamed.find(fields, read)) is not None:
-            raise Refusal(400, f"nothing reads the field {shorten(field)!r} here; name cartridges in {right}")
+            raise Refusal(
+                400,
+                f"nothing reads the field {shorten(field)!r} here; name cartridges in `cartridges`, a list of names",
+            )
+        exchange = _exchange.get()
+        required = fields.get(REQUIRED_FIELD) is not None and read_flag(fields[REQUIRED_FIELD], f"`{REQUIRED_FIELD}`")
+        if required and path in _ANSWERS:
+            raise Refusal(400, f"{REQUIRED}; {_takes_none(path)}")
         if path in TAKES:
+            if exchange is not None:
+                exchange.is_required |= required
+                exchange.fields = {name: fields[name] for name in read if path == MESSAGES and name in fields}
             return
         choose, params = self._router.choose, fields.get("kv_transfer_params")
         model, key = fields.get("model"), api_key()
-        wanted = choose(fields, params, model, key)
-        if path == MESSAGES:
-            if wanted != choose({}, params, model, key):
-                raise Refusal(400, f"{path} drops fields it does not know; use {right}")
-        elif wanted != (choose({}, None, model, key) if path in COUNTS else []):
+        if choose(fields, params, model, key) != (choose({}, None, model, key) if path in COUNTS else []):
             raise Refusal(400, _takes_none(path))
 
 
 def _takes_none(path: str) -> str:
-    return f"{path} does not take cartridges; these do: {', '.join((*TAKES, MESSAGES))}"
+    return f"{path} does not take cartridges; these do: {', '.join(TAKES)}"
 
 
 async def _read(receive: Any) -> bytes:
@@ -125,10 +143,13 @@ def error(refusal: Refusal) -> JSONResponse:
 
 
 class _Exchange:
-    """One HTTP request, and what its response says beside its body."""
+    """One HTTP request: what it says beside what vLLM reads of it, and what its response says beside its body."""
 
     def __init__(self, path: str, api_key: str | None) -> None:
         self.path, self.api_key = path, api_key
+        self.named: tuple[str, ...] = ()
+        self.is_required = False
+        self.fields: dict[str, Any] = {}
         self.headers: dict[bytes, bytes] = {}
         self.is_pending = False
 
@@ -153,20 +174,38 @@ def api_key() -> str | None:
     return exchange.api_key if exchange else None
 
 
+def named() -> tuple[str, ...]:
+    """Return the cartridges that the current request's header names, in order."""
+    exchange = _exchange.get()
+    return exchange.named if exchange else ()
+
+
+def dropped_fields() -> dict[str, Any]:
+    """Return the fields for us in the current request's body that its route drops."""
+    exchange = _exchange.get()
+    return exchange.fields if exchange else {}
+
+
+def is_required() -> bool:
+    """Whether the current request, by header or body, wants no answer without a cartridge."""
+    exchange = _exchange.get()
+    return exchange is not None and exchange.is_required
+
+
 def note(used: str, *, is_pending: bool = False) -> None:
     """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
 
     While the last one `is_pending` the response does not start: what was injected is known with the first token only.
     """
     if exchange := _exchange.get():
-        exchange.headers[_USED] = used.encode("ascii", "replace")
+        exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
         exchange.is_pending = is_pending
 
 
 def is_noted() -> bool:
     """Whether `note` was called for the current request."""
     exchange = _exchange.get()
-    return exchange is not None and _USED in exchange.headers
+    return exchange is not None and _NAMES.encode() in exchange.headers
 
 
 def retry_after(seconds: float) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from .request import Refusal
 
+HEADERS = ("x-cartridges", "x-cartridges-required")
 _WORDS = ("cartridge", "cartridges")
 _MAX_EDITS = 2
 _LONGEST = 64
@@ -32,6 +33,17 @@ def may_name(body: bytes, *others: str) -> bool:
     if json.detect_encoding(body) != "utf-8" or any(other.encode() in body for other in others):
         return True
     return any(_resembles(key.decode()) for key in set(_KEY.findall(body)))
+
+
+def find_header(names: Iterable[str]) -> str | None:
+    """Return the first of a request's headers that was meant to be one of `HEADERS` and is not; None without one."""
+    return next((name for name in names if len(name) <= _LONGEST and _is_slip(name)), None)
+
+
+@lru_cache(maxsize=4096)
+def _is_slip(name: str) -> bool:
+    words = (_letters(right) for right in HEADERS)
+    return name.lower() not in HEADERS and any(_edits(_letters(name), word) <= _MAX_EDITS for word in words)
 
 
 def parse(body: bytes, names: Collection[str]) -> Any:

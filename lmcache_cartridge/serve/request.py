@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -17,9 +17,10 @@ from ..settings import Settings
 
 MAX_CHAIN = 16
 REQUIRED = (
-    "the request gets no cartridge, and this server answers with cartridges only (setting `required`); name one in "
-    "`cartridges`, or in kv_transfer_params.cartridge_id for /v1/messages"
+    "the request gets no cartridge, and the setting `required` of this server, the header X-Cartridges-Required or the "
+    "field `cartridges_required` refuses an answer without; name one in `cartridges` or the header X-Cartridges"
 )
+REQUIRED_FIELD = "cartridges_required"
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Tags as LMCache's keys can carry them."""
 _PATHS = re.compile(r"(?:s3:/|(?<![^\s'\"(\[=]))/(?:[^/:;,'\"\n]*/)+")
@@ -102,6 +103,29 @@ def check_params(kv_params: Any) -> None:
             )
 
 
+def read_header(values: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids that `X-Cartridges: handbook, legal@2` names, in order; several headers count as one.
+
+    Raises `Refusal` for one without a name, and for ids that are no visible ASCII.
+    """
+    if not values:
+        return ()
+    ids = tuple(name.strip() for name in ",".join(values).split(","))
+    if not all(name.isascii() and name.isprintable() and " " not in name and name for name in ids):
+        raise Refusal(400, "the header X-Cartridges must be names of cartridges, with commas between them")
+    return tuple(reference.id for reference in _validated(ids, "the header X-Cartridges"))
+
+
+def read_flag(value: Any, what: str) -> bool:
+    """Return what true, false, 1 or 0 means. Raises `Refusal` for anything else."""
+    flags = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or (word := value.strip().lower()) not in flags:
+        raise Refusal(400, f"{what} must be true or false")
+    return flags[word]
+
+
 def read_references(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list[Reference]:
     """Return the cartridges a request names in `cartridges` or `kv_transfer_params.cartridge_id`; empty if none.
 
@@ -116,12 +140,16 @@ def read_references(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | No
         raise Refusal(400, "name cartridges in `cartridges` or in kv_transfer_params.cartridge_id, not in both")
     if named is None:
         named = [by_param] if isinstance(by_param, str) else by_param
+    return _validated(named, "cartridges")
+
+
+def _validated(named: Any, what: str) -> list[Reference]:
     try:
-        return _references.validate_python(named)
+        return _references.validate_python(list(named) if isinstance(named, tuple) else named)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise Refusal(400, f"cartridges{'.' if place else ''}{place}: {first['msg']}") from None
+        raise Refusal(400, f"{what}{'.' if place else ''}{place}: {first['msg']}") from None
 
 
 class Router:
@@ -131,13 +159,18 @@ class Router:
         self._settings = settings
 
     def choose(
-        self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None, api_key: str | None
-    ) -> list[Reference]:
+        self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None, api_key: str | None,
+        header: Sequence[str] = (),
+    ) -> list[Reference]:  # fmt: skip
         """Return the references of a request, with composites taken apart; empty if it gets no cartridge.
 
-        `fields` are the request fields that vLLM does not know. Raises `Refusal` for malformed ones.
+        `fields` are the request fields that vLLM does not know, `header` the ids that a header names. Raises `Refusal`
+        for malformed ones, and where header and body name different cartridges.
         """
-        named = read_references(fields, kv_params) or self._default(fields, model, api_key)
+        named = read_references(fields, kv_params)
+        if header and named and [reference.id for reference in named] != list(header):
+            raise Refusal(400, "the header X-Cartridges and the body name different cartridges")
+        named = named or [Reference(id=name) for name in header] or self._default(fields, model, api_key)
         chain = [part for reference in named for part in self._parts(reference)]
         if len(chain) > MAX_CHAIN:
             raise Refusal(400, f"{len(chain)} cartridges in one request; at most {MAX_CHAIN}")

@@ -62,12 +62,13 @@ class CartridgeRenderer:
             params = params.own
         if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
             raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
+        fields = http.dropped_fields() | (getattr(request, "model_extra", None) or {})
         references = self._admission.router.choose(
-            getattr(request, "model_extra", None) or {}, params, getattr(request, "model", None), http.api_key()
+            fields, params, getattr(request, "model", None), http.api_key(), http.named()
         )
         if references:
             return await self._admission.resolve(references)
-        if self._admission.settings.required and http.path() not in http.COUNTS:
+        if (self._admission.settings.required or http.is_required()) and http.path() not in http.COUNTS:
             raise Refusal(400, REQUIRED)
         return None
 
@@ -135,7 +136,7 @@ class GuardedEngine:
                 check_params(transfer)
                 if "cartridge_id" in (transfer or ()):
                     raise Refusal(400, "kv_transfer_params.cartridge_id is not read here; name cartridges at the top")
-                if self._settings.required and not http.is_noted():
+                if (self._settings.required or http.is_required()) and not http.is_noted():
                     raise Refusal(400, REQUIRED)
             outputs = self._generate_plain(prompt, params, request_id, kwargs)
         async with aclosing(outputs):
