@@ -2,7 +2,8 @@
 
 What a program may rely on is in `__all__`, by subject:
 
-- make: `CausalModel` loads a model; `build` computes a document's KV with it; `train` trains a shorter one, as a `Task`
+- make: `CausalModel` loads a model; `build` computes a document's KV with it; `build_compact` makes a short cartridge of
+  a document, and `compact_cartridge` one of a prefill cartridge, as a `CompactionWanted` says; `train` trains a shorter one, as a `Task`
   with a `Recipe` says; `recognise` reads what PEFT and others saved and `import_cartridge` makes a cartridge of it;
   `compress` stores one in int8.
 - keep: `Registry` knows which cartridges there are; `Manifest` describes one, and `load_manifest` reads it.
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .artifact.manifest import Manifest
     from .artifact.reading import load_manifest
     from .library.registry import Registry
+    from .make.compact.job import build_compact, compact_cartridge
+    from .make.compact.wanted import Wanted as CompactionWanted
     from .make.foreign.convert import import_ as import_cartridge
     from .make.foreign.recognise import recognise
     from .make.model import CausalModel
@@ -38,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CartridgeError",
     "CausalModel",
+    "CompactionWanted",
     "Manifest",
     "Recipe",
     "Registry",
@@ -45,6 +49,8 @@ __all__ = [
     "Task",
     "__version__",
     "build",
+    "build_compact",
+    "compact_cartridge",
     "compress",
     "engine_arguments",
     "import_cartridge",
@@ -55,12 +61,15 @@ __all__ = [
 ]
 _LAZY = {
     "CausalModel": ("make.model", "CausalModel"),
+    "CompactionWanted": ("make.compact.wanted", "Wanted"),
     "Manifest": ("artifact.manifest", "Manifest"),
     "Recipe": ("make.train.trainer", "Recipe"),
     "Registry": ("library.registry", "Registry"),
     "Settings": ("settings", "Settings"),
     "Task": ("make.train.job", "Task"),
     "build": ("make.prefill", "build"),
+    "build_compact": ("make.compact.job", "build_compact"),
+    "compact_cartridge": ("make.compact.job", "compact_cartridge"),
     "compress": ("make.write", "compress"),
     "engine_arguments": ("serve.offline", "engine_arguments"),
     "import_cartridge": ("make.foreign.convert", "import_"),

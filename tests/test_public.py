@@ -13,8 +13,8 @@ import lmcache_cartridge
 
 ROOT = Path(__file__).parents[1]
 NAMES = {
-    "CartridgeError", "CausalModel", "Manifest", "Recipe", "Registry", "Settings", "Task", "__version__", "build",
-    "compress", "engine_arguments", "import_cartridge", "load_manifest", "recognise", "train", "with_cartridges",
+    "CartridgeError", "CausalModel", "CompactionWanted", "Manifest", "Recipe", "Registry", "Settings", "Task", "__version__", "build",
+    "build_compact", "compact_cartridge", "compress", "engine_arguments", "import_cartridge", "load_manifest", "recognise", "train", "with_cartridges",
 }  # fmt: skip
 """A name that goes missing here breaks programs of others."""
 MYPY = """

@@ -27,7 +27,15 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, read, save
 from lmcache_cartridge.make.train import lesson, retention
-from lmcache_cartridge.make.train.initial import BLOCK_TOKENS, FROZEN, INITIALS, SAMPLE_TOKENS, initial_kv, prefilled
+from lmcache_cartridge.make.train.initial import (
+    BLOCK_TOKENS,
+    FROZEN,
+    INITIALS,
+    SAMPLE_TOKENS,
+    initial_kv,
+    positions_of,
+    prefilled,
+)
 from lmcache_cartridge.make.train.job import HELD_OUT, QUESTIONS
 from lmcache_cartridge.make.train.packing import Example, answer_logits, pack_examples
 from lmcache_cartridge.make.train.retention import Answered, Retention, count
@@ -41,7 +49,6 @@ from lmcache_cartridge.make.train.trainer import (
     Trainer,
     divergence,
     gaps,
-    positions_of,
     wrap,
 )
 from lmcache_cartridge.make.write import write_trained

@@ -74,6 +74,27 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of what the document adds to the answers of the held-out questions; None where that was not to be told."""
 
 
+class Compaction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a cartridge was compacted here."""
+
+    method: str
+    queries: str
+    """What was asked behind the document: `questions`, or `repeat`, the document itself."""
+    query_tokens: int
+    """Tokens whose queries were matched, in each layer and head."""
+    examples: int
+    """Questions, or pieces of the document."""
+    fit_error: tuple[float, ...]
+    """Of each layer: relative error of the attention output of answer tokens that were left out of the fit, before
+    `refine` and `distill`."""
+    seconds: float
+    """In all, the document's prefill included."""
+    refine: int = 0
+    """Gradient steps for each layer."""
+    distill: int = 0
+    """Steps of training through the whole model."""
+
+
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where a cartridge came from. Not part of its digest. Holds no path of the machine that made it."""
 
@@ -87,6 +108,7 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     canary: Canary | None = None
     origin: Origin | None = None
     training: Training | None = None
+    compaction: Compaction | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

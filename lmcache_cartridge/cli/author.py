@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import compact
 from .options import (
     NAME,
     Verb,
@@ -38,6 +39,7 @@ def add(verb: Verb) -> None:
     add_made(build)
     build.add_argument("--document", required=True, type=Path, help="UTF-8 text file")
     build.add_argument("--canary", help="text after the document whose prediction must not change")
+    compact.add_options(build)
 
     brought = verb(
         "import",
@@ -83,7 +85,11 @@ def add(verb: Verb) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
+    compact.check(arguments)
     check_made(arguments, arguments.document)
+    if compact.is_wanted(arguments):
+        compact.build(arguments, registry_of(arguments))
+        return
     registry, model = registry_of(arguments), load_model(arguments)
     from ..make import prefill
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ENGINE, CartridgeError
-from . import author, registry, serve, train
+from . import author, compact, registry, serve, train
 from .show import show
 
 _EPILOG = """\
@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         added.add_argument("--format", choices=("text", "json"), default="text", help="for people or programs")
         return added
 
-    for commands in (author, train, registry, serve):
+    for commands in (author, compact, train, registry, serve):
         commands.add(verb)
     completion = verb(
         "completion",

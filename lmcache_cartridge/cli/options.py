@@ -53,6 +53,17 @@ def add_device(parser: Any, when: str = "") -> None:
     parser.add_argument("--device", default="cpu", help=f"{when}where to compute: cpu, cuda, cuda:1 (default cpu)")
 
 
+def factor(text: str) -> float:
+    """Return the number in `4x`, for argparse."""
+    try:
+        found = float(text.removesuffix("x"))
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no factor; write 4x")
+    return found
+
+
 def settings_of(arguments: argparse.Namespace, **values: Any) -> Settings:
     """Return the settings of a command: `values`, and the directory that `--home` names."""
     from ..settings import from_mapping

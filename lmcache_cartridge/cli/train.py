@@ -21,6 +21,7 @@ from .options import (
     check_files,
     check_made,
     check_numbers,
+    factor,
     load_model,
     local_root,
     registry_of,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..library.registry import RegistryEntry
     from ..make.ask import Asker
 
-INITIALS = ("random", "vocab", "first-k", "sci")
+INITIALS = ("random", "vocab", "first-k", "sci", "compact")
 
 
 def add(verb: Verb) -> None:
@@ -52,11 +53,11 @@ def _add_train(verb: Verb) -> None:
     length = train.add_mutually_exclusive_group(required=True)
     length.add_argument("--positions", type=int, help="p, rounded to whole chunks")
     length.add_argument(
-        "--compress", type=_factor, metavar="4x", help="p as a fraction of the document's tokens, rounded likewise"
+        "--compress", type=factor, metavar="4x", help="p as a fraction of the document's tokens, rounded likewise"
     )
     option("--init", choices=INITIALS, default="sci",
            help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
-           "tokens; KV of 64-token chunks sampled over it (default sci). The first position is the document's own and "
+           "tokens; KV of 64-token chunks sampled over it; the document compacted for the questions (default sci). The first position is the document's own and "
            "stays")  # fmt: skip
 
     asked = train.add_argument_group("what to train on; several may be given")
@@ -135,16 +136,6 @@ def _add_evaluate(verb: Verb) -> None:
     option("--judge-model", metavar="NAME", help="its model (default: the first it serves)")
     option("--output", type=Path, metavar="DIR", help="write evaluation.json, with every answer, and evaluation.png")
     add_device(evaluate, "with --model: ")
-
-
-def _factor(text: str) -> float:
-    try:
-        factor = float(text.removesuffix("x"))
-    except ValueError:
-        factor = 0.0
-    if not 1 <= factor < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no factor; write 4x")
-    return factor
 
 
 def _rate(text: str) -> float | None:

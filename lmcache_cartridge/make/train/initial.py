@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,6 +43,17 @@ def initial_kv(init: str, model: CausalModel, ids: list[int], positions: int, se
             f"{FROZEN + 1} and {len(ids) - 1}, or a smaller chunk size"
         )
     return INITIALS[init](Source(model, ids, positions, torch.Generator().manual_seed(seed)))
+
+
+def positions_of(tokens: int, chunk_tokens: int, *, compress: float | None = None, positions: int | None = None) -> int:
+    """Return p, as asked for or `tokens / compress`, rounded to whole chunks, at least one: an engine serves no less.
+
+    Raises `CartridgeError` where neither is given.
+    """
+    if positions is None and compress is None:
+        raise CartridgeError("give the number of positions, or by how much to compress")
+    wanted = positions if positions is not None else tokens / (compress or 1)
+    return max(1, math.floor(wanted / chunk_tokens + 0.5)) * chunk_tokens
 
 
 def prefilled(model: CausalModel, ids: list[int], progress: Progress = silent) -> torch.Tensor:

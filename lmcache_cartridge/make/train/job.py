@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from blake3 import blake3
 from tqdm import tqdm
 
@@ -22,6 +23,8 @@ from ...errors import CanaryFailed, CartridgeError, CartridgeExists
 from ...library.registry import Registry
 from ...settings import Settings
 from .. import plot, questions
+from ..compact.job import compact
+from ..compact.wanted import Wanted, check_positions
 from ..document import read_document
 from ..model import CausalModel
 from ..payload import as_served
@@ -30,14 +33,16 @@ from ..questions import Question, model_writer, server_writer
 from ..server import Server
 from ..write import write_trained
 from . import lesson, retention
-from .initial import initial_kv
+from .initial import initial_kv, positions_of, prefilled
 from .retention import Retention
 from .sweep import Try, find_rate
-from .trainer import CHECKPOINT, Recipe, Result, Trainer, positions_of
+from .trainer import CHECKPOINT, Recipe, Result, Trainer
 
 RUN = "run.json"
 QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
 MOST_HELD_OUT = 256
+COMPACT = "compact"
+"""The start that is a compaction for the questions to train on."""
 _CANARIES = 6
 """Held-out questions that a server may be made to try its engine with."""
 ACCEPT = 0.8
@@ -107,16 +112,22 @@ class Job:
         document = read_document(model, self.task.document)
         ids = document.ids
         positions = self._positions(len(ids))
-        kv = initial_kv(self.task.init, model, ids, positions, recipe.seed)
+        kv = self._initial(model, ids, positions, recipe.seed)
         self._claim(document.blake3, model)
         form = self.task.form or ("chat" if model.tokenizer.chat_template else "text")
         to_train, held_out = self._questions(model, document.text, form)
         self.say(f"{len(to_train)} questions to train on, {len(held_out)} held out")
+        document_kv = None
+        if kv is None:
+            with Bars(self.bar) as progress:
+                document_kv = prefilled(model, ids, progress)
+                wanted = Wanted(positions, to_train, form)
+                kv = compact(model, document_kv, ids, wanted, say=self.say, progress=progress).kv
         with Bars(self.bar) as progress:
             lessons = lesson.prepare(
                 model, ids, [*to_train, *held_out], form=form, top_k=self.task.top_k,
                 answer_tokens=self.task.answer_tokens, teach=recipe.objective == "distill",
-                directory=self.settings.home / "training" / "lessons", progress=progress,
+                directory=self.settings.home / "training" / "lessons", kv=document_kv, progress=progress,
             )  # fmt: skip
         trainer = Trainer(
             model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe,
@@ -156,6 +167,13 @@ class Job:
         if precision == "float32":
             model.model.float()
         return model, replace(self.task.recipe, autocast=precision == "bfloat16")
+
+    def _initial(self, model: CausalModel, ids: list[int], positions: int, seed: int) -> torch.Tensor | None:
+        """Return where training starts; None for a compaction, which needs the questions and is checked only."""
+        if self.task.init != COMPACT:
+            return initial_kv(self.task.init, model, ids, positions, seed)
+        check_positions(positions, len(ids))
+        return None
 
     def _positions(self, tokens: int) -> int:
         task = self.task

@@ -46,11 +46,12 @@ def prepare(
     answer_tokens: int,
     teach: bool = True,
     directory: Path | None = None,
+    kv: torch.Tensor | None = None,
     progress: Progress = silent,
 ) -> Lesson:
     """Return the lesson of `questions` on the document `ids`; `top_k` 0 keeps all of the teacher's predictions.
 
-    The document's KV is computed once, block by block, and shared by all questions. Answers that lack are the
+    The document's KV is computed once, block by block, unless it is given, and shared by all questions. Answers that lack are the
     teacher's own, greedily, `answer_tokens` at most. With a `directory` a lesson is kept there and found again.
     """
     asked = (ids, list(map(tuple, questions)), form, top_k, answer_tokens, teach)
@@ -59,9 +60,8 @@ def prepare(
     if path and path.exists():
         return _load(path)
     prompts = [model.question_ids(question.text, form) for question in questions]
-    kv = None
     if teach or any(question.answer is None for question in questions):
-        kv = prefilled(model, ids, progress).to(model.model.dtype)
+        kv = (prefilled(model, ids, progress) if kv is None else kv).to(model.model.dtype)
     answers = _answers(model, kv, questions, prompts, answer_tokens, progress)
     examples, row = [], 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -71,7 +71,7 @@ def prepare(
     _check_context(model, len(ids) if teach else 0, questions, examples)
     if teach and kv is not None:
         vocabulary = model.fingerprint.vocab_size
-        lesson = _taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
+        lesson = taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
     if path:
         _save(lesson, path)
     return lesson
@@ -111,7 +111,10 @@ def _check_context(
 
 
 @torch.no_grad()
-def _taught(model: CausalModel, kv: torch.Tensor, examples: list[Example], k: int, progress: Progress) -> Lesson:
+def taught(
+    model: CausalModel, kv: torch.Tensor, examples: list[Example], k: int, progress: Progress = silent
+) -> Lesson:
+    """Return the lesson of examples with what the model predicts behind canonical `kv`: its `k` likeliest tokens each."""
     rows = sum(len(example.answer) for example in examples)
     log_probs, tokens = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.long)
     for start in range(0, len(examples), BATCH):

@@ -74,21 +74,25 @@ def answer_logits(model: Any, past: Any, packed: Packed) -> torch.Tensor:
     `past`, a cache of transformers, holds the prefix for as many rows as `packed` has; the forward pass adds to it.
     """
     prefix = past.get_seq_length()
-    seen = torch.ones(*packed.ids.shape, prefix, dtype=torch.bool, device=packed.ids.device)
-    hidden = ~torch.cat([seen, packed.allowed], dim=2)[:, None]
-    mask = torch.zeros(hidden.shape, dtype=model.dtype, device=packed.ids.device)
-    mask.masked_fill_(hidden, torch.finfo(model.dtype).min)
-    row, column = _answer_places(packed)
+    row, column = answer_places(packed)
     columns, kept = torch.unique(column, return_inverse=True)
     logits = model(
         input_ids=packed.ids,
         position_ids=packed.offsets + prefix,
-        attention_mask=mask,
+        attention_mask=prefix_mask(packed, prefix, model.dtype),
         past_key_values=past,
         use_cache=True,
         logits_to_keep=columns.to(packed.ids.device),
     ).logits
     return logits[row.to(logits.device), kept.to(logits.device)].float()
+
+
+def prefix_mask(packed: Packed, prefix: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the additive mask `[R, 1, T, prefix + T]` of rows that all see a prefix of so many positions."""
+    seen = torch.ones(*packed.ids.shape, prefix, dtype=torch.bool, device=packed.ids.device)
+    hidden = ~torch.cat([seen, packed.allowed], dim=2)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=packed.ids.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def answer_ids(packed: Packed) -> torch.Tensor:
@@ -102,7 +106,8 @@ def target_rows(packed: Packed) -> torch.Tensor:
     return torch.tensor([e.first + i for row in packed.rows for e in row for i in range(len(e.answer))])
 
 
-def _answer_places(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+def answer_places(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column of the token before each answer token, in the order of the examples, on the CPU."""
     places = []
     for r, row in enumerate(packed.rows):
         start = 0

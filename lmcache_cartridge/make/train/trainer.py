@@ -344,14 +344,3 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     rest, guess = (1 - p.exp().sum(-1) for p in (teacher, student))
     tiny = torch.finfo(torch.float32).eps
     return known + torch.where(rest > tiny, rest * (rest.clamp(min=tiny).log() - guess.clamp(min=tiny).log()), 0.0)
-
-
-def positions_of(tokens: int, chunk_tokens: int, *, compress: float | None = None, positions: int | None = None) -> int:
-    """Return p, as asked for or `tokens / compress`, rounded to whole chunks, at least one: an engine serves no less.
-
-    Raises `CartridgeError` where neither is given.
-    """
-    if positions is None and compress is None:
-        raise CartridgeError("give the number of positions, or by how much to compress")
-    wanted = positions if positions is not None else tokens / (compress or 1)
-    return max(1, math.floor(wanted / chunk_tokens + 0.5)) * chunk_tokens

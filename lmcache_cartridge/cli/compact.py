@@ -1,0 +1,162 @@
+"""`compact`, and `build --compact`: a cartridge much shorter than its document, in seconds and without training."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CartridgeError
+from .options import (
+    NAME,
+    Verb,
+    add_device,
+    add_no_promote,
+    check_files,
+    check_numbers,
+    factor,
+    load_model,
+    local_root,
+    next_version,
+    registry_of,
+)
+from .show import bars, fields, say, show, size
+
+if TYPE_CHECKING:
+    from ..artifact.manifest import Manifest
+    from ..library.registry import Registry
+    from ..make.compact.wanted import Wanted
+    from ..make.model import CausalModel
+
+
+def add(verb: Verb) -> None:
+    """Add the command to the command line."""
+    smaller = verb(
+        "compact", _compact, "Make a short cartridge of a registered prefill cartridge, in seconds and without training.",
+        "compact handbook --model ./llama --id handbook-4x --compact 4x",
+    )  # fmt: skip
+    option = smaller.add_argument
+    option("name", help=f"{NAME}; it stays as it is")
+    option("--model", required=True, help="directory or cached Hub id of the model it was built with")
+    option("--id", required=True, help="name of the new cartridge")
+    option("--chunk-size", type=int, help="tokens a chunk, as the engine's (default: the cartridge's)")
+    option(
+        "--payload", choices=("plain", "int8"), default="plain", help="store KV as it is, or in int8 at half the bytes"
+    )
+    add_device(smaller)
+    add_no_promote(smaller)
+    add_options(smaller, of_cartridge=True)
+
+
+def add_options(parser: argparse.ArgumentParser, *, of_cartridge: bool = False) -> None:
+    """Add the options that say what to compact to, and how; `of_cartridge` where there is no text of a document."""
+    group = parser.add_argument_group("compaction: fewer positions than the document has tokens")
+    length = group.add_mutually_exclusive_group(required=of_cartridge)
+    length.add_argument(
+        "--compact", type=factor, metavar="4x", help="p as a fraction of the document's tokens, rounded to whole chunks"
+    )
+    length.add_argument("--positions", type=int, help="p, rounded likewise")
+    group.add_argument(
+        "--questions", type=Path, metavar="FILE",
+        help='what to be good at: JSON lines {"question": ...} (default: the document, read once more behind itself)',
+    )  # fmt: skip
+    if of_cartridge:
+        parser.set_defaults(template=None)
+    else:
+        group.add_argument("--template", type=Path, metavar="FILE", help="questions made of the document, as for train")
+    group.add_argument(
+        "--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)"
+    )
+    group.add_argument("--refine", type=int, default=0, metavar="N", help="then N gradient steps for each layer alone")
+    group.add_argument("--distill", type=int, default=0, metavar="N", help="then N steps of training through the model")
+
+
+def is_wanted(arguments: argparse.Namespace) -> bool:
+    """Whether a command line asks to compact."""
+    return arguments.compact is not None or arguments.positions is not None
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise `CartridgeError` for options that do not go together, or are too small."""
+    check_numbers(arguments, at_least_one=("positions", "chunk_size"), at_least_zero=("refine", "distill"))
+    check_files(arguments.questions, arguments.template)
+    given = [name for name in ("questions", "template", "ask_as", "refine", "distill") if getattr(arguments, name)]
+    if given and not is_wanted(arguments):
+        raise CartridgeError(f"--{given[0].replace('_', '-')} is for a compaction; say how short: --compact 4x")
+    if is_wanted(arguments) and getattr(arguments, "canary", None):
+        raise CartridgeError("--canary is for a cartridge as long as its document; leave it out with --compact")
+
+
+def build(arguments: argparse.Namespace, registry: Registry) -> None:
+    """Carry out `build --compact`."""
+    model = load_model(arguments)
+    from ..make.compact.job import build_compact
+
+    version, root = next_version(arguments, registry)
+    with bars(arguments.format) as progress:
+        manifest = build_compact(
+            model, arguments.document, root, partial(_wanted, arguments, model, arguments.chunk_size),
+            cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size, encoding=arguments.payload,
+            say=partial(say, form=arguments.format), progress=progress,
+        )  # fmt: skip
+    _register(arguments, registry, root, manifest)
+
+
+def _compact(arguments: argparse.Namespace) -> None:
+    from ..artifact import reading
+    from ..artifact.manifest import check_id
+
+    check_id(arguments.id)
+    check(arguments)
+    registry = registry_of(arguments)
+    location = registry.find(arguments.name)
+    source = local_root(location)
+    before = reading.load_manifest(source, location.digest)
+    chunk = arguments.chunk_size or before.stored.chunk_tokens
+    model = load_model(arguments, before.fingerprint.dtype)
+    from ..make.compact.job import compact_cartridge
+
+    version, root = next_version(arguments, registry)
+    with bars(arguments.format) as progress:
+        manifest = compact_cartridge(
+            model, source, root, partial(_wanted, arguments, model, chunk), cartridge_id=arguments.id, version=version,
+            chunk_tokens=chunk, encoding=arguments.payload, say=partial(say, form=arguments.format), progress=progress,
+        )  # fmt: skip
+    _register(arguments, registry, root, manifest)
+
+
+def _wanted(arguments: argparse.Namespace, model: CausalModel, chunk: int, tokens: int, text: str = "") -> Wanted:
+    from ..make import questions
+    from ..make.compact.wanted import Wanted
+    from ..make.train.initial import positions_of
+
+    positions = positions_of(tokens, chunk, compress=arguments.compact, positions=arguments.positions)
+    say(f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x", arguments.format)
+    asked = questions.read(arguments.questions) if arguments.questions else []
+    if arguments.template:
+        asked = questions.distinct([*asked, *questions.from_template(arguments.template, text)])
+    return Wanted(positions, asked, arguments.ask_as, arguments.refine, arguments.distill)
+
+
+def _register(arguments: argparse.Namespace, registry: Registry, root: Path, manifest: Manifest) -> None:
+    registry.register(root, promote=arguments.promote)
+    about, tokens = manifest.provenance.compaction, manifest.document
+    assert about is not None and tokens is not None, "compaction writes both"
+    result: dict[str, Any] = {
+        "name": manifest.name,
+        "promoted": manifest.name in registry.current([manifest.id]),
+        "positions": manifest.positions,
+        "compression": round(tokens.count / manifest.positions, 2),
+        "bytes": manifest.payload_bytes,
+        "digest": manifest.digest,
+        "queries": about.queries,
+        "query_tokens": about.query_tokens,
+        "fit_error": list(about.fit_error),
+        "seconds": about.seconds,
+    }
+    readable = result | {
+        "bytes": size(manifest.payload_bytes),
+        "fit_error": " ".join(f"{e:.3f}" for e in about.fit_error),
+    }
+    show(result, fields(readable), arguments.format)

@@ -1,0 +1,170 @@
+"""Compact a document's KV into a cartridge: one prefill, keys and values in closed form, gradient steps where asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ...artifact import reading
+from ...artifact.manifest import Compaction, Manifest, Origin
+from ...errors import ArtifactError
+from ..document import read_document
+from ..model import CausalModel
+from ..payload import read_kv
+from ..progress import Progress, silent
+from ..train.initial import prefilled
+from ..write import write_trained
+from .closed import compacted, fit_errors, rerotated, token_weights
+from .references import collect
+from .refine import refine
+from .wanted import Wanted, check_positions, form_of, references_of
+
+HELD_OUT = 10
+"""Every such answer token is left out of a compaction that is made only to tell the fit error by it."""
+_CANARIES = 8
+
+
+class Compacted(NamedTuple):
+    """KV as it is served, and how it came about."""
+
+    kv: torch.Tensor
+    """Canonical `[2, L, p, H, D]`, float32, its keys rotated for questions at position p."""
+    about: Compaction
+
+
+def compact(
+    model: CausalModel,
+    kv: torch.Tensor,
+    ids: Sequence[int],
+    wanted: Wanted,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = silent,
+    seconds: float = 0.0,
+) -> Compacted:
+    """Compact the canonical `kv` of the document `ids` into `wanted.positions`; `say` is told the seconds of each step.
+
+    `seconds` were spent on `kv` before and are counted. Raises `CartridgeError` unless p is below the document's
+    length, and `UnsupportedModel` for a model whose attention or positions are not understood.
+    """
+    tokens = len(ids)
+    check_positions(wanted.positions, tokens)
+    took: dict[str, float] = {"prefill": seconds} if seconds else {}
+
+    def step(name: str, start: float) -> None:
+        took[name] = time.monotonic() - start
+        say(f"{name}: {took[name]:.1f} s")
+
+    if seconds:
+        say(f"prefill: {seconds:.1f} s")
+    start = time.monotonic()
+    kv = kv.to(model.model.dtype)
+    examples = references_of(model, ids, wanted)
+    asked = collect(model, kv, examples, progress=progress)
+    step("reference queries", start)
+    start = time.monotonic()
+    held = torch.zeros_like(asked.answers)
+    held[asked.answers.nonzero()[::HELD_OUT, 0]] = True
+    part = compacted(kv, asked, wanted.positions, token_weights(asked).masked_fill(held, 0.0))
+    errors = fit_errors(part, asked, held)
+    found = rerotated(model, compacted(kv, asked, wanted.positions, progress=progress), tokens)
+    step("keys and values", start)
+    if wanted.refine:
+        start = time.monotonic()
+        found = refine(model, found, examples, asked, steps=wanted.refine, progress=progress)
+        step(f"refine, {wanted.refine} steps a layer", start)
+    if wanted.distill:
+        from .distill import distill  # here, since it needs PEFT
+
+        start = time.monotonic()
+        found = distill(model, kv, found, ids, examples, wanted, progress=progress)
+        step(f"distill, {wanted.distill} steps", start)
+    about = Compaction(
+        "attention matching, no bias", "questions" if wanted.questions else "repeat", len(asked.answers), len(examples),
+        tuple(round(error, 4) for error in errors), round(sum(took.values()), 1), wanted.refine, wanted.distill,
+    )  # fmt: skip
+    return Compacted(found, about)
+
+
+def build_compact(
+    model: CausalModel,
+    document: Path,
+    root: Path,
+    wanted: Callable[[int, str], Wanted],
+    *,
+    cartridge_id: str,
+    version: int,
+    chunk_tokens: int = 256,
+    encoding: str = "plain",
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = silent,
+) -> Manifest:
+    """Compact the text file `document` into an artefact at `root` and return its manifest. Registers nothing.
+
+    `wanted` is called with the document's length in tokens and its text. Raises what `compact` does, and leaves
+    nothing behind then.
+    """
+    read = read_document(model, document)
+    asked = wanted(len(read.ids), read.text)
+    check_positions(asked.positions, len(read.ids))
+    start = time.monotonic()
+    kv = prefilled(model, read.ids, progress)
+    made = compact(
+        model, kv, read.ids, asked, say=say, progress=progress, seconds=time.monotonic() - start
+    )  # fmt: skip
+    provenance = model.provenance(
+        "build", document=document.name, document_blake3=read.blake3, compaction=made.about
+    )  # fmt: skip
+    return write_trained(
+        model, made.kv, root, provenance, cartridge_id=cartridge_id, version=version, chunk_tokens=chunk_tokens,
+        document_ids=read.ids, encoding=encoding, questions=_canaries(model, asked), progress=progress,
+    )  # fmt: skip
+
+
+def compact_cartridge(
+    model: CausalModel,
+    source: Path,
+    root: Path,
+    wanted: Callable[[int], Wanted],
+    *,
+    cartridge_id: str,
+    version: int,
+    chunk_tokens: int | None = None,
+    encoding: str = "plain",
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = silent,
+) -> Manifest:
+    """Compact the prefill cartridge at `source`, verified, into an artefact at `root`; its document is not computed again.
+
+    `wanted` is called with the document's length in tokens; `chunk_tokens` is the source's unless
+    given. Raises `ArtifactError` for a cartridge of another kind or model, or corrupt.
+    """
+    manifest = reading.load_manifest(source)
+    if manifest.kind != "prefill" or manifest.payload is None:
+        raise ArtifactError(f"cartridge {manifest.name} is {manifest.kind}; only a prefill cartridge can be compacted")
+    if differences := manifest.fingerprint.differences(model.fingerprint):
+        raise ArtifactError(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
+    for done, total in reading.verify(source):
+        progress("verify", done, total)
+    ids = reading.load_token_ids(manifest, source).tolist()
+    asked = wanted(len(ids))
+    made = compact(model, read_kv(manifest, source), ids, asked, say=say, progress=progress)
+    before = manifest.provenance
+    provenance = model.provenance(
+        "compact", document=before.document, document_blake3=before.document_blake3, compaction=made.about,
+        origin=Origin("cartridge", manifest.name, manifest.digest),
+    )  # fmt: skip
+    return write_trained(
+        model, made.kv, root, provenance, cartridge_id=cartridge_id, version=version,
+        chunk_tokens=chunk_tokens or manifest.payload.chunk_tokens, document_ids=ids, encoding=encoding,
+        questions=_canaries(model, asked), progress=progress,
+    )  # fmt: skip
+
+
+def _canaries(model: CausalModel, wanted: Wanted) -> list[list[int]]:
+    form = form_of(model, wanted)
+    return [model.question_ids(question.text, form) for question in wanted.questions[:_CANARIES]]

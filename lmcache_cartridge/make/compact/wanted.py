@@ -1,0 +1,62 @@
+"""Wanted: what to make of a document's KV, and what is asked behind the document to make it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import CartridgeError
+from ..model import CausalModel
+from ..questions import Question
+from ..train.initial import FROZEN
+from ..train.packing import Example
+
+WINDOW = 64
+"""Tokens of a document that are read again at a time, where no questions are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to make of a document's KV."""
+
+    positions: int
+    questions: Sequence[Question] = ()
+    """What to be good at. Without any, the document is read again, piece by piece, behind itself."""
+    form: str | None = None
+    """`chat` or `text`; None is `chat` where the model has a template."""
+    refine: int = 0
+    """Gradient steps for each layer."""
+    distill: int = 0
+    """Steps of training through the whole model."""
+
+
+def check_positions(positions: int, tokens: int) -> None:
+    """Raise `CartridgeError` unless a document of so many tokens can be compacted into so many positions."""
+    if not FROZEN < positions < tokens:
+        raise CartridgeError(
+            f"a document of {tokens} tokens cannot be compacted into {positions} positions: give fewer, or a smaller "
+            "chunk size"
+        )
+
+
+def references_of(model: CausalModel, ids: Sequence[int], wanted: Wanted) -> list[Example]:
+    """Return what is asked behind the document: the questions, or its own text again (repeat-prefill)."""
+    if not wanted.questions:
+        return repeated(ids)
+    form, end = form_of(model, wanted), model.end_ids[:1] or [0]
+    found = []
+    for question in wanted.questions:
+        answer = [] if question.answer is None else model.encode(question.answer, special=False)
+        found.append(Example(model.question_ids(question.text, form), [*answer, *end], 0))
+    return found
+
+
+def repeated(ids: Sequence[int]) -> list[Example]:
+    """Return a document read again in pieces of `WINDOW` tokens, each token being asked for the next one."""
+    starts = range(0, len(ids) - 1, WINDOW)
+    return [Example(list(ids[at : at + 1]), list(ids[at + 1 : at + WINDOW + 1]), at) for at in starts]
+
+
+def form_of(model: CausalModel, wanted: Wanted) -> str:
+    """Return how questions are asked."""
+    return wanted.form or ("chat" if model.tokenizer.chat_template else "text")

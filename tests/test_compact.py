@@ -1,0 +1,285 @@
+"""Compaction: a quarter of a sheet's positions answers what the sheet does, without training, when its keys are re-rotated."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lessons import MODEL, write_template
+from recall.ward import QUESTIONS, Fact, write_document
+
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.manifest import Manifest
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.errors import CartridgeError, UnsupportedModel
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.compact import closed, references
+from lmcache_cartridge.make.compact.closed import attended, compacted, fit_errors, rerotated
+from lmcache_cartridge.make.compact.job import compact
+from lmcache_cartridge.make.compact.references import References, collect
+from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import read_kv
+from lmcache_cartridge.make.questions import Question, save
+from lmcache_cartridge.make.train.initial import prefilled
+
+torch.set_num_threads(1)
+
+P4, P16 = 128, 32
+TRAINED, UNSEEN = (QUESTIONS[0], QUESTIONS[2]), QUESTIONS[1]
+
+
+class Sheet(NamedTuple):
+    """A sheet of some 500 tokens, and what its questions ask of its KV."""
+
+    model: CausalModel
+    text: str
+    facts: tuple[Fact, ...]
+    ids: list[int]
+    kv: torch.Tensor
+    questions: list[Question]
+    asked: References
+
+    def exact(self, kv: torch.Tensor) -> float:
+        """Return the share of facts answered right after KV in bfloat16, in a wording that nothing was made with."""
+        prompts = [self.model.question_ids(UNSEEN.format(**fact._asdict()), "chat") for fact in self.facts]
+        wanted = [self.model.encode(fact.value, special=False) for fact in self.facts]
+        found = self.model.answers_after(kv.bfloat16().float(), prompts, 3)
+        return sum(got == right for got, right in zip(found, wanted, strict=True)) / len(wanted)
+
+
+@pytest.fixture(scope="module")
+def sheet() -> Sheet:
+    return _sheet("compact test", 480)
+
+
+def _sheet(seed: str, tokens: int) -> Sheet:
+    model = CausalModel(MODEL)
+    model.model.float()
+    document = write_document(random.Random(seed), tokens)
+    ids = model.encode(document.text, special=True)
+    kv = prefilled(model, ids)
+    questions = [Question(text.format(**fact._asdict())) for fact in document.facts for text in TRAINED]
+    asked = collect(model, kv, references_of(model, ids, Wanted(P4, questions)))
+    return Sheet(model, document.text, document.facts, ids, kv, questions, asked)
+
+
+@pytest.fixture(scope="module")
+def four(sheet: Sheet) -> torch.Tensor:
+    """A quarter of the positions, keys as in the document."""
+    return compacted(sheet.kv, sheet.asked, P4)
+
+
+# What is asked.
+
+
+def test_the_attention_over_the_document_and_the_question_is_the_model_s_own(sheet: Sheet) -> None:
+    for number, asked in enumerate(sheet.asked.layers):
+        keys, values = sheet.kv[:, number].transpose(1, 2)
+        error = (attended(asked, keys, values) - asked.wanted).norm() / asked.wanted.norm()
+        assert error < 1e-4
+
+
+def test_the_document_read_again_asks_for_every_token_once(sheet: Sheet) -> None:
+    examples = repeated(sheet.ids)
+    assert sheet.ids[1:] == [token for example in examples for token in example.answer]
+    found = collect(sheet.model, sheet.kv, examples)
+    assert len(found.answers) == len(sheet.ids) - 1 and found.answers.all()
+
+
+def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = references_of(sheet.model, sheet.ids, Wanted(P4, sheet.questions))
+    monkeypatch.setattr(references, "MOST_QUERIES", len(examples) + 7)
+    found = collect(sheet.model, sheet.kv, examples)
+    assert len(found.answers) == len(examples) + 7
+    assert int(found.answers.sum()) == len(examples)
+    assert {plane.shape[2] for layer in found.layers for plane in layer} == {len(examples) + 7}
+
+
+def test_attention_that_is_no_plain_softmax_is_refused(sheet: Sheet) -> None:
+    with pytest.raises(UnsupportedModel, match="sliding_window"), references.listening(sheet.model, lambda *_: None):
+        attention = references.AttentionInterface()[references.ATTENTION]
+        attention(None, *[torch.zeros(1)] * 3, torch.zeros(1, 1, 1, 1), sliding_window=8)
+
+
+# Keys and values in closed form.
+
+
+def test_a_quarter_answers_within_a_point_without_a_gradient_step(sheet: Sheet, four: torch.Tensor) -> None:
+    document = sheet.exact(sheet.kv)
+    assert document > 0.97
+    assert sheet.exact(rerotated(sheet.model, four, len(sheet.ids))) >= document - 0.01
+
+
+def test_keys_left_where_they_were_answer_far_worse() -> None:
+    """The control: the same KV, its keys nearer to the question than they were by n - p positions, which are 770 here."""
+    long = _sheet("compact dev 0", 1024)
+    kv = compacted(long.kv, long.asked, 256)
+    long = long._replace(facts=long.facts[::3])
+    right = long.exact(rerotated(long.model, kv, len(long.ids)))
+    assert right >= 0.97
+    assert long.exact(kv) <= right - 0.3
+
+
+def test_values_by_least_squares_beat_dropping_positions(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = compacted(sheet.kv, sheet.asked, P16)
+    monkeypatch.setattr(closed, "_fit", lambda head, keep, weights: head.values[keep])
+    dropped = compacted(sheet.kv, sheet.asked, P16)
+    assert torch.equal(fitted[0], dropped[0])
+    errors = [sum(fit_errors(kv, sheet.asked, sheet.asked.answers)) for kv in (fitted, dropped)]
+    assert errors[0] < 0.95 * errors[1], errors
+
+
+def test_the_heads_of_a_layer_keep_different_facts(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = compacted(sheet.kv, sheet.asked, P16)
+    monkeypatch.setattr(closed, "FLOOR", 1.0)
+    alike = compacted(sheet.kv, sheet.asked, P16)
+    for layer in (1, 2):
+        both = [len(set(_places(sheet, kv, layer, 0)) & set(_places(sheet, kv, layer, 1))) for kv in (apart, alike)]
+        assert both[0] < both[1], layer
+
+
+def _places(sheet: Sheet, kv: torch.Tensor, layer: int, head: int) -> list[int]:
+    """Return where in the document the keys of compact KV stood."""
+    apart = (kv[0, layer, :, None, head] - sheet.kv[0, layer, None, :, head]).abs().amax(-1)
+    assert apart.amin(1).max() == 0
+    return apart.argmin(1).tolist()
+
+
+def test_the_first_position_stays_and_every_key_is_one_of_the_document(sheet: Sheet, four: torch.Tensor) -> None:
+    assert torch.equal(four[0, :, 0], sheet.kv[0, :, 0])
+    for layer in range(four.shape[1]):
+        for head in range(four.shape[3]):
+            places = _places(sheet, four, layer, head)
+            assert places == sorted(set(places)) and len(places) == P4
+
+
+def test_values_solved_block_by_block_are_as_good(
+    sheet: Sheet, four: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed, "BLOCK_POSITIONS", 48)
+    monkeypatch.setattr(closed, "BLOCK_QUERIES", 100)
+    blocks = compacted(sheet.kv, sheet.asked, P4)
+    assert torch.equal(blocks[0], four[0])
+    assert sheet.exact(rerotated(sheet.model, blocks, len(sheet.ids))) >= 0.97
+
+
+# All of it.
+
+
+def test_the_document_alone_is_enough_for_a_quarter(sheet: Sheet) -> None:
+    made = compact(sheet.model, sheet.kv, sheet.ids, Wanted(P4))
+    assert made.about.queries == "repeat"
+    assert sheet.exact(made.kv) >= 0.9
+
+
+def test_refining_and_distilling_each_answer_more(sheet: Sheet) -> None:
+    said: list[str] = []
+    plain, refined, both = (
+        compact(sheet.model, sheet.kv, sheet.ids, Wanted(P16, sheet.questions, None, *steps), say=said.append)
+        for steps in ((0, 0), (40, 0), (40, 40))
+    )
+    exact = [sheet.exact(made.kv) for made in (plain, refined, both)]
+    assert exact[1] >= exact[0] + 0.1, exact
+    assert exact[2] >= max(exact[1] - 0.02, 0.8), exact
+    assert [made.about.refine for made in (plain, refined, both)] == [0, 40, 40]
+    assert [line.partition(":")[0] for line in said[-4:]] == [
+        "reference queries", "keys and values", "refine, 40 steps a layer", "distill, 40 steps",
+    ]  # fmt: skip
+    assert 0.1 < max(plain.about.fit_error) < 1 and min(plain.about.fit_error) >= 0
+
+
+@pytest.mark.parametrize("positions", [1, 10_000])
+def test_a_length_that_is_none_is_refused(sheet: Sheet, positions: int) -> None:
+    with pytest.raises(CartridgeError, match="fewer"):
+        compact(sheet.model, sheet.kv, sheet.ids, Wanted(positions))
+
+
+# The command line.
+
+
+class Home(NamedTuple):
+    """A home directory with the sheet."""
+
+    directory: Path
+
+    def run(self, capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+        assert main([*argv, "--model", MODEL, "--home", str(self.directory), "--format", "json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def read(self, name: str) -> tuple[Manifest, torch.Tensor]:
+        root = Path(Registry(self.directory / "registry.sqlite").find(name).location)
+        manifest = reading.load_manifest(root)
+        return manifest, read_kv(manifest, root).float()
+
+
+@pytest.fixture
+def home(sheet: Sheet, tmp_path: Path) -> Home:
+    (tmp_path / "sheet.txt").write_text(sheet.text)
+    write_template(tmp_path / "template.json")
+    return Home(tmp_path)
+
+
+def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(
+    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "64")
+    save(sheet.questions, home.directory / "questions.jsonl")
+    template = ("--template", str(home.directory / "template.json"))
+    how = ("--questions", str(home.directory / "questions.jsonl"))
+    home.run(capsys, "build", *document, "--id", "whole")
+    shown = home.run(capsys, "build", *document, "--id", "at-once", "--compact", "4x", *template)
+    assert shown["positions"] == P4 and len(shown["fit_error"]) == len(sheet.asked.layers)
+    home.run(capsys, "compact", "whole", "--id", "later", "--positions", str(P4), *how)
+    home.run(capsys, "compact", "whole", "--id", "small", "--compact", "4x", "--payload", "int8", *how)
+    for name, tool in (("at-once", "build"), ("later", "compact"), ("small", "compact")):
+        manifest, kv = home.read(name)
+        about = manifest.provenance.compaction
+        assert manifest.kind == "trained" and manifest.document is not None and manifest.canary is not None
+        assert manifest.provenance.tool.endswith(f" {tool}") and about is not None and about.queries == "questions"
+        assert manifest.document.count == len(sheet.ids)
+        assert sheet.exact(kv) >= 0.97, name
+    assert home.read("small")[0].payload_bytes < 0.7 * home.read("later")[0].payload_bytes
+    assert home.read("later")[0].provenance.origin is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--refine", "3"), "say how short"),
+        (("--compact", "4x", "--refine", "-1"), "at least 0"),
+        (("--compact", "4x", "--canary", "x"), "--canary"),
+        (("--positions", "2048"), "give fewer"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
+    home: Home, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], reason: str
+) -> None:
+    command = ("build", "--model", MODEL, "--document", str(home.directory / "sheet.txt"), "--id", "x", *options)
+    assert main([*command, "--home", str(home.directory)]) == 1
+    assert reason in capsys.readouterr().err
+    assert not (home.directory / "cartridges" / "x").exists()
+
+
+def test_training_starts_from_a_compaction_for_its_questions(
+    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "32", "--positions", str(P16),
+              "--template", str(home.directory / "template.json"), "--steps", "1", "--rate", "1e-6", "--accept", "0",
+              "--answer-tokens", "4")  # fmt: skip
+    ran = {init: home.run(capsys, *common, "--id", init, "--init", init) for init in ("compact", "sci")}
+    assert ran["compact"]["init"] == "compact" and ran["compact"]["best_step"] in (0, 1)
+    right = {init: sheet.exact(home.read(init)[1]) for init in ran}
+    assert right["compact"] >= right["sci"] + 0.3, right
+
+
+def test_a_compacted_cartridge_is_not_compacted_again(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    home.run(capsys, "build", "--document", str(home.directory / "sheet.txt"), "--id", "s", "--chunk-size", "64",
+             "--compact", "4x")  # fmt: skip
+    command = ("compact", "s", "--model", MODEL, "--id", "t", "--compact", "8x", "--home", str(home.directory))
+    assert main(command) == 1
+    assert "only a prefill cartridge" in capsys.readouterr().err
