@@ -20,12 +20,13 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.compact import closed, references
 from lmcache_cartridge.make.compact.closed import attended, compacted, fit_errors, rerotated
 from lmcache_cartridge.make.compact.job import compact
-from lmcache_cartridge.make.compact.references import References, collect
+from lmcache_cartridge.make.compact.references import References, collect, share_kept
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.train.initial import prefilled
+from lmcache_cartridge.make.train.packing import Example
 
 torch.set_num_threads(1)
 
@@ -180,17 +181,45 @@ def test_the_document_alone_is_enough_for_a_quarter(sheet: Sheet) -> None:
 def test_refining_and_distilling_each_answer_more(sheet: Sheet) -> None:
     said: list[str] = []
     plain, refined, both = (
-        compact(sheet.model, sheet.kv, sheet.ids, Wanted(P16, sheet.questions, None, *steps), say=said.append)
+        compact(sheet.model, sheet.kv, sheet.ids, Wanted(P16, sheet.questions, None, *steps, 0.0), say=said.append)
         for steps in ((0, 0), (40, 0), (40, 40))
     )
     exact = [sheet.exact(made.kv) for made in (plain, refined, both)]
     assert exact[1] >= exact[0] + 0.1, exact
     assert exact[2] >= max(exact[1] - 0.02, 0.8), exact
     assert [made.about.refine for made in (plain, refined, both)] == [0, 40, 40]
-    assert [line.partition(":")[0] for line in said[-4:]] == [
+    assert [line.partition(":")[0] for line in said[-6:-1]] == [
         "reference queries", "keys and values", "refine, 40 steps a layer", "distill, 40 steps",
+        "comparison with the document",
     ]  # fmt: skip
+    kept = [made.about.kept for made in (plain, refined, both)]
+    assert all(abs(share - right) < 0.1 for share, right in zip(kept, exact, strict=True)), (kept, exact)
     assert 0.1 < max(plain.about.fit_error) < 1 and min(plain.about.fit_error) >= 0
+
+
+def test_what_keeps_the_document_whole_keeps_all_and_what_keeps_nothing_keeps_none(sheet: Sheet) -> None:
+    examples = references_of(sheet.model, sheet.ids, Wanted(P4, sheet.questions))
+    for kv, share in ((sheet.kv, 1.0), (sheet.kv[:, :, :1], 0.0)):
+        assert share_kept(sheet.model, sheet.kv, kv, examples) == share
+    # A question whose answer the document does not change says nothing.
+    alone = [Example([5], [6], 0)]
+    assert share_kept(sheet.model, sheet.kv[:, :, :1], sheet.kv[:, :, :1], alone) is None
+
+
+def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "32")
+    argv = ("build", *document, "--id", "s", "--compact", "16x", "--template", str(home.directory / "template.json"))
+    assert main([*argv, "--model", MODEL, "--home", str(home.directory)]) == 1
+    said = capsys.readouterr().err
+    assert "nothing is registered: it keeps " in said and "--accept 0." in said
+    assert not (home.directory / "cartridges" / "s").exists()
+    assert main(["list", "--home", str(home.directory), "--format", "json"]) == 0
+    assert '"s' not in capsys.readouterr().out
+    shown = home.run(capsys, *argv, "--accept", "0.1")
+    assert 0.1 <= shown["kept"] < 0.8
+    assert home.read("s")[0].provenance.compaction.kept == shown["kept"]
 
 
 @pytest.mark.parametrize("positions", [1, 10_000])
@@ -251,6 +280,8 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
     ("options", "reason"),
     [
         (("--refine", "3"), "say how short"),
+        (("--accept", "0.5"), "say how short"),
+        (("--compact", "4x", "--accept", "2"), "from 0 to 1"),
         (("--compact", "4x", "--refine", "-1"), "at least 0"),
         (("--compact", "4x", "--canary", "x"), "--canary"),
         (("--positions", "2048"), "give fewer"),

@@ -93,6 +93,9 @@ class Compaction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Gradient steps for each layer."""
     distill: int = 0
     """Steps of training through the whole model."""
+    kept: float | None = None
+    """Share of what the document adds to the model's first choices, at the tokens that it was made for; None where the
+    document adds next to nothing."""
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -70,6 +70,11 @@ def add_options(parser: argparse.ArgumentParser, *, of_cartridge: bool = False) 
     )
     group.add_argument("--refine", type=int, default=0, metavar="N", help="then N gradient steps for each layer alone")
     group.add_argument("--distill", type=int, default=0, metavar="N", help="then N steps of training through the model")
+    group.add_argument(
+        "--accept", type=float, metavar="SHARE",
+        help="register it if it keeps at least this share of what the document adds to the model's first choices, at the "
+        "questions or, without any, at the document's own tokens; 0: in any case (default 0.8)",
+    )  # fmt: skip
 
 
 def is_wanted(arguments: argparse.Namespace) -> bool:
@@ -81,7 +86,10 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise `CartridgeError` for options that do not go together, or are too small."""
     check_numbers(arguments, at_least_one=("positions", "chunk_size"), at_least_zero=("refine", "distill"))
     check_files(arguments.questions, arguments.template)
-    given = [name for name in ("questions", "template", "ask_as", "refine", "distill") if getattr(arguments, name)]
+    names = ("questions", "template", "ask_as", "refine", "distill", "accept")
+    given = [name for name in names if getattr(arguments, name) not in (None, 0)]
+    if not 0 <= (arguments.accept or 0) <= 1:
+        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
     if given and not is_wanted(arguments):
         raise CartridgeError(f"--{given[0].replace('_', '-')} is for a compaction; say how short: --compact 4x")
     if is_wanted(arguments) and getattr(arguments, "canary", None):
@@ -130,13 +138,15 @@ def _wanted(arguments: argparse.Namespace, model: CausalModel, chunk: int, token
     from ..make import questions
     from ..make.compact.wanted import Wanted
     from ..make.train.initial import positions_of
+    from ..make.train.retention import ACCEPT
 
     positions = positions_of(tokens, chunk, compress=arguments.compact, positions=arguments.positions)
     say(f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x", arguments.format)
     asked = questions.read(arguments.questions) if arguments.questions else []
     if arguments.template:
         asked = questions.distinct([*asked, *questions.from_template(arguments.template, text)])
-    return Wanted(positions, asked, arguments.ask_as, arguments.refine, arguments.distill)
+    accept = ACCEPT if arguments.accept is None else arguments.accept
+    return Wanted(positions, asked, arguments.ask_as, arguments.refine, arguments.distill, accept)
 
 
 def _register(arguments: argparse.Namespace, registry: Registry, root: Path, manifest: Manifest) -> None:
@@ -153,6 +163,7 @@ def _register(arguments: argparse.Namespace, registry: Registry, root: Path, man
         "queries": about.queries,
         "query_tokens": about.query_tokens,
         "fit_error": list(about.fit_error),
+        "kept": about.kept,
         "seconds": about.seconds,
     }
     readable = result | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from ...artifact import reading
 from ...artifact.manifest import Compaction, Manifest, Origin
-from ...errors import ArtifactError
+from ...errors import ArtifactError, CanaryFailed
 from ..document import read_document
 from ..model import CausalModel
 from ..payload import read_kv
@@ -19,7 +20,7 @@ from ..progress import Progress, silent
 from ..train.initial import prefilled
 from ..write import write_trained
 from .closed import compacted, fit_errors, rerotated, token_weights
-from .references import collect
+from .references import collect, share_kept
 from .refine import refine
 from .wanted import Wanted, check_positions, form_of, references_of
 
@@ -49,7 +50,8 @@ def compact(
     """Compact the canonical `kv` of the document `ids` into `wanted.positions`; `say` is told the seconds of each step.
 
     `seconds` were spent on `kv` before and are counted. Raises `CartridgeError` unless p is below the document's
-    length, and `UnsupportedModel` for a model whose attention or positions are not understood.
+    length, `CanaryFailed` where it keeps less than `wanted.accept`, and `UnsupportedModel` for a model whose attention
+    or positions are not understood.
     """
     tokens = len(ids)
     check_positions(wanted.positions, tokens)
@@ -83,9 +85,24 @@ def compact(
         start = time.monotonic()
         found = distill(model, kv, found, ids, examples, wanted, progress=progress)
         step(f"distill, {wanted.distill} steps", start)
+    start = time.monotonic()
+    kept = share_kept(model, kv, found, examples)
+    step("comparison with the document", start)
+    what = "questions" if wanted.questions else "pieces of the document"
+    verdict = f"the document adds next to nothing to the model's first choices after {len(examples)} {what}"
+    if kept is not None:
+        verdict = f"it keeps {max(0.0, kept):.0%} of what the document adds to the model's first choices after {what}"
+    if (kept or 0.0) < wanted.accept:
+        accept = math.floor(100 * max(0.0, kept or 0.0)) / 100
+        raise CanaryFailed(
+            f"nothing is registered: {verdict}, and must keep {wanted.accept:.0%}. Give more positions, the questions that "
+            f"it must answer, or --refine 100; or register it as it is, with --accept {accept:g}"
+        )
+    say(verdict)
     about = Compaction(
         "attention matching, no bias", "questions" if wanted.questions else "repeat", len(asked.answers), len(examples),
         tuple(round(error, 4) for error in errors), round(sum(took.values()), 1), wanted.refine, wanted.distill,
+        None if kept is None else round(kept, 4),
     )  # fmt: skip
     return Compacted(found, about)
 

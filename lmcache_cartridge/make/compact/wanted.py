@@ -10,6 +10,7 @@ from ..model import CausalModel
 from ..questions import Question
 from ..train.initial import FROZEN
 from ..train.packing import Example
+from ..train.retention import ACCEPT
 
 WINDOW = 64
 """Tokens of a document that are read again at a time, where no questions are given."""
@@ -28,6 +29,8 @@ class Wanted:
     """Gradient steps for each layer."""
     distill: int = 0
     """Steps of training through the whole model."""
+    accept: float = ACCEPT
+    """The least share of what the document adds to the model's first choices that must be kept; 0: any."""
 
 
 def check_positions(positions: int, tokens: int) -> None:

@@ -34,7 +34,7 @@ from ..server import Server
 from ..write import write_trained
 from . import lesson, retention
 from .initial import initial_kv, positions_of, prefilled
-from .retention import Retention
+from .retention import ACCEPT, Retention
 from .sweep import Try, find_rate
 from .trainer import CHECKPOINT, Recipe, Result, Trainer
 
@@ -45,8 +45,6 @@ COMPACT = "compact"
 """The start that is a compaction for the questions to train on."""
 _CANARIES = 6
 """Held-out questions that a server may be made to try its engine with."""
-ACCEPT = 0.8
-"""Share of what the document adds to the answers of held-out questions that a cartridge must keep to be registered."""
 
 _NO_BAR = partial(tqdm, disable=True)
 
@@ -121,7 +119,7 @@ class Job:
         if kv is None:
             with Bars(self.bar) as progress:
                 document_kv = prefilled(model, ids, progress)
-                wanted = Wanted(positions, to_train, form)
+                wanted = Wanted(positions, to_train, form, accept=0.0)
                 kv = compact(model, document_kv, ids, wanted, say=self.say, progress=progress).kv
         with Bars(self.bar) as progress:
             lessons = lesson.prepare(

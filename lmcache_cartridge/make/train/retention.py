@@ -13,6 +13,8 @@ from .packing import Example, answer_ids, answer_logits, pack_examples
 
 SHORT_TOKENS = 8
 """An answer of at most so many tokens is right or wrong; of a longer one, the share of its tokens that are right counts."""
+ACCEPT = 0.8
+"""Share of what the document adds that a cartridge must keep to be registered."""
 LEAST_GAIN = 0.05
 """What the document must add, for a cartridge to be judged by it."""
 BATCH = 32
