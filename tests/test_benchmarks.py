@@ -79,7 +79,7 @@ def test_no_policy_hits_more_often_than_the_clairvoyant_one() -> None:
 def test_the_sizes_in_the_docs_are_those_computed_from_the_models() -> None:
     sizes = importlib.import_module("sizes")
     rows = sizes.rows()
-    assert {row["model"]: row["p = 16,384"] for row in rows}["Qwen2.5-1.5B"] == "448.0 MiB", "28 * 2 * 2 * 128 * 2 * p"
+    assert {row["model"]: row["p = 16,384"] for row in rows}["Qwen2.5-1.5B"] == "448 MiB", "28 * 2 * 2 * 128 * 2 * p"
     assert sizes.markdown(rows) in (BENCHMARKS.parent / "docs" / "memory.md").read_text()
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +128,13 @@ class CanaryTests:
         assert served.count("requests", "used") == used + 6
         assert served.count("canaries", "passed") == passed + 2
         assert (served.state("p0")["canary"], served.state("p1")["canary"]) == ("passed", None)
+
+    def test_requests_that_come_together_wait_for_one_canary(self, served: Served) -> None:
+        passed = served.count("canaries", "passed")
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(lambda _: served.ask("p1"), range(8)))
+        assert [reply.status_code for reply in replies] == [200] * 8
+        assert served.count("canaries", "passed") == passed + 1
 
     def test_a_chain_asks_about_the_later_ones_behind_themselves(self, served: Served) -> None:
         passed = served.count("canaries", "passed")

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec.structs import asdict
-
 from ..errors import CartridgeError, ModelMismatch
 from .options import (
     NAME,
@@ -160,6 +158,8 @@ def _train(arguments: argparse.Namespace) -> None:
     if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     with working("load torch", arguments.format):
+        from msgspec.structs import asdict
+
         from ..make.train.job import Task, train
         from ..make.train.trainer import Recipe
 
