@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import compact
 from .options import (
@@ -17,11 +17,11 @@ from .options import (
     local_root,
     next_version,
     registry_of,
+    told,
 )
 from .show import bars, fields, show, size, warn, working
 
 if TYPE_CHECKING:
-    from ..artifact.manifest import Manifest
     from ..library.registry import Registry, RegistryEntry
 
 USUAL_CHUNKS = 16, 256
@@ -104,7 +104,7 @@ def _build(arguments: argparse.Namespace) -> None:
     canary = manifest.provenance.canary
     assert canary is not None, "build ran it"
     warnings = _warnings_of(manifest.positions)
-    result = _told(registry, manifest) | {
+    result = told(registry, manifest) | {
         "canary_top1_equal": canary.top1_equal,
         "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
         "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
@@ -148,7 +148,7 @@ def _import(arguments: argparse.Namespace) -> None:
     if arguments.label:
         registry.label(arguments.label, manifest.name)
     warn(imported.warnings, arguments.format)
-    result = _told(registry, manifest) | {
+    result = told(registry, manifest) | {
         "source_format": imported.form, "kind": manifest.kind, "evidence": imported.evidence, "axes": imported.axes,
         "dtype": imported.dtype, "chunk_sizes": list(imported.chunk_sizes), "label": arguments.label,
     }  # fmt: skip
@@ -172,7 +172,7 @@ def _compress(arguments: argparse.Namespace) -> None:
     with bars(arguments.format) as progress:
         manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
     registry.register(root, promote=arguments.promote)
-    result = _told(registry, manifest) | {"bytes_before": before.bytes}
+    result = told(registry, manifest) | {"bytes_before": before.bytes}
     readable = result | {"bytes": size(manifest.payload_bytes), "bytes_before": size(before.bytes)}
     show(result, fields(readable), arguments.format)
 
@@ -189,14 +189,6 @@ def _export(arguments: argparse.Namespace) -> None:
         result["encoding"] = manifest.payload.encoding
         text += f", from {manifest.payload.encoding} to {manifest.fingerprint.dtype}"
     show(result, text, arguments.format)
-
-
-def _told(registry: Registry, manifest: Manifest) -> dict[str, Any]:
-    """Return what programs are told of every cartridge that was made and registered."""
-    return {
-        "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
-        "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest,
-    }  # fmt: skip
 
 
 def _local(registry: Registry, name: str) -> RegistryEntry:

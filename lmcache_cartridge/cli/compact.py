@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import CartridgeError
 from .options import (
@@ -20,6 +20,7 @@ from .options import (
     local_root,
     next_version,
     registry_of,
+    told,
 )
 from .show import bars, fields, say, show, size
 
@@ -153,13 +154,8 @@ def _register(arguments: argparse.Namespace, registry: Registry, root: Path, man
     registry.register(root, promote=arguments.promote)
     about, tokens = manifest.provenance.compaction, manifest.document
     assert about is not None and tokens is not None, "compaction writes both"
-    result: dict[str, Any] = {
-        "name": manifest.name,
-        "promoted": manifest.name in registry.current([manifest.id]),
-        "positions": manifest.positions,
+    result = told(registry, manifest) | {
         "compression": round(tokens.count / manifest.positions, 2),
-        "bytes": manifest.payload_bytes,
-        "digest": manifest.digest,
         "queries": about.queries,
         "query_tokens": about.query_tokens,
         "fit_error": list(about.fit_error),

@@ -12,6 +12,7 @@ from ..artifact.location import is_remote
 from ..errors import ArtifactError
 
 if TYPE_CHECKING:
+    from ..artifact.manifest import Manifest
     from ..library.registry import Registry, RegistryEntry
     from ..make.model import CausalModel
     from ..settings import Settings
@@ -151,3 +152,11 @@ def check_made(arguments: argparse.Namespace, *files: Path | None) -> None:
     check_files(*files)
     if arguments.dtype not in ("auto", *DTYPE_BYTES):
         raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
+
+
+def told(registry: Registry, manifest: Manifest) -> dict[str, Any]:
+    """Return what programs are told of every cartridge that was made and registered."""
+    return {
+        "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
+        "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest,
+    }  # fmt: skip

@@ -113,7 +113,7 @@ def read_header(values: Sequence[str]) -> tuple[str, ...]:
     ids = tuple(name.strip() for name in ",".join(values).split(","))
     if not all(name.isascii() and name.isprintable() and " " not in name and name for name in ids):
         raise Refusal(400, "the header X-Cartridges must be names of cartridges, with commas between them")
-    return tuple(reference.id for reference in _validated(ids, "the header X-Cartridges"))
+    return tuple(reference.id for reference in _validated(list(ids), "the header X-Cartridges"))
 
 
 def read_flag(value: Any, what: str) -> bool:
@@ -145,7 +145,7 @@ def read_references(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | No
 
 def _validated(named: Any, what: str) -> list[Reference]:
     try:
-        return _references.validate_python(list(named) if isinstance(named, tuple) else named)
+        return _references.validate_python(named)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
