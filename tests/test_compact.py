@@ -20,7 +20,8 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.compact import closed, references
 from lmcache_cartridge.make.compact.closed import attended, compacted, fit_errors, rerotated
 from lmcache_cartridge.make.compact.job import compact
-from lmcache_cartridge.make.compact.references import References, collect, share_kept
+from lmcache_cartridge.make.compact.judge import share_kept
+from lmcache_cartridge.make.compact.references import References, collect
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv

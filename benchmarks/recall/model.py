@@ -86,12 +86,15 @@ def attend(
 AttentionInterface.register(ATTENTION, attend)
 
 
-def config() -> LlamaConfig:
-    """Return the shape of the recall model: 1.23 M parameters, 1,536 bytes of bfloat16 KV a token."""
+def config(width: int = 192) -> LlamaConfig:
+    """Return the shape of the recall model: 1.23 M parameters, 1,536 bytes of bfloat16 KV a token.
+
+    Another `width` of the residual stream makes a sister of it, whose KV has the same shape.
+    """
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=384,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -107,9 +110,9 @@ def config() -> LlamaConfig:
     )
 
 
-def new_model() -> LlamaForCausalLM:
+def new_model(width: int = 192) -> LlamaForCausalLM:
     """Return an untrained float32 model with the training attention. Draws from torch's global generator."""
-    model = AutoModelForCausalLM.from_config(config(), attn_implementation=ATTENTION, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config(width), attn_implementation=ATTENTION, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if "embed" in name:
             torch.nn.init.normal_(weight, std=0.02)

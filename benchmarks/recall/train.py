@@ -47,6 +47,7 @@ class Options:
     steps: int
     minutes: float
     seed: int
+    width: int
     threads: int
     start_tokens: int
     max_tokens: int
@@ -113,7 +114,7 @@ def train(options: Options) -> None:
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
-    model = new_model()
+    model = new_model(options.width)
     if options.init is not None:
         start = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
         model.load_state_dict(start.state_dict())
@@ -223,6 +224,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--steps", type=int, default=1200)
     add("--minutes", type=float, default=60.0, help="stop and anneal by then")
     add("--seed", type=int, default=0)
+    add("--width", type=int, default=192, help="of the residual stream; the shipped model has 192")
     add("--threads", type=int, default=1)
     add("--start-tokens", type=int, default=48, help="document length to begin with")
     add("--max-tokens", type=int, default=1200, help="document length to grow to")

@@ -11,11 +11,13 @@ from ..errors import CartridgeError
 from .options import (
     NAME,
     Verb,
+    add_accept,
     add_device,
+    add_length,
     add_no_promote,
+    check_accept,
     check_files,
     check_numbers,
-    factor,
     load_model,
     local_root,
     next_version,
@@ -53,11 +55,7 @@ def add(verb: Verb) -> None:
 def add_options(parser: argparse.ArgumentParser, *, of_cartridge: bool = False) -> None:
     """Add the options that say what to compact to, and how; `of_cartridge` where there is no text of a document."""
     group = parser.add_argument_group("compaction: fewer positions than the document has tokens")
-    length = group.add_mutually_exclusive_group(required=of_cartridge)
-    length.add_argument(
-        "--compact", type=factor, metavar="4x", help="p as a fraction of the document's tokens, rounded to whole chunks"
-    )
-    length.add_argument("--positions", type=int, help="p, rounded likewise")
+    add_length(group, "--compact", required=of_cartridge)
     group.add_argument(
         "--questions", type=Path, metavar="FILE",
         help='what to be good at: JSON lines {"question": ...} (default: the document, read once more behind itself)',
@@ -71,10 +69,8 @@ def add_options(parser: argparse.ArgumentParser, *, of_cartridge: bool = False) 
     )
     group.add_argument("--refine", type=int, default=0, metavar="N", help="then N gradient steps for each layer alone")
     group.add_argument("--distill", type=int, default=0, metavar="N", help="then N steps of training through the model")
-    group.add_argument(
-        "--accept", type=float, metavar="SHARE",
-        help="register it if it keeps at least this share of what the document adds to the model's first choices, at the "
-        "questions or, without any, at the document's own tokens; 0: in any case (default 0.8)",
+    add_accept(
+        group, "the model's first choices, at the questions or, without any, at the document's own tokens"
     )  # fmt: skip
 
 
@@ -87,10 +83,9 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise `CartridgeError` for options that do not go together, or are too small."""
     check_numbers(arguments, at_least_one=("positions", "chunk_size"), at_least_zero=("refine", "distill"))
     check_files(arguments.questions, arguments.template)
+    check_accept(arguments)
     names = ("questions", "template", "ask_as", "refine", "distill", "accept")
     given = [name for name in names if getattr(arguments, name) not in (None, 0)]
-    if not 0 <= (arguments.accept or 0) <= 1:
-        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
     if given and not is_wanted(arguments):
         raise CartridgeError(f"--{given[0].replace('_', '-')} is for a compaction; say how short: --compact 4x")
     if is_wanted(arguments) and getattr(arguments, "canary", None):

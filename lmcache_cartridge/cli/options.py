@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.location import is_remote
-from ..errors import ArtifactError
+from ..errors import ArtifactError, CartridgeError
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -52,6 +52,24 @@ def add_no_promote(parser: Any) -> None:
 def add_device(parser: Any, when: str = "") -> None:
     """Add the option that says where torch computes."""
     parser.add_argument("--device", default="cpu", help=f"{when}where to compute: cpu, cuda, cuda:1 (default cpu)")
+
+
+def add_length(parser: Any, option: str, *, required: bool) -> None:
+    """Add `option`, by how much to compress, and `--positions`, of which one is given at most."""
+    length = parser.add_mutually_exclusive_group(required=required)
+    length.add_argument(
+        option, type=factor, metavar="4x", help="p as a fraction of the document's tokens, rounded to whole chunks"
+    )
+    length.add_argument("--positions", type=int, help="p, rounded likewise")
+
+
+def add_accept(parser: Any, of_what: str) -> None:
+    """Add the share of `of_what` that a cartridge must keep to be registered; None where it is not given."""
+    parser.add_argument(
+        "--accept", type=float, metavar="SHARE",
+        help=f"register it if it keeps at least this share of what the document adds to {of_what}; 0: in any case "
+        "(default 0.8)",
+    )  # fmt: skip
 
 
 def factor(text: str) -> float:
@@ -129,6 +147,12 @@ def check_files(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.is_file():
             raise ArtifactError(f"{path}: no such file")
+
+
+def check_accept(arguments: argparse.Namespace) -> None:
+    """Raise `CartridgeError` for an `--accept` that is no share."""
+    if not 0 <= (arguments.accept or 0) <= 1:
+        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
 
 
 def check_numbers(

@@ -14,12 +14,14 @@ from ..errors import CartridgeError, ModelMismatch
 from .options import (
     NAME,
     Verb,
+    add_accept,
     add_device,
+    add_length,
     add_made,
+    check_accept,
     check_files,
     check_made,
     check_numbers,
-    factor,
     load_model,
     local_root,
     registry_of,
@@ -48,11 +50,7 @@ def _add_train(verb: Verb) -> None:
     option = train.add_argument
     add_made(train)
     option("--document", required=True, type=Path, help="UTF-8 text file")
-    length = train.add_mutually_exclusive_group(required=True)
-    length.add_argument("--positions", type=int, help="p, rounded to whole chunks")
-    length.add_argument(
-        "--compress", type=factor, metavar="4x", help="p as a fraction of the document's tokens, rounded likewise"
-    )
+    add_length(train, "--compress", required=True)
     option("--init", choices=INITIALS, default="sci",
            help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
            "tokens; KV of 64-token chunks sampled over it; the document compacted for the questions (default sci). The first position is the document's own and "
@@ -108,11 +106,7 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
     then = train.add_argument_group("what becomes of it")
-    then.add_argument(
-        "--accept", type=float, default=0.8, metavar="SHARE",
-        help="register it if it keeps at least this share of what the document adds to the answers of the held-out "
-        "questions; 0: in any case (default 0.8)",
-    )  # fmt: skip
+    add_accept(then, "the answers of the held-out questions")
 
 
 def _add_evaluate(verb: Verb) -> None:
@@ -149,8 +143,7 @@ def _train(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     if arguments.rate is not None and not 0 < arguments.rate < math.inf:
         raise CartridgeError(f"--rate {arguments.rate:g} must be above 0")
-    if not 0 <= arguments.accept <= 1:
-        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
+    check_accept(arguments)
     if not (arguments.questions or arguments.template or arguments.self_study):
         raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
     if arguments.writer_url and not arguments.self_study:
@@ -161,14 +154,15 @@ def _train(arguments: argparse.Namespace) -> None:
         from msgspec.structs import asdict
 
         from ..make.train.job import Task, train
+        from ..make.train.retention import ACCEPT
         from ..make.train.trainer import Recipe
 
     values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
-    settings = settings_of(arguments)
+    settings, accept = settings_of(arguments), ACCEPT if arguments.accept is None else arguments.accept
     manifest = train(
-        task, settings, restart=arguments.restart, accept=arguments.accept, promote=arguments.promote,
+        task, settings, restart=arguments.restart, accept=accept, promote=arguments.promote,
         say=partial(say, form=arguments.format), bar=partial(bar, arguments.format),
     )  # fmt: skip
     training = manifest.provenance.training

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,23 +19,80 @@ from ..model import CausalModel
 from ..payload import read_kv
 from ..progress import Progress, silent
 from ..train.initial import prefilled
+from ..train.packing import Example
 from ..write import write_trained
-from .closed import compacted, fit_errors, rerotated, token_weights
-from .references import collect, share_kept
+from .closed import compacted, rerotated
+from .judge import held_out_errors, share_kept
+from .references import References, collect
 from .refine import refine
 from .wanted import Wanted, check_positions, form_of, references_of
 
-HELD_OUT = 10
-"""Every such answer token is left out of a compaction that is made only to tell the fit error by it."""
+Say = Callable[[str], None]
 _CANARIES = 8
+
+
+def silence(line: str) -> None:
+    """Say nothing."""
+
+
+class Made(NamedTuple):
+    """Compact KV, nothing of which was judged, and what it was made with."""
+
+    kv: torch.Tensor
+    """Canonical `[2, L, p, H, D]`, float32, its keys rotated for questions at position p."""
+    examples: list[Example]
+    asked: References
+    seconds: float
 
 
 class Compacted(NamedTuple):
     """KV as it is served, and how it came about."""
 
     kv: torch.Tensor
-    """Canonical `[2, L, p, H, D]`, float32, its keys rotated for questions at position p."""
+    """As in `Made`."""
     about: Compaction
+
+
+def make(
+    model: CausalModel,
+    kv: torch.Tensor,
+    ids: Sequence[int],
+    wanted: Wanted,
+    *,
+    say: Say = silence,
+    progress: Progress = silent,
+) -> Made:
+    """Compact the canonical `kv` of the document `ids` into `wanted.positions`; `say` is told the seconds of each step.
+
+    Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose attention
+    or positions are not understood.
+    """
+    tokens, took = len(ids), 0.0
+    check_positions(wanted.positions, tokens)
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        nonlocal took
+        start = time.monotonic()
+        yield
+        took += time.monotonic() - start
+        say(f"{name}: {time.monotonic() - start:.1f} s")
+
+    kv = kv.to(model.model.dtype)
+    with step("reference queries"):
+        examples = references_of(model, ids, wanted)
+        asked = collect(model, kv, examples, progress=progress)
+    with step("keys and values"):
+        found = rerotated(model, compacted(kv, asked, wanted.positions, progress=progress), tokens)
+    if wanted.refine:
+        with step(f"refine, {wanted.refine} steps a layer"):
+            found = refine(model, found, examples, asked, steps=wanted.refine, progress=progress)
+    if wanted.distill:
+        from .distill import distill  # here, since it needs PEFT
+
+        with step(f"distill, {wanted.distill} steps"):
+            found = distill(model, kv, found, ids, examples, wanted, progress=progress)
+    return Made(found, examples, asked, took)
 
 
 def compact(
@@ -43,53 +101,24 @@ def compact(
     ids: Sequence[int],
     wanted: Wanted,
     *,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silence,
     progress: Progress = silent,
     seconds: float = 0.0,
 ) -> Compacted:
-    """Compact the canonical `kv` of the document `ids` into `wanted.positions`; `say` is told the seconds of each step.
+    """Make what `make` does and compare it with the document; `seconds` were spent on `kv` before and are counted.
 
-    `seconds` were spent on `kv` before and are counted. Raises `CartridgeError` unless p is below the document's
-    length, `CanaryFailed` where it keeps less than `wanted.accept`, and `UnsupportedModel` for a model whose attention
-    or positions are not understood.
+    Raises what `make` does, and `CanaryFailed` where it keeps less than `wanted.accept`.
     """
-    tokens = len(ids)
-    check_positions(wanted.positions, tokens)
-    took: dict[str, float] = {"prefill": seconds} if seconds else {}
-
-    def step(name: str, start: float) -> None:
-        took[name] = time.monotonic() - start
-        say(f"{name}: {took[name]:.1f} s")
-
     if seconds:
         say(f"prefill: {seconds:.1f} s")
+    made = make(model, kv, ids, wanted, say=say, progress=progress)
     start = time.monotonic()
-    kv = kv.to(model.model.dtype)
-    examples = references_of(model, ids, wanted)
-    asked = collect(model, kv, examples, progress=progress)
-    step("reference queries", start)
-    start = time.monotonic()
-    held = torch.zeros_like(asked.answers)
-    held[asked.answers.nonzero()[::HELD_OUT, 0]] = True
-    part = compacted(kv, asked, wanted.positions, token_weights(asked).masked_fill(held, 0.0))
-    errors = fit_errors(part, asked, held)
-    found = rerotated(model, compacted(kv, asked, wanted.positions, progress=progress), tokens)
-    step("keys and values", start)
-    if wanted.refine:
-        start = time.monotonic()
-        found = refine(model, found, examples, asked, steps=wanted.refine, progress=progress)
-        step(f"refine, {wanted.refine} steps a layer", start)
-    if wanted.distill:
-        from .distill import distill  # here, since it needs PEFT
-
-        start = time.monotonic()
-        found = distill(model, kv, found, ids, examples, wanted, progress=progress)
-        step(f"distill, {wanted.distill} steps", start)
-    start = time.monotonic()
-    kept = share_kept(model, kv, found, examples)
-    step("comparison with the document", start)
+    errors = held_out_errors(kv.to(model.model.dtype), made.asked, wanted.positions)
+    kept = share_kept(model, kv, made.kv, made.examples)
+    judging = time.monotonic() - start
+    say(f"comparison with the document: {judging:.1f} s")
     what = "questions" if wanted.questions else "pieces of the document"
-    verdict = f"the document adds next to nothing to the model's first choices after {len(examples)} {what}"
+    verdict = f"the document adds next to nothing to the model's first choices after {len(made.examples)} {what}"
     if kept is not None:
         verdict = f"it keeps {max(0.0, kept):.0%} of what the document adds to the model's first choices after {what}"
     if (kept or 0.0) < wanted.accept:
@@ -100,11 +129,11 @@ def compact(
         )
     say(verdict)
     about = Compaction(
-        "attention matching, no bias", "questions" if wanted.questions else "repeat", len(asked.answers), len(examples),
-        tuple(round(error, 4) for error in errors), round(sum(took.values()), 1), wanted.refine, wanted.distill,
-        None if kept is None else round(kept, 4),
+        "attention matching, no bias", "questions" if wanted.questions else "repeat", len(made.asked.answers),
+        len(made.examples), tuple(round(error, 4) for error in errors), round(seconds + made.seconds + judging, 1),
+        wanted.refine, wanted.distill, None if kept is None else round(kept, 4),
     )  # fmt: skip
-    return Compacted(found, about)
+    return Compacted(made.kv, about)
 
 
 def build_compact(
@@ -117,7 +146,7 @@ def build_compact(
     version: int,
     chunk_tokens: int = 256,
     encoding: str = "plain",
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silence,
     progress: Progress = silent,
 ) -> Manifest:
     """Compact the text file `document` into an artefact at `root` and return its manifest. Registers nothing.
@@ -130,9 +159,7 @@ def build_compact(
     check_positions(asked.positions, len(read.ids))
     start = time.monotonic()
     kv = prefilled(model, read.ids, progress)
-    made = compact(
-        model, kv, read.ids, asked, say=say, progress=progress, seconds=time.monotonic() - start
-    )  # fmt: skip
+    made = compact(model, kv, read.ids, asked, say=say, progress=progress, seconds=time.monotonic() - start)
     provenance = model.provenance(
         "build", document=document.name, document_blake3=read.blake3, compaction=made.about
     )  # fmt: skip
@@ -152,7 +179,7 @@ def compact_cartridge(
     version: int,
     chunk_tokens: int | None = None,
     encoding: str = "plain",
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silence,
     progress: Progress = silent,
 ) -> Manifest:
     """Compact the prefill cartridge at `source`, verified, into an artefact at `root`; its document is not computed again.

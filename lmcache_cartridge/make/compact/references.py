@@ -14,8 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ...errors import UnsupportedModel
 from ..model import ROWS_BYTES, CausalModel
 from ..progress import Progress, silent
-from ..train.packing import Example, Packed, answer_logits, answer_places, pack_examples, prefix_mask
-from ..train.retention import LEAST_GAIN
+from ..train.packing import Example, Packed, answer_places, pack_examples, prefix_mask, rows_of
 
 ATTENTION = "cartridge_references"
 """Name under which transformers is given the attention function that also tells what it was asked."""
@@ -95,38 +94,6 @@ def collect(
     return References(layers, streams, _joined(inputs), answers[kept].to(model.device))
 
 
-MOST_COMPARED = 256
-"""Examples that are asked again to see what a compaction has kept."""
-
-
-@torch.no_grad()
-def share_kept(
-    model: CausalModel, document: torch.Tensor, kv: torch.Tensor, examples: Sequence[Example]
-) -> float | None:
-    """Return which share of what a document adds to the model's first choices its compact form keeps.
-
-    At the answer tokens of `examples`, 256 at most, the right ones before them given: (agreement of `kv` - agreement of
-    the first position alone) / (1 - the latter), each with the choices behind canonical `document`. None where the
-    document changes less than 5% of them.
-    """
-    some = [
-        examples[i] for i in torch.linspace(0, len(examples) - 1, min(len(examples), MOST_COMPARED)).long().tolist()
-    ]
-    packed = pack_examples(some, model.device)
-    most = max(1, ROWS_BYTES // (document.nbytes + 1))
-
-    def choices(prefix: torch.Tensor) -> torch.Tensor:
-        prefix, found = prefix.to(model.model.dtype), []
-        for rows in torch.arange(len(packed.rows)).split(most):
-            part = rows_of(packed, rows)
-            found.append(answer_logits(model.model, model.cache(prefix, len(rows)), part).argmax(-1))
-        return torch.cat(found)
-
-    wanted = choices(document)
-    nothing, found = (float((choices(each) == wanted).float().mean()) for each in (document[:, :, :1], kv))
-    return (found - nothing) / (1 - nothing) if 1 - nothing >= LEAST_GAIN else None
-
-
 _OURS = ("hidden_states", "attention_mask", "past_key_values", "use_cache")
 """Inputs of a layer that are not given again to tokens of their own."""
 
@@ -182,12 +149,6 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_joined([part[n] for part in parts]) for n in range(len(first)))
     return torch.cat(parts, dim=1) if isinstance(first, torch.Tensor) and first.ndim >= 2 else first
-
-
-def rows_of(packed: Packed, rows: torch.Tensor) -> Packed:
-    """Return some rows of packed examples."""
-    here = rows.to(packed.ids.device)
-    return Packed([packed.rows[i] for i in rows.tolist()], packed.ids[here], packed.offsets[here], packed.allowed[here])
 
 
 def forward(model: CausalModel, past: Any, packed: Packed) -> Any:

@@ -23,7 +23,7 @@ from ...errors import CanaryFailed, CartridgeError, CartridgeExists
 from ...library.registry import Registry
 from ...settings import Settings
 from .. import plot, questions
-from ..compact.job import compact
+from ..compact.job import make
 from ..compact.wanted import Wanted, check_positions
 from ..document import read_document
 from ..model import CausalModel
@@ -119,8 +119,9 @@ class Job:
         if kv is None:
             with Bars(self.bar) as progress:
                 document_kv = prefilled(model, ids, progress)
-                wanted = Wanted(positions, to_train, form, accept=0.0)
-                kv = compact(model, document_kv, ids, wanted, say=self.say, progress=progress).kv
+                kv = make(
+                    model, document_kv, ids, Wanted(positions, to_train, form), say=self.say, progress=progress
+                ).kv
         with Bars(self.bar) as progress:
             lessons = lesson.prepare(
                 model, ids, [*to_train, *held_out], form=form, top_k=self.task.top_k,

@@ -68,6 +68,12 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gaps: Seque
     return Packed(rows, ids.to(device), offsets.to(device), allowed.to(device))
 
 
+def rows_of(packed: Packed, rows: torch.Tensor) -> Packed:
+    """Return some rows of packed examples."""
+    here = rows.to(packed.ids.device)
+    return Packed([packed.rows[i] for i in rows.tolist()], packed.ids[here], packed.offsets[here], packed.allowed[here])
+
+
 def answer_logits(model: Any, past: Any, packed: Packed) -> torch.Tensor:
     """Return float32 logits [answer tokens, vocabulary] before each answer token, in the order of the examples.
 

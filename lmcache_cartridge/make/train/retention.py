@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..model import CausalModel
+from ..model import ROWS_BYTES, CausalModel
 from .lesson import Lesson
-from .packing import Example, answer_ids, answer_logits, pack_examples
+from .packing import Example, answer_logits, pack_examples, rows_of
 
 SHORT_TOKENS = 8
 """An answer of at most so many tokens is right or wrong; of a longer one, the share of its tokens that are right counts."""
@@ -68,11 +68,22 @@ def measure(
     return Retention(_after(model, start[:, :, :1], examples), document, cartridge)
 
 
-@torch.no_grad()
 def _after(model: CausalModel, kv: torch.Tensor, examples: Sequence[Example]) -> Answered:
-    right = []
+    wanted = torch.tensor([token for example in examples for token in example.answer])
+    return count(examples, (first_choices(model, kv, examples) == wanted).tolist())
+
+
+@torch.no_grad()
+def first_choices(model: CausalModel, kv: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
+    """Return the model's first choice after canonical `kv` for each answer token of `examples` in turn, on the CPU.
+
+    The right answer tokens before it are given.
+    """
+    kv, found = kv.to(model.model.dtype), []
+    most = max(1, ROWS_BYTES // (kv.nbytes + 1))  # each row has a copy of the KV in every layer
     for at in range(0, len(examples), BATCH):
         packed = pack_examples(examples[at : at + BATCH], model.device)
-        logits = answer_logits(model.model, model.cache(kv.to(model.model.dtype), len(packed.rows)), packed)
-        right += (logits.argmax(-1) == answer_ids(packed)).tolist()
-    return count(examples, right)
+        for rows in torch.arange(len(packed.rows)).split(most):
+            part = rows_of(packed, rows)
+            found.append(answer_logits(model.model, model.cache(kv, len(rows)), part).argmax(-1).cpu())
+    return torch.cat(found)
