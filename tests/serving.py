@@ -93,6 +93,10 @@ class Client:
         """Post a completion with a `cache_salt` of its own."""
         return self._http.post("/v1/completions", json={"model": self._model, "cache_salt": uuid.uuid4().hex} | body)
 
+    def get(self, path: str) -> httpx.Response:
+        """Return what the server says at `path`."""
+        return self._http.get(path)
+
     def ask_at_once(self, prompts: list[list[int]]) -> list[Reply]:
         """Return the replies to prompts sent all at the same time."""
         with ThreadPoolExecutor(len(prompts)) as pool:

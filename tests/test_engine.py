@@ -67,12 +67,21 @@ def test_the_configuration_that_serve_starts_is_accepted() -> None:
     engines.check_vllm(vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}))
     engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
     engines.check_vllm(vllm_config(tensor_parallel_size=2))
+    for method in ("ngram", "suffix", "draft_model"):
+        engines.check_vllm(_speculating(method))
 
 
 def _of_several_prefill_ranks() -> VllmConfig:
     """Return a configuration that vLLM itself refuses to build for CPU."""
     config = vllm_config()
     config.parallel_config.prefill_context_parallel_size = 2
+    return config
+
+
+def _speculating(method: str) -> VllmConfig:
+    """Return a configuration whose method vLLM would read from a draft model's own files."""
+    config = vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    config.speculative_config.method = method
     return config
 
 
@@ -101,8 +110,8 @@ def _of_several_engines(**values: int) -> VllmConfig:
         (_of_several_prefill_ranks, ["context parallelism"]),
         (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
         (
-            lambda: vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
-            ["speculative decoding", "switch it off"],
+            lambda: _speculating("eagle"),
+            ["speculation by eagle", "ngram, ngram_gpu, suffix, draft_model"],
         ),
         (lambda: vllm_config(kv_cache_dtype="fp8"), ["quantised (fp8)", "remove --kv-cache-dtype"]),
         (

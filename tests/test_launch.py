@@ -120,8 +120,9 @@ REFUSED = {
     "--enable-lora": "adapter", "--pipeline-parallel-size 2": "tensor-parallel", "-pp 2": "tensor-parallel",
     "--pipeline_parallel_size=2": "tensor-parallel", "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
     "--data-parallel-size 2": "one server for each", "-dp 2": "one server for each", "-dp=2": "one server for each",
-    '--speculative-config {"method":"ngram"}': "draft", "--speculative-config.method ngram": "draft", "-sc {}": "draft",
-    "--spec-method ngram": "draft", "--kv-cache-dtype fp8": "quantised", "--kv_cache_dtype=fp8_e4m3": "quantised",
+    '--speculative-config {"method":"eagle"}': "by eagle: other methods", "--speculative-config.method mtp": "by mtp",
+    "-sc {}": "without a method", "--spec-model x": "without a method", "--spec-method eagle3": "suffix, draft_model",
+    "--kv-cache-dtype fp8": "quantised", "--kv_cache_dtype=fp8_e4m3": "quantised",
     "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",
     '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
     '--kv-transfer-config {"kv_role":"kv_both"}': "kv_role 'kv_both'", "--kv-transfer-config.kv_role kv_both": "kv_role",
@@ -146,6 +147,8 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
 @pytest.mark.parametrize(
     "given",
     ["-pp 1", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--no-enable-lora", "--max-lora-rank 8",
+     '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
+     "--spec-method ngram",
      '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1"],
 )  # fmt: skip
 def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
@@ -156,7 +159,7 @@ def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
     settings, file = from_mapping({"home": tmp_path}), tmp_path / "vllm.yaml"
     options = ["--config", str(file)]
     for text, reason in (("enable-lora: true", "adapter"), ("data_parallel_size: 2", "one server for each"),
-                         ("speculative-config:\n  method: ngram", "draft")):  # fmt: skip
+                         ("speculative-config:\n  method: eagle", "by eagle")):  # fmt: skip
         file.write_text(text)
         with pytest.raises(UnsupportedEngine, match=reason):
             plan("m", settings, vllm_args=options)

@@ -32,9 +32,10 @@ class CartridgeConnector(LMCacheConnectorV1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         from . import host
-        from .describe import check_vllm
+        from .describe import check_vllm, without_draft
 
         host.start("in-process")
+        kv_cache_config = without_draft(kv_cache_config)
         check_vllm(vllm_config, kv_cache_config)
         check_api(vllm_config, role)
         with host.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
@@ -47,8 +48,10 @@ class CartridgeConnector(LMCacheConnectorV1):
 
         Raises `UnsupportedEngine` otherwise, which ends the server's start.
         """
+        from .describe import is_draft
+
         try:
-            self._register(kv_caches)
+            self._register({name: cache for name, cache in kv_caches.items() if not is_draft(name)})
         except Exception:
             self._lmcache.end_storage()
             raise

@@ -26,3 +26,9 @@ REFUSED_EXTRA = {
 """Keys of `kv_connector_extra_config` that may not be set, and why."""
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
+SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
+"""Methods of speculation that go with cartridges. The first three have no KV of their own. A draft model has none for what
+was injected, so it proposes less well there; the model itself decides on each token, so the answers are the same."""
+SPECULATION_OTHERWISE = (
+    f"other methods add layers to the model's own, whose KV no cartridge has; use one of {', '.join(SPECULATION)}"
+)

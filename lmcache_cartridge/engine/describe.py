@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.rope import default_frequencies
 from ..memory.store import Engine
 from . import host
-from .contract import PLAIN_CACHES, REFUSED_EXTRA
+from .contract import PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -52,8 +53,8 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         config.parallel_config.decode_context_parallel_size > 1
     ):
         raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
-    if config.speculative_config is not None:
-        raise refuse("speculative decoding adds draft layers whose KV no cartridge has; switch it off")
+    if config.speculative_config is not None and config.speculative_config.method not in SPECULATION:
+        raise refuse(f"speculation by {config.speculative_config.method}: {SPECULATION_OTHERWISE}")
     if config.cache_config.cache_dtype not in PLAIN_CACHES:
         raise refuse(f"the KV cache is quantised ({config.cache_config.cache_dtype}); remove --kv-cache-dtype")
     if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
@@ -61,6 +62,25 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
     for key, why in REFUSED_EXTRA.items():
         if transfer.get_from_extra_config(key, None):
             raise refuse(f"{key} {why}; remove it from kv_connector_extra_config")
+
+
+def is_draft(layer_name: str) -> bool:
+    """Whether a layer is a draft model's, which only proposes tokens; what its cache holds changes no answer.
+
+    vLLM 0.32 gives them this name. By another they would be layers too many, which the fingerprint refuses.
+    """
+    return layer_name.startswith("draft_model.")
+
+
+def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None:
+    """Return the KV caches of the model that answers, without those of a draft model."""
+    if kv_cache_config is None:
+        return None
+    groups = [
+        replace(group, layer_names=[name for name in group.layer_names if not is_draft(name)])
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
 
 
 def _is_one_of_several(config: VllmConfig) -> bool:

@@ -18,7 +18,7 @@ from . import host
 from .connector import check_api, positions_to_inject
 from .contract import CONTROL
 from .control import offer
-from .describe import check_vllm, fingerprint_of, transfer_of
+from .describe import check_vllm, fingerprint_of, is_draft, transfer_of, without_draft
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
 from .versions import versions
@@ -56,6 +56,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
     ) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         host.start("multiprocess")
+        kv_cache_config = without_draft(kv_cache_config)
         check_vllm(vllm_config, kv_cache_config)
         transfer = transfer_of(vllm_config)
         if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
@@ -82,6 +83,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
         try:
             host.verify("worker")
+            kv_caches = {name: cache for name, cache in kv_caches.items() if not is_draft(name)}
             layout = written_layout(kv_caches, host.attention_layers(self._config))
             super().register_kv_caches(kv_caches)
             self._confirmed = self._confirm(layout)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..engine.contract import PLAIN_CACHES, REFUSED_EXTRA, WORKER_EXTENSION
+from ..engine.contract import PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE, WORKER_EXTENSION
 from ..errors import SettingsError, UnsupportedEngine
 
 TRANSFER = "kv-transfer-config"
@@ -32,9 +32,6 @@ _ONE_RANK = {
 }
 _NEVER = {
     "enable-lora": "LMCache's keys ignore the adapter, so it would get the base model's KV",
-    "speculative-config": "speculative decoding adds draft layers whose KV no cartridge has",
-    "spec-method": "speculative decoding adds draft layers whose KV no cartridge has",
-    "spec-model": "speculative decoding adds draft layers whose KV no cartridge has",
     "worker-extension-cls": f"`serve` needs that place for {WORKER_EXTENSION}",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
 }
@@ -104,6 +101,14 @@ class Arguments:
         for name, why in _ONE_RANK.items():
             if (size := self.get(name)) not in (None, "1"):
                 raise UnsupportedEngine(f"--{name} {size} does not go with cartridges: {why}")
+        speculation = self.mapping("speculative-config")
+        if speculation or any(
+            self.get(name) is not None for name in ("speculative-config", "spec-method", "spec-model")
+        ):
+            method = speculation.get("method") or self.get("spec-method")
+            if method not in SPECULATION:
+                what = "speculation without a method" if method is None else f"speculation by {method}"
+                raise UnsupportedEngine(f"{what}: {SPECULATION_OTHERWISE}")
         kind = self.get("kv-cache-dtype")
         if kind is not None and kind not in PLAIN_CACHES:
             raise UnsupportedEngine(f"the KV cache is quantised ({kind}); remove --kv-cache-dtype")

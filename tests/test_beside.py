@@ -1,0 +1,101 @@
+"""Cartridges on servers that do something else too: speculation, several engines, layers or ranks of their own.
+
+Every answer is compared with the sheet, its logprobs with those of the same server's computed prompt. A cartridge with the
+KV of another sheet is the control: its answers are wrong, so answers that are right come from the KV.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
+
+from lmcache_cartridge.artifact.identity import Identity
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make import prefill
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+NOISE = 0.25
+"""As in test_end_to_end."""
+INJECTED = 1024
+"""Four chunks of the default size."""
+
+
+class Home(NamedTuple):
+    settings: Settings
+    model: CausalModel
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """`ward-a` by prefill; `trained`: the same KV, less its tail, by identity tokens; `other`: so with the KV of ward-b."""
+    settings = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10})
+    model, registry = CausalModel(str(MODEL_DIR)), Registry(settings.registry_path)
+    for number, (sheet, name) in enumerate((("ward-a", "trained"), ("ward-b", "other"))):
+        root = settings.cartridges_dir / sheet
+        built = prefill.build(model, SHEETS_DIR / f"{sheet}.txt", root, cartridge_id=sheet, version=1)
+        registry.register(root)
+        ids = Identity(INJECTED, np.arange(10 + number, 640))
+        register_kv(registry, settings.cartridges_dir, name, stored_kv(root)[:, :, :INJECTED], built, ids)
+    return Home(settings, model)
+
+
+@contextmanager
+def served(home: Home, directory: Path, mode: str, *options: str, **environment: str) -> Iterator[Client]:
+    launch = plan(str(MODEL_DIR), home.settings, mode=mode, vllm_args=[*SERVER_ARGS, *options])
+    with (
+        ServerProcess(launch, directory / "log", environment=SMALL | environment) as server,
+        Client(server.url, str(MODEL_DIR)) as client,
+    ):
+        yield client
+
+
+def right(client: Client, model: CausalModel, name: str) -> tuple[int, int]:
+    """Return how many of ward-a's questions are answered right from a cartridge, and of how many; all of it injected."""
+    questions, count = load_sheet("ward-a").questions[:12], 0
+    for question in questions:
+        own = question_ids(model, question.text)
+        reply = client.post({"prompt": own, "cartridges": [name], "max_tokens": 6, "temperature": 0})
+        body: dict[str, Any] = reply.json()
+        assert reply.status_code == 200, body
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == INJECTED
+        count += body["choices"][0]["text"].strip().startswith(question.answer)
+    return count, len(questions)
+
+
+def assert_served(client: Client, model: CausalModel) -> None:
+    """Ask all cartridges, and compare a prompt that carries the document with the same one computed."""
+    sheet = load_sheet("ward-a")
+    assert right(client, model, "ward-a") == (12, 12)
+    assert right(client, model, "trained")[0] >= 11, "the last 27 positions are missing"
+    assert right(client, model, "other")[0] <= 4
+    document = model.encode(sheet.text, special=True)
+    for question in sheet.questions[:4]:
+        prompt = document + question_ids(model, question.text)
+        reply = client.ask(prompt)
+        assert (reply.cached_tokens, reply.text.strip()) == (INJECTED, question.answer)
+        assert difference(reply, client.computed(prompt)) < NOISE
+
+
+@pytest.mark.parametrize(
+    ("mode", "speculation"),
+    [
+        ("in-process", f'{{"method": "draft_model", "model": "{MODEL_DIR}", "num_speculative_tokens": 2}}'),
+        ("multiprocess", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'),
+    ],
+)
+def test_speculation_answers_as_the_model_does(home: Home, tmp_path: Path, mode: str, speculation: str) -> None:
+    with served(home, tmp_path, mode, "--speculative-config", speculation) as client:
+        assert_served(client, home.model)
+        metrics = client.get("/metrics").text
+        assert float(re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (.*)$", metrics, re.M)[1]) > 0
