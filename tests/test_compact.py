@@ -19,19 +19,21 @@ from lmcache_cartridge.errors import CartridgeError, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.compact import closed, references
 from lmcache_cartridge.make.compact.closed import attended, compacted, fit_errors, rerotated
+from lmcache_cartridge.make.compact.groups import groups
 from lmcache_cartridge.make.compact.job import compact
 from lmcache_cartridge.make.compact.judge import share_kept
+from lmcache_cartridge.make.compact.keys import fitted_keys
 from lmcache_cartridge.make.compact.references import References, collect
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, save
-from lmcache_cartridge.make.train.initial import prefilled
+from lmcache_cartridge.make.train.initial import FROZEN, prefilled
 from lmcache_cartridge.make.train.packing import Example
 
 torch.set_num_threads(1)
 
-P4, P16 = 128, 32
+P4, P16, P32 = 128, 32, 16
 TRAINED, UNSEEN = (QUESTIONS[0], QUESTIONS[2]), QUESTIONS[1]
 
 
@@ -127,37 +129,60 @@ def test_keys_left_where_they_were_answer_far_worse() -> None:
     assert long.exact(kv) <= right - 0.3
 
 
-def test_values_by_least_squares_beat_dropping_positions(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_by_least_squares_beat_the_mean_of_those_they_stand_for(
+    sheet: Sheet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fitted = compacted(sheet.kv, sheet.asked, P16)
-    monkeypatch.setattr(closed, "_fit", lambda head, keep, weights: head.values[keep])
-    dropped = compacted(sheet.kv, sheet.asked, P16)
-    assert torch.equal(fitted[0], dropped[0])
-    errors = [sum(fit_errors(kv, sheet.asked, sheet.asked.answers)) for kv in (fitted, dropped)]
-    assert errors[0] < 0.95 * errors[1], errors
+    monkeypatch.setattr(closed, "_fit", lambda head, keys, values, weights: values)
+    averaged = compacted(sheet.kv, sheet.asked, P16)
+    errors = [sum(fit_errors(kv, sheet.asked, sheet.asked.answers)) for kv in (fitted, averaged)]
+    assert errors[0] < errors[1], errors
 
 
-def test_the_heads_of_a_layer_keep_different_facts(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = compacted(sheet.kv, sheet.asked, P16)
-    monkeypatch.setattr(closed, "FLOOR", 1.0)
-    alike = compacted(sheet.kv, sheet.asked, P16)
-    for layer in (1, 2):
-        both = [len(set(_places(sheet, kv, layer, 0)) & set(_places(sheet, kv, layer, 1))) for kv in (apart, alike)]
-        assert both[0] < both[1], layer
+def test_fitted_keys_beat_the_mean_of_those_they_stand_for(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = compacted(sheet.kv, sheet.asked, P16)
+    monkeypatch.setattr(closed, "fitted_keys", lambda start, *rest: start)
+    averaged = compacted(sheet.kv, sheet.asked, P16)
+    exact = [sheet.exact(rerotated(sheet.model, kv, len(sheet.ids))) for kv in (fitted, averaged)]
+    assert exact[0] >= 0.85 and exact[0] >= exact[1] + 0.3, exact
 
 
-def _places(sheet: Sheet, kv: torch.Tensor, layer: int, head: int) -> list[int]:
-    """Return where in the document the keys of compact KV stood."""
-    apart = (kv[0, layer, :, None, head] - sheet.kv[0, layer, None, :, head]).abs().amax(-1)
-    assert apart.amin(1).max() == 0
-    return apart.argmin(1).tolist()
+def test_keys_that_give_the_wanted_shares_are_found() -> None:
+    draw = torch.Generator().manual_seed(0)
+    right, queries = torch.randn(6, 8, generator=draw), 2 * torch.randn(400, 8, generator=draw)
+    own = torch.randn(400, generator=draw)
+    shares = torch.cat([queries @ right.T, own[:, None]], dim=1).softmax(1)[:, :-1]
+    start = right.clone()
+    start[FROZEN:] = 0
+    found = fitted_keys(start, queries, own, shares, torch.ones(400), 64)
+    assert torch.equal(found[:FROZEN], right[:FROZEN])
+    got = torch.cat([queries @ found.T, own[:, None]], dim=1).softmax(1)[:, :-1]
+    assert (got - shares).abs().mean() < 0.02
 
 
-def test_the_first_position_stays_and_every_key_is_one_of_the_document(sheet: Sheet, four: torch.Tensor) -> None:
+def test_values_that_are_alike_are_one_group() -> None:
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 4, generator=draw)
+    which = torch.randint(5, (60,), generator=draw)
+    found = groups(centres[which] + 0.01 * torch.randn(60, 4, generator=draw), torch.ones(60), 5)
+    assert len(set(zip(found.tolist(), which.tolist(), strict=True))) == 5
+    # Where there is room each is alone; what nobody looks at gives way.
+    assert sorted(groups(centres, torch.ones(5), 5).tolist()) == [0, 1, 2, 3, 4]
+    weights = torch.tensor([1.0, 1.0, 1.0, 1e-6, 1e-6])
+    assert len(set(groups(centres, weights, 3)[:3].tolist())) == 3
+
+
+def test_a_head_looks_for_what_the_heads_before_it_lack(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: list[torch.Tensor] = []
+    monkeypatch.setattr(closed, "_fit", lambda head, keys, values, each: weights.append(each) or values)
+    compacted(sheet.kv, sheet.asked, P16)
+    answers = sheet.asked.answers.repeat(2)
+    first, second = (weights[2 + h][answers] for h in range(2))  # of the second layer
+    assert (first == 1).all() and second.min() >= closed.FLOOR and second.mean() < 0.8
+
+
+def test_the_first_key_stays(sheet: Sheet, four: torch.Tensor) -> None:
     assert torch.equal(four[0, :, 0], sheet.kv[0, :, 0])
-    for layer in range(four.shape[1]):
-        for head in range(four.shape[3]):
-            places = _places(sheet, four, layer, head)
-            assert places == sorted(set(places)) and len(places) == P4
 
 
 def test_values_solved_block_by_block_are_as_good(
@@ -166,7 +191,7 @@ def test_values_solved_block_by_block_are_as_good(
     monkeypatch.setattr(closed, "BLOCK_POSITIONS", 48)
     monkeypatch.setattr(closed, "BLOCK_QUERIES", 100)
     blocks = compacted(sheet.kv, sheet.asked, P4)
-    assert torch.equal(blocks[0], four[0])
+    assert torch.allclose(blocks[0, :, 0], four[0, :, 0])
     assert sheet.exact(rerotated(sheet.model, blocks, len(sheet.ids))) >= 0.97
 
 
@@ -179,15 +204,16 @@ def test_the_document_alone_is_enough_for_a_quarter(sheet: Sheet) -> None:
     assert sheet.exact(made.kv) >= 0.9
 
 
-def test_refining_and_distilling_each_answer_more(sheet: Sheet) -> None:
+def test_refining_answers_more_and_distilling_no_less(sheet: Sheet) -> None:
+    """At 32x, where what is fitted in closed form answers too little."""
     said: list[str] = []
     plain, refined, both = (
-        compact(sheet.model, sheet.kv, sheet.ids, Wanted(P16, sheet.questions, None, *steps, 0.0), say=said.append)
+        compact(sheet.model, sheet.kv, sheet.ids, Wanted(P32, sheet.questions, None, *steps, 0.0), say=said.append)
         for steps in ((0, 0), (40, 0), (40, 40))
     )
     exact = [sheet.exact(made.kv) for made in (plain, refined, both)]
-    assert exact[1] >= exact[0] + 0.1, exact
-    assert exact[2] >= max(exact[1] - 0.02, 0.8), exact
+    assert exact[0] >= 0.5 and exact[1] >= exact[0] + 0.15, exact
+    assert exact[2] >= exact[1] - 0.01, exact
     assert [made.about.refine for made in (plain, refined, both)] == [0, 40, 40]
     assert [line.partition(":")[0] for line in said[-6:-1]] == [
         "reference queries", "keys and values", "refine, 40 steps a layer", "distill, 40 steps",
@@ -210,8 +236,8 @@ def test_what_keeps_the_document_whole_keeps_all_and_what_keeps_nothing_keeps_no
 def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(
     home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "32")
-    argv = ("build", *document, "--id", "s", "--compact", "16x", "--template", str(home.directory / "template.json"))
+    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "16")
+    argv = ("build", *document, "--id", "s", "--compact", "32x", "--template", str(home.directory / "template.json"))
     assert main([*argv, "--model", MODEL, "--home", str(home.directory)]) == 1
     said = capsys.readouterr().err
     assert "nothing is registered: it keeps " in said and "--accept 0." in said

@@ -1,9 +1,10 @@
-"""Compact keys and values in closed form: keys chosen per KV head, values by least squares.
+"""Compact keys and values without training: positions merged per KV head, keys by logistic regression, values by least
+squares.
 
-After Attention Matching (Zweiger et al., arXiv 2602.16284): the keys that reference queries attend to most, and values
-that give those queries the attention output that the document gives them. An engine's attention has no bias for each
-position, so there is none here. Instead values are fitted against the *whole* softmax, the question's own tokens
-included, and so make up for the attention that the dropped positions no longer take.
+After Attention Matching (Zweiger et al., arXiv 2602.16284): reference queries get from the compact positions what they
+get from the document. The paper chooses some of the document's keys and adds a bias to each, for which an engine's
+attention has no place. Here a position stands for a group of positions whose values are alike, its key takes the
+attention that they took, and values are fitted against the *whole* softmax, the question's own tokens included.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from ...memory.rope import shift_keys
 from ..model import CausalModel
 from ..progress import Progress, silent
 from ..train.initial import FROZEN
+from .groups import groups, means
+from .keys import fitted_keys
 from .references import Layer, References
 
 OTHERS = 0.05
 """Weight of a token that predicts no answer, beside those that do."""
 FLOOR = 0.05
-"""Weight of a query in the choice of a head's keys where the heads before hold all that it attends to, and in the fit of
-a head's values where the head holds nothing of it. At 16x of the shipped model (3 sheets) heads that choose apart answer
-58% where heads that choose alike answer 49%; 0.3 gives 56%, 0.02 and 0.1 what this gives."""
+"""Weight of a query in the fit of a head where the heads before give it all that it gets of the document."""
 RIDGE = 1e-3
 """Of the mean of the normal equations' diagonal; from 1e-4 to 1e-2 nothing changes."""
 BLOCK_QUERIES = 1024
 """Queries whose attention over the document is held at a time: 64 MiB for 16,384 tokens."""
 BLOCK_POSITIONS = 4096
 """Positions whose values are solved for at a time: 128 MiB of normal equations."""
+LEAST = 0.1
+"""Of what the document gives tokens on average: a token that gets less of it is not held to lack it."""
+_SMALL = 1e-9
 
 
 class Head(NamedTuple):
@@ -40,12 +44,6 @@ class Head(NamedTuple):
     values: torch.Tensor
     asked: Layer
     """Without its dimensions of KV heads, those of query heads and tokens made one."""
-
-    def blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield some queries at a time: which, themselves and the mass of their questions' own tokens."""
-        for start in range(0, len(self.asked.queries), BLOCK_QUERIES):
-            at = slice(start, start + BLOCK_QUERIES)
-            yield at, self.asked.queries[at], self.asked.own_mass[at]
 
 
 def compacted(
@@ -58,8 +56,8 @@ def compacted(
 ) -> torch.Tensor:
     """Return canonical `kv` `[2, L, n, H, D]` in fewer positions, its keys rotated as they were in the document.
 
-    The first `FROZEN` positions are kept: models use them as an attention sink. `weights` `[T]` of the reference tokens
-    are by default those of answers 1 and of others `OTHERS`.
+    The first `FROZEN` keys are kept: models use them as an attention sink. A head looks first for what the heads before
+    it in the layer lack. `weights` `[T]` of the reference tokens are by default those of answers 1 and of others `OTHERS`.
     """
     weights = token_weights(references) if weights is None else weights
     _, layers, _, heads, size = kv.shape
@@ -68,11 +66,9 @@ def compacted(
         missing = torch.ones_like(weights)
         for h in range(heads):
             one = _head(kv[:, number, :, h].to(weights), asked, h)
-            keep, lost = _choose(one, weights * _above_floor(missing), positions)
-            fit_weights = weights * _above_floor(1 - lost)
-            found[0, number, :, h] = one.keys[keep].cpu()
-            found[1, number, :, h] = _fit(one, keep, fit_weights.repeat(asked.queries.shape[1])).cpu()
-            missing = missing * lost
+            keys, values, lacking = _compacted(one, weights * (FLOOR + (1 - FLOOR) * missing), positions)
+            found[0, number, :, h], found[1, number, :, h] = keys.cpu(), values.cpu()
+            missing = missing * lacking
             progress("compact", number * heads + h + 1, layers * heads)
     return found
 
@@ -115,47 +111,53 @@ def _head(kv: torch.Tensor, asked: Layer, head: int) -> Head:
     return Head(kv[0], kv[1], Layer(*(plane[head].flatten(0, 1) for plane in asked)))
 
 
-def _above_floor(share: torch.Tensor) -> torch.Tensor:
-    return FLOOR + (1 - FLOOR) * share
+def _compacted(head: Head, weights: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values `[p, D]`, and which share `[T]` of what the document gives each token they lack, squared."""
+    each = weights.repeat(len(head.asked.queries) // len(weights))
+    taken = torch.zeros_like(head.keys[:, 0])
+    for at, attention in _attention(head, head.keys):
+        taken += each[at] @ attention.square()
+    group = torch.arange(len(taken), device=taken.device).clamp(max=FROZEN)
+    group[FROZEN:] += groups(head.values[FROZEN:], taken[FROZEN:], positions - FROZEN)
+    taken = taken / taken.max().clamp(min=torch.finfo(taken.dtype).tiny) + _SMALL
+    shares = torch.zeros(len(each), positions, device=taken.device)
+    for at, attention in _attention(head, head.keys):
+        shares[at] = shares[at].index_add(1, group, attention)
+    keys, values = (means(plane, taken, group, plane[:positions]) for plane in (head.keys, head.values))
+    keys[:FROZEN] = head.keys[:FROZEN]  # to the last bit
+    keys = fitted_keys(keys, head.asked.queries, head.asked.own_mass, shares, each, BLOCK_QUERIES)
+    values = _fit(head, keys, values, each)
+    error, given = torch.empty_like(each), torch.empty_like(each)
+    for at, attention in _attention(head, keys):
+        lacks = head.asked.wanted[at] - (1 - attention.sum(1))[:, None] * head.asked.own[at] - attention @ values
+        error[at] = lacks.square().sum(1)
+    for at, attention in _attention(head, head.keys):
+        given[at] = (attention @ head.values).square().sum(1)
+    error, given = (plane.view(-1, len(weights)).sum(0) for plane in (error, given))
+    # A token that gets hardly anything of the document lacks nothing of it.
+    return keys, values, (error / given.clamp(min=LEAST * float(given.mean()) + _SMALL)).clamp(max=1)
 
 
-def _choose(head: Head, weights: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which keys to keep, in order, and the share `[T]` of each token's attention to the document that they lose.
-
-    Those of the greatest root mean square of attention over the queries.
-    """
-    groups = len(head.asked.queries) // len(weights)
-    each = weights.repeat(groups)
-    score = torch.zeros_like(head.keys[:, 0])
-    mass = torch.empty_like(head.asked.own_mass)
-    for at, queries, own in head.blocks():
-        scores = queries @ head.keys.T
-        mass[at] = torch.logaddexp(scores.logsumexp(1), own)
-        score += each[at] @ (scores - mass[at][:, None]).exp().square()
-    score[:FROZEN] = torch.inf
-    keep = score.topk(positions).indices.sort().values
-    held = torch.empty_like(mass)
-    for at, queries, _ in head.blocks():
-        held[at] = (queries @ head.keys[keep].T - mass[at][:, None]).exp().sum(1)
-    of_document = 1 - (head.asked.own_mass - mass).exp()
-    lost = (of_document - held).clamp(min=0).view(groups, -1).mean(0)
-    # A token that hardly looks at the document misses nothing of it.
-    return keep, (lost / of_document.view(groups, -1).mean(0).clamp(min=0.3)).clamp(0, 1)
+def _attention(head: Head, keys: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield some queries at a time: which, and the shares of their attention that each of `keys` takes."""
+    for start in range(0, len(head.asked.queries), BLOCK_QUERIES):
+        at = slice(start, start + BLOCK_QUERIES)
+        scores = head.asked.queries[at] @ keys.T
+        mass = torch.logaddexp(scores.logsumexp(1), head.asked.own_mass[at])
+        yield at, (scores - mass[:, None]).exp()
 
 
-def _fit(head: Head, keep: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the values `[p, D]` of the kept keys by weighted least squares, near to the document's own by `RIDGE`."""
-    keys, values = head.keys[keep], head.values[keep].double()
-    for first in range(0, len(keep), BLOCK_POSITIONS):
+def _fit(head: Head, keys: torch.Tensor, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return values `[p, D]` of `keys` by weighted least squares, near to `values` by `RIDGE`."""
+    values = values.double()
+    for first in range(0, len(keys), BLOCK_POSITIONS):
         part = slice(first, first + BLOCK_POSITIONS)
-        width = len(keep[part])
+        width = len(keys[part])
         normal = torch.zeros(width, width, dtype=torch.double, device=keys.device)
         right = torch.zeros(width, values.shape[1], dtype=torch.double, device=keys.device)
-        for at, queries, own in head.blocks():
-            scores = queries @ keys.T
-            mass = torch.logaddexp(scores.logsumexp(1), own)[:, None]
-            attention = (scores - mass).exp().double()
-            wanted = head.asked.wanted[at] - (own[:, None] - mass).exp() * head.asked.own[at]
+        for at, shares in _attention(head, keys):
+            attention = shares.double()
+            wanted = head.asked.wanted[at] - (1 - shares.sum(1))[:, None] * head.asked.own[at]
             weighted = attention[:, part] * weights[at][:, None]
             normal += weighted.T @ attention[:, part]
             right += weighted.T @ (wanted.double() - attention @ values)

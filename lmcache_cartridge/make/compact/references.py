@@ -23,6 +23,8 @@ _CHOSEN = "_attn_implementation"
 MOST_QUERIES = 2048
 """Tokens whose queries are kept: enough for 4,096 positions where two query heads share a KV head, and 1 GB in the
 shape of Qwen2.5-0.5B."""
+ENOUGH = 1024
+"""Tokens that those which predict no answer make up at most: 2,048 take twice as long and answer no more (2 sheets)."""
 
 Heard = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called with (layer, query, key, value, mask, output) of one attention, the query scaled."""
@@ -63,7 +65,7 @@ def collect(
 ) -> References:
     """Return what the tokens of `examples`, each alone behind canonical `kv` of a document, ask of every layer.
 
-    Of more than `MOST_QUERIES` tokens as many are kept, evenly, those that predict an answer first. Raises
+    Of the tokens that predict an answer `MOST_QUERIES` are kept, evenly, and others until there are `ENOUGH`. Raises
     `UnsupportedModel` for attention that is no plain softmax over all positions.
     """
     shape = model.fingerprint
@@ -231,10 +233,10 @@ def _kept(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     for r, examples in enumerate(packed.rows):
         real[r, : sum(len(e.prompt) + len(e.answer) - 1 for e in examples)] = True
     answers[answer_places(packed)] = True
-    kept, room = torch.zeros_like(real), MOST_QUERIES
-    for which in (answers, real & ~answers):
+    kept = torch.zeros_like(real)
+    for which, most in ((answers, MOST_QUERIES), (real & ~answers, min(ENOUGH, MOST_QUERIES))):
         places = which.nonzero()
-        chosen = places[torch.linspace(0, len(places) - 1, min(room, len(places))).long()]
+        room = min(max(0, most - int(kept.sum())), len(places))
+        chosen = places[torch.linspace(0, len(places) - 1, room).long()]
         kept[chosen[:, 0], chosen[:, 1]] = True
-        room -= len(chosen)
     return kept, answers
