@@ -343,15 +343,6 @@ def test_a_cache_that_holds_other_heads_or_elements_is_refused(blocks: Blocks) -
         assert str(list(strange.shape)) in reason
 
 
-def test_reading_blocks_is_refused_since_nothing_may_be_saved(blocks: Blocks, connector: EngineWriteConnector) -> None:
-    chunk = _memory_object(torch.zeros(blocks.shape(CHUNK).size_bytes, dtype=torch.uint8))
-    with pytest.raises(UnsupportedEngine, match="kv_consumer"):
-        connector.from_gpu(chunk, 0, CHUNK)
-    with pytest.raises(UnsupportedEngine, match="kv_consumer"):
-        connector.batched_from_gpu([chunk], [0], [CHUNK])
-    assert not chunk.raw_data.any()
-
-
 def test_the_shape_it_tells_lmcache_holds_a_chunks_bytes(blocks: Blocks, connector: EngineWriteConnector) -> None:
     shape = blocks.shape(CHUNK)
     assert connector.get_shape(CHUNK).numel() * DTYPES[shape.dtype].itemsize == shape.size_bytes

@@ -1,4 +1,4 @@
-"""EngineWriteConnector: brings chunks into vLLM's own blocks, as copies of whole blocks or through its cache-write op."""
+"""EngineWriteConnector: brings chunks into vLLM's own blocks and reads them back, as copies of whole blocks or by its op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.layout import ChunkShape, heads_view
 from . import host
-from .probe import check_writes, written_layout
+from .probe import check_writes, places, written_layout
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _WORD = torch.complex128
 
 
 class _Piece(NamedTuple):
-    """What is to be written of one chunk: all of it but its first `skip` tokens, to `slots`."""
+    """What is to be written or read of one chunk: all of it but its first `skip` tokens, in `slots`."""
 
     raw: torch.Tensor
     skip: int
@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
 
 
 class EngineWriteConnector(GPUConnectorInterface):
-    """Writes resident chunks into the engine's blocks.
+    """Writes resident chunks into the engine's blocks, and reads what LMCache saves back in the same layout.
 
     Every vLLM attention backend implements `impl.do_kv_cache_update` for its own block layout, so this one path is right
     on CPU (whose blocks are packed for the instruction set), on CUDA and on ROCm, for any layout and for partial blocks.
@@ -49,11 +49,20 @@ class EngineWriteConnector(GPUConnectorInterface):
         self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         self._shape: ChunkShape | None = None
         self._gathered = 1
+        self._places: list[tuple[torch.Tensor, ...]] = []
 
-    def bind(self, kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape) -> None:
+    def bind(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        layers: Mapping[str, Any],
+        shape: ChunkShape,
+        *,
+        saves: bool = False,
+    ) -> None:
         """Write to `kv_caches` from now on: one tensor a layer, by the name of its attention layer in `layers`.
 
-        `shape` is that of the chunks that will come. Raises `UnsupportedEngine` when a layer cannot be written to.
+        `shape` is that of the chunks that will come; with `saves` they are read too. Raises `UnsupportedEngine` when a
+        layer cannot be written to, or read.
         """
         names = sorted(kv_caches, key=host.layer_index)
         if [host.layer_index(name) for name in names] != list(range(shape.layers)):
@@ -73,6 +82,9 @@ class EngineWriteConnector(GPUConnectorInterface):
                     f"block, 2 * {shape.head_size}]; layers that differ in KV heads or head size are not supported"
                 )
         check_writes(kv_caches, layers)
+        self._places = [
+            _indices(places(name, kv_caches[name], layers[name]), kv_caches[name]) for name in names * saves
+        ]
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
         self.layout = _layout(kv_caches, layers, shape)
@@ -89,7 +101,7 @@ class EngineWriteConnector(GPUConnectorInterface):
         for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
             skip = min(max(cached - start, 0), end - start)
             if skip < end - start:
-                pieces.append(_Piece(chunk.raw_data, skip, slots[start + skip : end]))
+                pieces.append(_Piece(_bytes(chunk), skip, slots[start + skip : end]))
                 self._check(pieces[-1])
         blocks = self._whole_blocks(pieces)
         if blocks is not None:
@@ -168,13 +180,45 @@ class EngineWriteConnector(GPUConnectorInterface):
         """Write one chunk; see `batched_to_gpu`."""
         self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
 
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Raise: reading blocks back is not supported, and `check_vllm` refuses to start where it would be needed."""
-        raise UnsupportedEngine("saving KV is switched off beside cartridges; use kv_role kv_consumer")
+    @torch.inference_mode()
+    def batched_from_gpu(self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
+        """Fill chunk i with what the engine has in the slots of tokens `starts[i]` to `ends[i]`, for LMCache to save.
 
-    def batched_from_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any) -> None:
-        """Raise; see `from_gpu`."""
-        self.from_gpu(memory_objs, 0, 0)
+        Returns when the bytes are there, in the layout in which `batched_to_gpu` takes them.
+        """
+        slots = kwargs["slot_mapping"]
+        pieces = [_Piece(_bytes(chunk), 0, slots[s:e]) for chunk, s, e in zip(memory_objs, starts, ends, strict=True)]
+        for piece in pieces:
+            self._check(piece)
+        blocks = self._whole_blocks(pieces)
+        for piece, numbers in zip(pieces, blocks or [None] * len(pieces), strict=True):
+            if numbers is None:
+                self._read(piece)
+            else:
+                self._copy_back(piece, numbers)
+
+    def _copy_back(self, piece: _Piece, numbers: torch.Tensor) -> None:
+        rows = piece.raw.view(_WORD).view(len(self._layers), len(numbers), -1)
+        for row, (_, kv_cache) in zip(rows, self._layers, strict=True):
+            torch.index_select(kv_cache.view(len(kv_cache), -1).view(_WORD), 0, numbers, out=row)
+
+    def _read(self, piece: _Piece) -> None:
+        """Read one chunk element by element, from the places to which the engine's op was seen to write."""
+        shape = self._bound()
+        if not self._places:
+            raise UnsupportedEngine("the injector was not bound to read the engine's blocks")
+        block = self._layers[0][1].shape[2]
+        number, offset = piece.slots // block, piece.slots % block
+        layers = [
+            kv_cache[(number[:, None], *(index[offset] for index in indices))]
+            for (_, kv_cache), indices in zip(self._layers, self._places, strict=True)
+        ]
+        kv = torch.stack(layers).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
+        tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Read one chunk; see `batched_from_gpu`."""
+        self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
@@ -194,6 +238,16 @@ def _layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], sh
     cache = next(iter(kv_caches.values()))
     whole_words = all(map(_is_aligned, kv_caches.values())) and cache[0].nbytes % _WORD.itemsize == 0
     return found if tiles.fits(shape, found) and whole_words else "heads"
+
+
+def _bytes(chunk: MemoryObj) -> torch.Tensor:
+    """Return a chunk's bytes, without those that LMCache's allocator rounds up to."""
+    return chunk.raw_data[: chunk.get_size()]
+
+
+def _indices(place: torch.Tensor, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return, for each token of a block, where its numbers are in the last dimensions of a cache: `[block, 2 * H * D]`."""
+    return tuple(index.flatten(1).to(kv_cache.device) for index in torch.unravel_index(place, kv_cache.shape[1:]))
 
 
 def _is_aligned(memory: torch.Tensor) -> bool:

@@ -44,6 +44,25 @@ def check_writes(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any
             raise UnsupportedEngine(f"layer {name} writes other KV into its cache than it is given")
 
 
+def places(name: str, cache: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Return where a layer's op puts each number of one block: its place in `cache[i].flatten()`, as `[block, 2, H, D]`.
+
+    Tells how to read a block back, whatever its layout and device. Raises `UnsupportedEngine` where the op does not
+    give every number a place of its own, the same in every block.
+    """
+    _, heads, block, double = cache.shape
+    count = block * heads * double
+    number = torch.arange(count).view(block, 2, heads, double // 2)
+    found = torch.zeros(2, count, dtype=torch.int64)
+    for digit in range(0, count.bit_length(), 8):  # bfloat16 holds whole numbers up to 256
+        codes = (number >> digit & 255).to(cache.dtype).transpose(0, 1)[:, None]
+        found += _write(cache, layer, codes.repeat(1, 1, 2, 1, 1)).flatten(1).to(torch.int64) << digit
+    place = found.argsort(dim=1)
+    if not torch.equal(found.sort(dim=1).values, torch.arange(count).expand(2, -1)) or not torch.equal(*place):
+        raise UnsupportedEngine(f"layer {name} writes its KV cache in a way that cannot be read back")
+    return place[0].view(number.shape)
+
+
 def _elements(kv: torch.Tensor) -> torch.Tensor:
     """Return the elements as numbers, sorted: equal for tensors with the same bytes in another order."""
     parts = kv.contiguous().view(torch.uint8).view(-1, kv.itemsize).long()
