@@ -64,11 +64,12 @@ def lmcache_metadata(config: LMCacheEngineConfig, vllm_config: VllmConfig, role:
 
 @contextmanager
 def lmcache_engine(
-    config: LMCacheEngineConfig, vllm_config: VllmConfig, connector: GPUConnectorInterface | None, role: str = "worker"
-) -> Iterator[LMCacheEngine]:
+    config: LMCacheEngineConfig, vllm_config: VllmConfig, connector: GPUConnectorInterface | None, role: str = "worker",
+    *, leaves_threads: bool = False,
+) -> Iterator[LMCacheEngine]:  # fmt: skip
     """Build LMCache's engine and load its plugins, with vLLM's configuration set as it is while KV caches register.
 
-    At the end everything that LMCache keeps in the process is taken down.
+    At the end everything that LMCache keeps in the process is taken down, but for threads of what `leaves_threads`.
     """
     metadata = lmcache_metadata(config, vllm_config, role)
     threads = set(threading.enumerate())
@@ -88,7 +89,7 @@ def lmcache_engine(
         PinMonitor.DestroyInstance()
         CartridgeBackend.refusal = None
         assert not backend._stores, "a store was left open"
-        assert set(threading.enumerate()) <= threads
+        assert leaves_threads or set(threading.enumerate()) <= threads
 
 
 def plugin(engine: LMCacheEngine) -> CartridgeBackend:

@@ -103,8 +103,8 @@ def _of_several_engines(**values: int) -> VllmConfig:
             lambda: vllm_config(transfer={"kv_connector_extra_config": {"use_native": True}}),
             ["use_native", "remove it"],
         ),
-        (lambda: vllm_config(transfer={"kv_role": "kv_both"}), ["kv_role is kv_both", '"kv_role": "kv_consumer"']),
-        (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_consumer"]),
+
+        (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
         (lambda: vllm_config(enable_lora=True), ["LoRA is enabled"]),
         (lambda: vllm_config(pipeline_parallel_size=2), ["pipeline parallelism", "--tensor-parallel-size"]),
         (_of_several_prefill_ranks, ["context parallelism"]),
@@ -141,6 +141,7 @@ def test_a_model_of_several_cache_groups_is_refused() -> None:
     [
         {},
         {"pre_caching_hash_algorithm": "sha256"},
+        {"local_cpu": True},
         {"retrieve_locations": None},
         {"retrieve_locations": ["LocalCPUBackend", "cartridge"]},
     ],
@@ -156,7 +157,7 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Setti
         ({"enable_async_loading": True}, ["enable_async_loading is on", "`enable_async_loading: false`"]),
         ({"use_layerwise": True}, ["use_layerwise is on", "`use_layerwise: false`"]),
         ({"enable_blending": True}, ["enable_blending is on", "`enable_blending: false`"]),
-        ({"local_cpu": True}, ["local_cpu is on", "`local_cpu: false`"]),
+        ({"save_unfull_chunk": True}, ["save_unfull_chunk is on", "`save_unfull_chunk: false`"]),
         ({"min_retrieve_tokens": 1}, ["min_retrieve_tokens", "set it to 0"]),
         ({"retrieve_locations": ["LocalCPUBackend"]}, ["retrieve_locations", "Name the cartridge plugin there"]),
         ({"retrieve_locations": []}, ["retrieve_locations", "Name the cartridge plugin there"]),
@@ -183,7 +184,7 @@ def test_a_model_with_latent_attention_is_refused(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"local_cpu": True}, "local_cpu is on"),
+        ({"use_layerwise": True}, "use_layerwise is on"),
         ({"min_retrieve_tokens": 8}, "min_retrieve_tokens"),
         ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "storage_plugin.cartridge.gpu_budget: no such setting"),
         ({"extra": {"storage_plugin.cartridge.cpu_bytes": "1 pound"}}, "storage_plugin.cartridge.cpu_bytes"),
@@ -198,8 +199,8 @@ def test_why_lmcache_dropped_the_plugin_is_kept(settings: Settings, options: dic
 
 def test_a_vllm_that_is_not_safe_is_refused_under_the_stock_connector_too(settings: Settings) -> None:
     """Where nothing but the plugin itself checks."""
-    with _refused(settings, vllm_config(transfer={"kv_role": "kv_both"})) as kept:
-        assert "kv_role is kv_both" in kept
+    with _refused(settings, vllm_config(transfer={"kv_role": "kv_producer"})) as kept:
+        assert "kv_role is kv_producer" in kept
 
 
 def test_a_lookup_that_lmcache_would_give_up_on_first_is_refused(settings: Settings) -> None:

@@ -144,7 +144,7 @@ def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("local_cpu: false", "local_cpu: true", "local_cpu is on"),
+        ("use_layerwise: false", "use_layerwise: true", "use_layerwise is on"),
         ("storage_plugins: [cartridge]", "storage_plugins: []", "does not name it"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What vLLM and LMCache do not promise is in one file, and found missing when something starts, not by a request."""
+"""What vLLM and LMCache do not promise is in two files, and found missing when something starts, not by a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_structure import FILES, PACKAGE, SOURCES, imports
 
-from lmcache_cartridge.engine import host
+from lmcache_cartridge.engine import host, host_inprocess
 from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.errors import UnsupportedEngine
 
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     for _path in [path for names in host.NAMES.values() for path in names]:
         importlib.import_module(_path.partition(":")[0])
 
-HOST = f"{PACKAGE}.engine.host"
+HOSTS = [f"{PACKAGE}.engine.host", f"{PACKAGE}.engine.host_inprocess"]
 PROMISED = {
     "vllm": {"LLM", "SamplingParams", "envs"},
     "vllm.config": {"ModelConfig"},
@@ -117,7 +117,7 @@ def _connector(**manager: Any) -> Any:
 
 
 def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was() -> None:
-    assert host.InProcess(_connector()).failure == "no memory"
+    assert host_inprocess.InProcess(_connector()).failure == "no memory"
     owners = {
         "_lmcache_engine": lambda c: c,
         "_manager": lambda c: c._lmcache_engine,
@@ -129,7 +129,7 @@ def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_wa
         connector = _connector()
         delattr(owner(connector), name)
         with pytest.raises(UnsupportedEngine, match=name):
-            host.InProcess(connector)
+            host_inprocess.InProcess(connector)
 
 
 @pytest.mark.parametrize("missing", ["storage_manager", "storage_backends"])
@@ -137,11 +137,11 @@ def test_backends_are_not_guessed(missing: str) -> None:
     def engine() -> Any:
         return SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
 
-    assert host.InProcess(_connector(lmcache_engine=engine())).backends() == ["backend"]
+    assert host_inprocess.InProcess(_connector(lmcache_engine=engine())).backends() == ["backend"]
     broken = engine()
     delattr(broken if missing == "storage_manager" else broken.storage_manager, missing)
     with pytest.raises(UnsupportedEngine, match=missing):
-        host.InProcess(_connector(lmcache_engine=broken)).backends()
+        host_inprocess.InProcess(_connector(lmcache_engine=broken)).backends()
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,12 @@ def test_another_way_of_naming_chunks_is_refused_at_start(process: Any) -> None:
         database = SimpleNamespace(**{"process_tokens": process} if process else {})
         return SimpleNamespace(token_database=database, config=SimpleNamespace(chunk_size=4))
 
-    named = host.hasher(engine(lambda tokens, make_key: iter([(n, n + 4, n) for n in range(0, len(tokens) - 3, 4)])))
+    named = host_inprocess.hasher(
+        engine(lambda tokens, make_key: iter([(n, n + 4, n) for n in range(0, len(tokens) - 3, 4)]))
+    )
     assert named(list(range(9))) == [0, 4]
     with pytest.raises(UnsupportedEngine, match="process_tokens"):
-        host.hasher(engine(process))
+        host_inprocess.hasher(engine(process))
 
 
 def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
@@ -238,11 +240,11 @@ def f():
 class C(Base):
     def _own(self): self._mine = self._theirs; super()._own(); self._own(); self._mine
 """
-    assert _host_imports(source, HOST) == [("vllm", "vllm"), ("lmcache.v1", "x"), ("vllm.inner", "_y")]
+    assert _host_imports(source, HOSTS[0]) == [("vllm", "vllm"), ("lmcache.v1", "x"), ("vllm.inner", "_y")]
     assert _inherited_private(source) == {"_theirs", "_own"}
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if m != HOST])
+@pytest.mark.parametrize("module", [m for m in FILES if m not in HOSTS])
 def test_no_other_file_uses_what_is_not_promised(module: str) -> None:
     found = _host_imports(SOURCES[module], module)
     assert [(owner, name) for owner, name in found if name not in PROMISED.get(owner, ())] == []
@@ -250,13 +252,13 @@ def test_no_other_file_uses_what_is_not_promised(module: str) -> None:
         assert _inherited_private(SOURCES[module]) <= OVERRIDDEN
 
 
-def test_every_name_that_the_file_imports_is_verified_at_start() -> None:
+def test_every_name_that_the_files_import_is_verified_at_start() -> None:
     verified = {
         (path.partition(":")[0], path.partition(":")[2].partition(".")[0])
         for names in host.NAMES.values()
         for path in names
     }
-    looked_up = {(owner, name) for owner, name in _host_imports(SOURCES[HOST], HOST)}
+    looked_up = {pair for module in HOSTS for pair in _host_imports(SOURCES[module], module)}
     modules = {("lmcache.v1", "gpu_connector"), ("lmcache.integration.vllm", "lmcache_mp_connector")}
     assert looked_up - modules <= verified
     assert {f"{owner}.{name}" for owner, name in modules} <= {owner for owner, _ in verified}

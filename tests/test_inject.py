@@ -15,7 +15,7 @@ from lmcache.utils import EngineType
 from lmcache.v1 import gpu_connector
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 
-from lmcache_cartridge.engine.host import cpu_connector
+from lmcache_cartridge.engine.host_inprocess import cpu_connector
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.memory import tiles

@@ -33,14 +33,15 @@ from ..memory.layout import DTYPES, ChunkShape
 from ..memory.store import CartridgeStore, Engine
 from ..memory.tier import Hold
 from ..settings import Settings, from_extra_config
-from . import contract, host
+from . import contract, host, host_inprocess
 from .describe import describe
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
 
-TAG = contract.TAG.removeprefix("lmcache.tag.")
-"""The request tag under which a cartridge or chain is found; its value is the digests, joined by dots."""
+TAG, TENANT = (name.removeprefix("lmcache.tag.") for name in (contract.TAG, contract.TENANT))
+"""The request tag under which a cartridge or chain is found, its value is the digests, joined by dots; and the one that
+keeps what LMCache saves for one tenant from the others, which is no matter to cartridges."""
 
 _stores: dict[tuple, CartridgeStore] = {}
 _stores_lock = threading.Lock()
@@ -78,13 +79,14 @@ class CartridgeBackend(StoragePluginInterface):
             return None
         host.start("in-process")
         host.verify("worker")
+        host_inprocess.keep_from_adopting(self.local_cpu_backend, lambda chunk: isinstance(chunk, CartridgeMemory))
         settings = from_extra_config(self.config.extra_config, type(self).__name__)
         if 1000 * settings.lookup_timeout_s >= self.config.lookup_timeout_ms:
             raise UnsupportedEngine(
                 f"lookup_timeout_s is {settings.lookup_timeout_s}, but LMCache gives up on a lookup after "
                 f"lookup_timeout_ms: {self.config.lookup_timeout_ms}; make ours shorter"
             )
-        lmcache_engine = host.lmcache_engine()
+        lmcache_engine = host_inprocess.lmcache_engine()
         if lmcache_engine is None:
             raise UnsupportedEngine(
                 "LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only"
@@ -206,7 +208,11 @@ class MemoryObjects:
             self._size, self._dtype, hold.bytes.data_ptr(), self._bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD,
             shapes=[self._size], dtypes=[self._dtype],
         )  # fmt: skip
-        return TensorMemoryObj(hold.bytes, metadata, _Lender(hold))
+        return CartridgeMemory(hold.bytes, metadata, _Lender(hold))
+
+
+class CartridgeMemory(TensorMemoryObj):
+    """A memory object over a cartridge's resident bytes: LMCache may read it, and keeps it in no cache of its own."""
 
 
 class _Lender(MemoryAllocatorInterface):
@@ -237,9 +243,10 @@ def _tag(key: CacheEngineKey) -> str | None:
 
     A request with any other tag asked LMCache to keep it apart, and gets nothing that was not made for that tag.
     """
-    if not key.tags:
+    tags = [(name, value) for name, value in key.tags or () if name != TENANT]
+    if not tags:
         return None
-    return str(key.tags[0][1]) if len(key.tags) == 1 and key.tags[0][0] == TAG else ""
+    return str(tags[0][1]) if len(tags) == 1 and tags[0][0] == TAG else ""
 
 
 def stores() -> list[CartridgeStore]:

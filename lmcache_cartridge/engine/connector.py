@@ -7,7 +7,7 @@ compilation of Triton stubs when it comes too early (vLLM 0.32).
 from __future__ import annotations
 
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -15,11 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCac
 from vllm.logger import init_logger
 
 from .contract import API_PLUGIN, GRANT, REQUEST_API
+from .saving import Lost, keep_apart
 
 if TYPE_CHECKING:
     import torch
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -31,17 +33,19 @@ class CartridgeConnector(LMCacheConnectorV1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
-        from . import host
+        from . import host, host_inprocess
         from .describe import check_vllm, without_draft
 
         host.start("in-process")
         kv_cache_config = without_draft(kv_cache_config)
         check_vllm(vllm_config, kv_cache_config)
         check_api(vllm_config, role)
-        with host.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
+        with host_inprocess.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
-        self._lmcache = host.InProcess(self)
+        self._lmcache = host_inprocess.InProcess(self)
+        self._failed: set[int] = set()
+        self._lost = Lost(vllm_config.cache_config.block_size, host_inprocess.over_ranks)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Choose the injector for these caches, let LMCache load its plugins, and make sure that ours is there.
@@ -76,11 +80,13 @@ class CartridgeConnector(LMCacheConnectorV1):
                 or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
+        self._lmcache.ask_first(CartridgeBackend)
         offer()
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
         from . import host
+        from .describe import transfer_of
         from .inject import EngineWriteConnector
 
         engine = self._lmcache.engine
@@ -89,7 +95,29 @@ class CartridgeConnector(LMCacheConnectorV1):
         if not isinstance(engine.gpu_connector, EngineWriteConnector):
             engine.gpu_connector = EngineWriteConnector()
         shape = ChunkShape(heads, layers, tokens, head_size, dtype)
-        engine.gpu_connector.bind(kv_caches, host.attention_layers(self._config), shape)
+        saves = transfer_of(self._config).kv_role != "kv_consumer"
+        engine.gpu_connector.bind(kv_caches, host.attention_layers(self._config), shape, saves=saves)
+        self._lmcache.name_layout(engine.gpu_connector.layout)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Have LMCache load what this step needs, and note what it could not."""
+        super().start_load_kv(forward_context, **kwargs)
+        self._failed = self._lmcache.failed_blocks()  # vLLM may take and clear them before it has LMCache save
+
+    def wait_for_save(self) -> None:
+        """Have LMCache save what this step computed, less what rests on KV that could not be loaded."""
+        self._lost.withhold(self._lmcache.steps_requests(), self._failed)
+        super().wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Forget requests that have ended."""
+        self._lost.forget(finished_req_ids)
+        return super().get_finished(finished_req_ids)
+
+    def on_new_request(self, request: Request) -> None:
+        """Keep what LMCache saves for a request from those of another `cache_salt`."""
+        super().on_new_request(request)
+        keep_apart(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return what LMCache found; for a trained cartridge all of it, whether found or not.
@@ -97,9 +125,12 @@ class CartridgeConnector(LMCacheConnectorV1):
         Nothing can compute a trained cartridge's positions. Where they are not all there, the missing ones are claimed
         and cannot be loaded, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples a token.
         """
+        keep_apart(request)  # a session that goes on has new parameters
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         must_inject = positions_to_inject(request)
         if not must_inject or num_computed_tokens + (matched or 0) >= must_inject:
+            if not matched:
+                self._lmcache.skip_saving(request.request_id, must_inject)
             return matched, is_async
         self._lmcache.promise(request.request_id, num_computed_tokens, must_inject)
         return must_inject - num_computed_tokens, False

@@ -13,7 +13,7 @@ from ..artifact import fingerprint
 from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.rope import default_frequencies
 from ..memory.store import Engine
-from . import host
+from . import host, host_inprocess
 from .contract import PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
     """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
     transfer = transfer_of(config)
     refuse = UnsupportedEngine
-    if transfer.kv_role != "kv_consumer":
-        raise refuse(
-            f"kv_role is {transfer.kv_role}; LMCache would store what the engine computed, and its CPU and fused "
-            'layouts cannot be read back yet. Set "kv_role": "kv_consumer" in --kv-transfer-config'
-        )
+    if transfer.kv_role not in ("kv_consumer", "kv_both"):
+        raise refuse(f'kv_role is {transfer.kv_role}: such an engine may load nothing. Set "kv_role": "kv_both"')
     if config.lora_config is not None:
         raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
     if config.parallel_config.pipeline_parallel_size > 1:
@@ -98,7 +95,7 @@ def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> Non
         "enable_async_loading": "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)",
         "use_layerwise": "it drops request tags and memory references too early (LMCache 0.5.6)",
         "enable_blending": "it recomputes and moves cached KV",
-        "local_cpu": "LMCache's CPU cache would adopt cartridge memory by reference and answer in its place",
+        "save_unfull_chunk": "parts of chunks cannot be read back",
     }
     for option, why in problems.items():
         if getattr(config, option):
@@ -149,7 +146,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         rank=parallel.rank % parallel.tensor_parallel_size,
         world=parallel.tensor_parallel_size,
         layout=_layout(engine, vllm_config),
-        hasher=host.hasher(engine),
+        hasher=host_inprocess.hasher(engine),
         pin_memory=torch.cuda.is_available(),
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
     )

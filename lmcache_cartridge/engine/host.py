@@ -1,4 +1,4 @@
-"""Host: every name of vLLM and LMCache that they do not promise, in this one file.
+"""Host: every name of vLLM and LMCache that they do not promise, in this file and, of LMCache in-process, `host_inprocess`.
 
 `NAMES` lists the names. `verify` resolves and tries those of one part when that part starts, so that a release which
 renamed one is refused at once, by name, and never found by a request. Nothing is imported until it is asked for.
@@ -65,7 +65,7 @@ def _resolved(path: str) -> Any:
     return found
 
 
-def _attribute(owner: Any, name: str) -> Any:
+def attribute(owner: Any, name: str) -> Any:
     """Return an attribute of a live object of theirs. Raises `UnsupportedEngine` where there is none."""
     try:
         return getattr(owner, name)
@@ -93,7 +93,7 @@ def wrap_handlers(state: Any, engine_client: Any, renderer: Callable[[Any], Any]
         if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
             raise changed(f"online_renderer and engine_client of {name}", "one of them is not there")
         serving.online_renderer = renderer(serving.online_renderer)
-    for serving in _attribute(state, "_state").values():
+    for serving in attribute(state, "_state").values():
         if getattr(serving, "engine_client", None) is engine_client:
             serving.engine_client = engine(engine_client)
 
@@ -167,7 +167,7 @@ def current_vllm_config() -> VllmConfig | None:
 
 def attention_layers(config: VllmConfig) -> Mapping[str, Any]:
     """Return the engine's attention layers, by name."""
-    return _attribute(config.compilation_config, "static_forward_context")
+    return attribute(config.compilation_config, "static_forward_context")
 
 
 def layer_index(name: str) -> int:
@@ -195,99 +195,8 @@ def rope_frequencies(kind: str, config: Any) -> tuple[list[float], float]:
     return inverse.tolist(), factor
 
 
-# LMCache in vLLM's process.
-
-
-class InProcess:
-    """LMCache behind vLLM's own connector."""
-
-    def __init__(self, connector: Any) -> None:
-        """Raises `UnsupportedEngine` where a part of it is not where it was."""
-        self._adapter = _attribute(connector, "_lmcache_engine")
-        self._manager = _attribute(self._adapter, "_manager")
-        self._load_specs = _attribute(self._adapter, "load_specs")
-        _attribute(self._manager, "_init_failed_reason")
-        _attribute(self._manager, "lmcache_engine")
-
-    @property
-    def engine(self) -> Any:
-        """LMCache's engine, None where it did not start."""
-        return self._manager.lmcache_engine
-
-    @property
-    def failure(self) -> str:
-        """Why LMCache did not start, empty where it says nothing."""
-        return self._manager._init_failed_reason
-
-    def backends(self) -> list[Any]:
-        """Return the storage backends that LMCache has loaded."""
-        storage = _attribute(self.engine, "storage_manager")
-        return [] if storage is None else list(_attribute(storage, "storage_backends").values())
-
-    def end_storage(self) -> None:
-        """End LMCache's storage thread, which would keep a failed process, and so the server, hanging.
-
-        Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
-        """
-        if self.engine is not None and self.engine.storage_manager is not None:
-            self.engine.storage_manager.close()
-
-    def promise(self, request_id: str, computed: int, until: int) -> None:
-        """Have LMCache take the positions from `computed` to `until` for found, and find that they cannot be loaded."""
-        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
-
-        self._load_specs[request_id] = LoadSpec(
-            vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False
-        )
-
-
-def lmcache_engine() -> Any:
-    """Return LMCache's engine in this vLLM worker, None outside of one."""
-    from lmcache.integration.vllm.utils import ENGINE_NAME
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
-
-    return LMCacheEngineBuilder.get(ENGINE_NAME)
-
-
-def hasher(engine: Any) -> Callable[[list[int]], list[int]]:
-    """Return how LMCache names the chunks of a prompt. Raises `UnsupportedEngine` where it cannot be asked."""
-    process = _attribute(_attribute(engine, "token_database"), "process_tokens")
-
-    def hashes(token_ids: list[int]) -> list[int]:
-        return [chunk_hash for _, _, chunk_hash in process(tokens=token_ids, make_key=False)]
-
-    tokens = engine.config.chunk_size
-    try:
-        named = hashes(list(range(tokens + 1)))
-    except (TypeError, ValueError) as error:
-        raise changed("token_database.process_tokens", str(error)) from error
-    if len(named) != 1 or not isinstance(named[0], int):
-        raise changed("token_database.process_tokens", f"one chunk of {tokens} tokens is named {named}")
-    return hashes
-
-
 @contextmanager
-def cpu_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]:
-    """Let LMCache build its engine on CPU while this is active, with the connector that `make` returns.
-
-    LMCache 0.5.6 has none for CPU: `CreateGPUConnector` raises there. LMCache looks it up at each call, so it is
-    replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it. On other
-    devices nothing changes.
-    """
-    from lmcache import torch_device_type
-    from lmcache.v1 import gpu_connector
-
-    if torch_device_type != "cpu":
-        yield
-        return
-    with _replaced(gpu_connector, "CreateGPUConnector", make) as calls:
-        yield
-    if in_worker and not calls:
-        raise changed("lmcache.v1.gpu_connector:CreateGPUConnector", "LMCache did not ask for it")
-
-
-@contextmanager
-def _replaced(module: Any, name: str, make: Callable[[], Any]) -> Iterator[list[None]]:
+def replaced(module: Any, name: str, make: Callable[[], Any]) -> Iterator[list[None]]:
     """Let a function of a module return what `make` does; yields a list with one entry for each call."""
     calls: list[None] = []
 
@@ -314,7 +223,7 @@ def model_name(name: str) -> Iterator[None]:
     """
     from lmcache.integration.vllm import lmcache_mp_connector
 
-    with _replaced(lmcache_mp_connector, "get_dcp_decorated_model_name", lambda: name) as calls:
+    with replaced(lmcache_mp_connector, "get_dcp_decorated_model_name", lambda: name) as calls:
         yield
     if not calls:
         raise changed("lmcache_mp_connector:get_dcp_decorated_model_name", "the connector did not ask for it")
@@ -359,6 +268,15 @@ def _is_asked_for_trackers(connector: Any) -> bool:
     except Asked:
         return True
     return False
+
+
+def _puts_one_by_one(put: Any) -> bool:
+    """Whether LMCache's CPU cache takes objects in through the method that `keep_from_adopting` replaces."""
+    from types import SimpleNamespace
+
+    taken: list[Any] = []
+    put(SimpleNamespace(use_hot=True, submit_put_task=lambda *a, **_: taken.append(a)), ["key"], ["chunk"])
+    return taken == [("key", "chunk")]
 
 
 def _is_memory_object(kind: Any) -> bool:
@@ -416,6 +334,8 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
             vllm_cached_tokens=1, lmcache_cached_tokens=2, can_load=False
         ),
         "lmcache.v1.memory_management:TensorMemoryObj": _is_memory_object,
+        "lmcache.v1.storage_backend.local_cpu_backend:LocalCPUBackend.batched_submit_put_task": _puts_one_by_one,
+        "vllm.distributed.parallel_state:get_tp_group": callable,
     },
     "multiprocess": {
         f"{_CONNECTOR}:LMCacheMPConnector._get_or_create_request_tracker": callable,
@@ -446,5 +366,5 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
 """By what needs them, every such name as `module:attribute.attribute`, and a trial of what it stands for.
 
 A trial that returns something false or raises has found a change. Some names are of live objects and so are looked at
-where those are: `InProcess`, `hasher`, `wrap_handlers`, `cpu_connector`, `model_name`.
+where those are: `wrap_handlers`, `model_name`, and in `host_inprocess`.
 """

@@ -159,7 +159,6 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
         "save_unfull_chunk: false",
         "enable_async_loading: false",
         "use_layerwise: false",
-        f"retrieve_locations: [{PLUGIN}]",
         f"storage_plugins: [{PLUGIN}]",
         "extra_config:",
         *(f"  {key}: {json.dumps(value)}" for key, value in extra.items()),

@@ -1,0 +1,165 @@
+"""Host, of LMCache in vLLM's process: names that it does not promise, of live objects. `host` has the rest and the list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .host import attribute, changed, replaced
+
+
+class InProcess:
+    """LMCache behind vLLM's own connector."""
+
+    def __init__(self, connector: Any) -> None:
+        """Raises `UnsupportedEngine` where a part of it is not where it was."""
+        self._connector = connector
+        self._adapter = attribute(connector, "_lmcache_engine")
+        self._manager = attribute(self._adapter, "_manager")
+        self._load_specs = attribute(self._adapter, "load_specs")
+        attribute(self._manager, "_init_failed_reason")
+        attribute(self._manager, "lmcache_engine")
+
+    @property
+    def engine(self) -> Any:
+        """LMCache's engine, None where it did not start."""
+        return self._manager.lmcache_engine
+
+    @property
+    def failure(self) -> str:
+        """Why LMCache did not start, empty where it says nothing."""
+        return self._manager._init_failed_reason
+
+    def backends(self) -> list[Any]:
+        """Return the storage backends that LMCache has loaded."""
+        storage = attribute(self.engine, "storage_manager")
+        return [] if storage is None else list(attribute(storage, "storage_backends").values())
+
+    def ask_first(self, kind: type) -> None:
+        """Have LMCache ask the backends of a class before its own.
+
+        It asks each backend once, for what is left of a prompt's chunks. So what it saved after a prefix is found only
+        where the prefix was found before.
+        """
+        backends = attribute(attribute(self.engine, "storage_manager"), "storage_backends")
+        for name in [name for name, backend in backends.items() if isinstance(backend, kind)]:
+            backends.move_to_end(name, last=False)
+
+    def name_layout(self, layout: str) -> None:
+        """Put the layout of the chunks in LMCache's keys: what is saved in one may be found by engines of the same only.
+
+        Raises `UnsupportedEngine` where the keys are not made with it.
+        """
+        self.engine.metadata.model_name += "#" + layout.replace("/", "-")
+        named = [key.model_name for _, _, key in self.engine.token_database.process_tokens([0] * self.chunk_tokens)]
+        if named != [self.engine.metadata.model_name]:
+            raise changed("token_database.metadata", f"a chunk's key names the model {named}")
+
+    @property
+    def chunk_tokens(self) -> int:
+        """LMCache's chunk size."""
+        return self.engine.config.chunk_size
+
+    def steps_requests(self) -> list[Any]:
+        """Return what LMCache is to load and to save in this step, one entry a request."""
+        return self._connector._get_connector_metadata().requests
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks that LMCache could not load in this step."""
+        return set(attribute(self._adapter, "_invalid_block_ids"))
+
+    def skip_saving(self, request_id: str, until: int) -> None:
+        """Have LMCache save nothing of a request before the position `until`, where it has nothing to load for it."""
+        spec = self._load_specs.get(request_id)
+        if spec is not None:
+            spec.lmcache_cached_tokens = max(spec.lmcache_cached_tokens, until)
+
+    def end_storage(self) -> None:
+        """End LMCache's storage thread, which would keep a failed process, and so the server, hanging.
+
+        Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
+        """
+        if self.engine is not None and self.engine.storage_manager is not None:
+            self.engine.storage_manager.close()
+
+    def promise(self, request_id: str, computed: int, until: int) -> None:
+        """Have LMCache take the positions from `computed` to `until` for found, and find that they cannot be loaded."""
+        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
+
+        self._load_specs[request_id] = LoadSpec(
+            vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False
+        )
+
+
+def lmcache_engine() -> Any:
+    """Return LMCache's engine in this vLLM worker, None outside of one."""
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    return LMCacheEngineBuilder.get(ENGINE_NAME)
+
+
+def keep_from_adopting(local_cpu: Any, is_lent: Callable[[Any], bool]) -> None:
+    """Have LMCache's CPU cache take in no memory object that `is_lent`. Doing so again is no change.
+
+    What a storage plugin returns, LMCache 0.5.6 puts there by reference, without a copy (`StorageManager.batched_get`):
+    it would be held for good, and answered with when the plugin has something else.
+    """
+    put = attribute(local_cpu, "submit_put_task")
+    if "submit_put_task" not in vars(local_cpu):
+        local_cpu.submit_put_task = lambda key, chunk, *a, **k: None if is_lent(chunk) else put(key, chunk, *a, **k)
+
+
+def over_ranks(blocks: set[int]) -> set[int]:
+    """Return the union of what the tensor-parallel ranks pass, all of which must call this. Blocks until they do."""
+    from torch import distributed, tensor
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return blocks
+    count = tensor([len(blocks)])
+    distributed.all_reduce(count, group=group.cpu_group)
+    if not count.item():
+        return blocks
+    found: list[set[int]] = [set()] * group.world_size
+    distributed.all_gather_object(found, blocks, group=group.cpu_group)
+    return set().union(*found)
+
+
+def hasher(engine: Any) -> Callable[[list[int]], list[int]]:
+    """Return how LMCache names the chunks of a prompt. Raises `UnsupportedEngine` where it cannot be asked."""
+    process = attribute(attribute(engine, "token_database"), "process_tokens")
+
+    def hashes(token_ids: list[int]) -> list[int]:
+        return [chunk_hash for _, _, chunk_hash in process(tokens=token_ids, make_key=False)]
+
+    tokens = engine.config.chunk_size
+    try:
+        named = hashes(list(range(tokens + 1)))
+    except (TypeError, ValueError) as error:
+        raise changed("token_database.process_tokens", str(error)) from error
+    if len(named) != 1 or not isinstance(named[0], int):
+        raise changed("token_database.process_tokens", f"one chunk of {tokens} tokens is named {named}")
+    return hashes
+
+
+@contextmanager
+def cpu_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]:
+    """Let LMCache build its engine on CPU while this is active, with the connector that `make` returns.
+
+    LMCache 0.5.6 has none for CPU: `CreateGPUConnector` raises there. LMCache looks it up at each call, so it is
+    replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it. On other
+    devices nothing changes.
+    """
+    from lmcache import torch_device_type
+    from lmcache.v1 import gpu_connector
+
+    if torch_device_type != "cpu":
+        yield
+        return
+    with replaced(gpu_connector, "CreateGPUConnector", make) as calls:
+        yield
+    if in_worker and not calls:
+        raise changed("lmcache.v1.gpu_connector:CreateGPUConnector", "LMCache did not ask for it")

@@ -1,0 +1,63 @@
+"""Saving: which requests LMCache must not save, and for whom it saves the others. In-process mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from .contract import GRANT, TENANT
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def keep_apart(request: Request) -> None:
+    """Have LMCache find and save KV for a request beside those with the same `cache_salt` only.
+
+    LMCache's keys in-process have no salt; they have request tags, and those of a client's own stay. The request gets
+    parameters of its own: the caller's may be shared with other requests.
+    """
+    if request.sampling_params is None:
+        return
+    params = request.kv_transfer_params or {}
+    grant = params.get(GRANT) or {}
+    salt = grant.get("salt", request.cache_salt)
+    tenant = {TENANT: blake3(salt.encode()).hexdigest(16)} if salt else {}
+    params = {name: value for name, value in params.items() if name != TENANT} | tenant
+    if params != (request.kv_transfer_params or {}):
+        sampling = copy(request.sampling_params)
+        sampling.extra_args = (sampling.extra_args or {}) | {"kv_transfer_params": params}
+        request.sampling_params, request.kv_transfer_params = sampling, params
+
+
+class Lost:
+    """Keeps what was computed after a prefix that could not be loaded from being saved. In the worker's thread only.
+
+    vLLM ends or repeats such requests, but LMCache saves in the very step in which the load failed. A chunk saved then
+    would be a hit for good, made from whatever was in the blocks.
+    """
+
+    def __init__(self, block_tokens: int, over_ranks: Callable[[set[int]], set[int]]) -> None:
+        """`over_ranks` makes the blocks that one rank could not load known to all: what they compute is wrong on each."""
+        self._block, self._over_ranks = block_tokens, over_ranks
+        self._requests: set[str] = set()
+        self._before: set[int] = set()
+        """Blocks of the step before, since vLLM may have scheduled this one before it knew."""
+
+    def withhold(self, requests: Sequence[Any], failed: set[int]) -> None:
+        """Have nothing saved of this step's `requests` that rest on blocks which `failed` to load."""
+        if any(request.load_spec is not None and request.load_spec.can_load for request in requests):
+            failed = self._over_ranks(failed)
+        bad, self._before = failed | self._before, failed
+        for request in requests:
+            if bad and not bad.isdisjoint((request.slot_mapping // self._block).tolist()):
+                self._requests.add(request.req_id)
+            if request.req_id in self._requests and request.save_spec is not None:
+                request.save_spec.can_save = False
+
+    def forget(self, requests: set[str]) -> None:
+        """Forget requests that have ended."""
+        self._requests -= requests

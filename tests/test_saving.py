@@ -1,0 +1,388 @@
+"""LMCache saves KV in-process beside cartridges: the right bytes, for the right tenant, and nothing of a cartridge's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from blocks import Blocks, vllm_config
+from inprocess import CHUNK, lmcache_config, lmcache_engine, load, look_up, nothing_is_owed, plugin, tags
+from lmcache.v1.cache_engine import LMCacheEngine
+from making import Made, make_artifact
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.request import Request
+from waiting import until
+
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.contract import GRANT, TAG, TENANT
+from lmcache_cartridge.engine.host_inprocess import InProcess
+from lmcache_cartridge.engine.inject import EngineWriteConnector
+from lmcache_cartridge.engine.saving import Lost, keep_apart
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.memory.layout import DTYPES
+from lmcache_cartridge.settings import from_mapping
+
+KINDS = ("prefill", "trained")
+P = 4 * CHUNK
+"""Positions of each cartridge."""
+BEHIND = 3 * CHUNK
+"""Tokens of what follows it that make up whole chunks."""
+SAVING = {"local_cpu": True, "max_local_cpu_size": 0.01}
+
+
+class Cartridge(NamedTuple):
+    made: Made
+    prompt: list[int]
+    """Its token ids, and more of whole chunks and 20."""
+    configs: dict[str, str]
+    """The request configuration under which it is found."""
+
+
+class Saving(NamedTuple):
+    """LMCache's engine with the plugin as our connector sets it up, and paged blocks."""
+
+    engine: LMCacheEngine
+    blocks: Blocks
+    cartridges: dict[str, Cartridge]
+
+    @property
+    def hot(self) -> dict[Any, Any]:
+        """What LMCache's own CPU cache holds."""
+        return self.engine.storage_manager.local_cpu_backend.hot_cache
+
+    def keys(self, ids: list[int], configs: dict[str, str] | None = None) -> list[Any]:
+        return [key for _, _, key in self.engine.token_database.process_tokens(tokens=ids, request_configs=configs)]
+
+    def slots(self, ids: list[int], seed: int = 0) -> torch.Tensor:
+        """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
+        order = torch.randperm(self.blocks.slots // self.blocks.block, generator=torch.Generator().manual_seed(seed))
+        return (order[:, None] * self.blocks.block + torch.arange(self.blocks.block)).flatten()[
+            : len(ids) // CHUNK * CHUNK
+        ]
+
+    def compute(self, slots: torch.Tensor, seed: int = 1) -> torch.Tensor:
+        """Have the engine's op write KV of noise to slots, and return it."""
+        shape = self.blocks.shape(len(slots))
+        noise = torch.Generator().manual_seed(seed)
+        kv = torch.randn(2, shape.layers, len(slots), shape.heads, shape.head_size, generator=noise)
+        kv = kv.to(DTYPES[shape.dtype])
+        for plane, (name, layer) in zip(kv.unbind(1), self.blocks.layers.items(), strict=True):
+            layer.impl.do_kv_cache_update(layer, *plane.contiguous(), self.blocks.caches[name], slots)
+        return kv
+
+    def save(self, ids: list[int], slots: torch.Tensor, saved: int, configs: dict[str, str] | None = None) -> None:
+        """Save a prompt's whole chunks but the first `saved` tokens, as vLLM's adapter does after a step."""
+        whole = len(ids) // CHUNK * CHUNK
+        mask = torch.ones(whole, dtype=torch.bool)
+        mask[:saved] = False
+        self.engine.store(
+            ids[:whole], mask=mask, kvcaches=[], slot_mapping=slots, offset=saved, request_configs=configs or {},
+            req_id="save",
+        )  # fmt: skip
+
+    def hits(self, ids: list[int], configs: dict[str, str] | None = None) -> int:
+        """Return how many tokens LMCache promises; what that pins is let go."""
+        promised = look_up(self.engine, ids, "hits", configs)
+        self.engine.lookup_unpin("hits")
+        return promised
+
+    def loaded(self, ids: list[int], configs: dict[str, str] | None = None) -> torch.Tensor:
+        """Return the KV of all that LMCache promises, loaded into other slots."""
+        slots, promised = self.slots(ids, seed=7), look_up(self.engine, ids, "load", configs)
+        assert load(self.engine, ids, promised, slots, "load", configs) == promised
+        return self.blocks.kv()[:, :, slots[:promised]]
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    return vllm_config(transfer={"kv_role": "kv_both"})
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> Fingerprint:
+    return CausalModel(str(MODEL_DIR)).fingerprint
+
+
+@pytest.fixture
+def cartridges(tmp_path: Path, fingerprint: Fingerprint) -> dict[str, Cartridge]:
+    """One of each kind, of noise, registered under `tmp_path`."""
+    registry, found = Registry(tmp_path / "registry.sqlite"), {}
+    for seed, kind in enumerate(KINDS):
+        ids = np.random.default_rng(seed).integers(0, 640, P + BEHIND + 20).tolist()
+        made = make_artifact(tmp_path / "cartridges" / kind, cartridge_id=kind, kind=kind, seed=seed, positions=P,
+                             token_ids=ids[:P], fingerprint=fingerprint, chunk_tokens=CHUNK)  # fmt: skip
+        registry.register(tmp_path / "cartridges" / kind)
+        found[kind] = Cartridge(made, ids, tags(made.manifest.digest if kind == "trained" else None))
+    return found
+
+
+@contextmanager
+def _saving(
+    home: Path,
+    cartridges: dict[str, Cartridge],
+    config: VllmConfig,
+    *,
+    block: int = 32,
+    first: bool = True,
+    **options: Any,
+) -> Iterator[Saving]:
+    blocks = Blocks(config, 2048 // block)
+    connector = EngineWriteConnector()
+    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK), saves=True)
+    settings = from_mapping(
+        {"home": home, "cpu_bytes": 8 * blocks.shape(CHUNK).size_bytes, "lookup_timeout_s": 20, "reload_s": 0}
+    )
+    config_ = lmcache_config(settings, **SAVING | options)
+    with lmcache_engine(config_, config, connector, leaves_threads="remote_url" in options) as engine:
+        manager = SimpleNamespace(lmcache_engine=engine, _init_failed_reason="")
+        lmcache = InProcess(SimpleNamespace(_lmcache_engine=SimpleNamespace(_manager=manager, load_specs={})))
+        lmcache.name_layout(connector.layout)
+        if first:
+            lmcache.ask_first(CartridgeBackend)
+        saving = Saving(engine, blocks, cartridges)
+        yield saving
+        assert plugin(engine).store.stats().lent == 0, "LMCache was left with cartridge memory"
+
+
+@pytest.fixture
+def saving(tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig) -> Iterator[Saving]:
+    with _saving(tmp_path, cartridges, config) as saving:
+        yield saving
+
+
+def test_a_plain_prompt_is_saved_and_read_back_to_the_byte(saving: Saving) -> None:
+    ids = np.random.default_rng(9).integers(0, 640, 5 * CHUNK + 20).tolist()
+    slots = saving.slots(ids)
+    kv = saving.compute(slots)
+    assert saving.hits(ids) == 0
+    saving.save(ids, slots, 0)
+    assert saving.hits(ids) == 5 * CHUNK
+    assert torch.equal(saving.loaded(ids), kv)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(saving: Saving, kind: str) -> None:
+    cartridge = saving.cartridges[kind]
+    ids, configs, slots = cartridge.prompt, cartridge.configs, saving.slots(cartridge.prompt)
+    assert saving.hits(ids, configs) == P
+    kv = saving.compute(slots)
+    saving.save(ids, slots, P, configs)
+    assert [key in saving.hot for key in saving.keys(ids[: P + BEHIND], configs)] == [False] * 4 + [True] * 3
+    assert saving.hits(ids, configs) == P + BEHIND
+    loaded = saving.loaded(ids, configs)
+    assert torch.equal(loaded[:, :, :P], cartridge.made.kv)
+    assert torch.equal(loaded[:, :, P:], kv[:, :, P:])
+    assert nothing_is_owed(plugin(saving.engine).store)
+
+
+def test_lmcaches_own_order_finds_nothing_behind_a_cartridge(
+    tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig
+) -> None:
+    """Why our plugin is asked first: each backend is asked once, and LMCache's own would be asked before."""
+    with _saving(tmp_path, cartridges, config, first=False) as saving:
+        ids, slots = cartridges["prefill"].prompt, saving.slots(cartridges["prefill"].prompt)
+        saving.save(ids, slots, P)
+        assert saving.hits(ids) == P
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("get", ["batched_get", "get"])
+def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving: Saving, kind: str, get: str) -> None:
+    cartridge, store = saving.cartridges[kind], plugin(saving.engine).store
+    ids, configs = cartridge.prompt[:P], cartridge.configs
+    assert saving.loaded(ids, configs).shape[2] == P
+    keys = saving.keys(ids, configs)
+    if get == "get":
+        for key in keys:
+            saving.engine.storage_manager.get(key).ref_count_down()
+    assert not saving.hot
+    assert nothing_is_owed(store)
+    store.evict(cartridge.made.manifest.digest)
+    assert store.stats().resident_bytes == 0, "its memory is free"
+    local = saving.engine.storage_manager.local_cpu_backend
+    assert not any(map(local.contains, keys)), "LMCache would answer for a cartridge that may be removed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adoption_is_noticed(saving: Saving, kind: str) -> None:
+    """The control: LMCache's own method takes the objects in, holds them, and answers for what is gone."""
+    cartridge, store = saving.cartridges[kind], plugin(saving.engine).store
+    local = saving.engine.storage_manager.local_cpu_backend
+    ours = vars(local).pop("submit_put_task")
+    ids, configs = cartridge.prompt[:P], cartridge.configs
+    saving.loaded(ids, configs)
+    assert len(saving.hot) == 4 and all(map(local.contains, saving.keys(ids, configs)))
+    assert store.stats().lent == 4
+    local.submit_put_task = ours
+    saving.engine.storage_manager.clear(["LocalCPUBackend"])
+    assert nothing_is_owed(store)
+
+
+def test_one_tenants_prompt_is_no_hit_for_another_and_cartridges_are_for_all(saving: Saving) -> None:
+    plain = np.random.default_rng(9).integers(0, 640, 5 * CHUNK).tolist()
+    tenants = [{}, {TENANT: "a"}, {TENANT: "b"}]
+    for which, own in enumerate(tenants):
+        slots = saving.slots(plain)
+        kv = saving.compute(slots, seed=which)
+        assert saving.hits(plain, own) == 0
+        saving.save(plain, slots, 0, own)
+        assert torch.equal(saving.loaded(plain, own), kv)
+        for kind, cartridge in saving.cartridges.items():
+            configs = own | cartridge.configs
+            assert saving.hits(cartridge.prompt, configs) == P, (kind, own)
+            saving.save(cartridge.prompt, saving.slots(cartridge.prompt), P, configs)
+            assert saving.hits(cartridge.prompt, configs) == P + BEHIND
+    assert len(saving.hot) == len(tenants) * (5 + 2 * 3)
+
+
+def test_a_tag_of_the_clients_own_still_keeps_cartridges_away(saving: Saving) -> None:
+    ids = saving.cartridges["prefill"].prompt
+    for configs in ({"lmcache.tag.apart": "x"}, {"lmcache.tag.apart": "x", TENANT: "a"}):
+        assert saving.hits(ids, configs) == 0
+
+
+def test_both_budgets_hold_and_neither_side_evicts_the_other(saving: Saving) -> None:
+    """LMCache's pool is filled several times over while both cartridges are served, in memory for one and a half."""
+    store, manager = plugin(saving.engine).store, saving.engine.storage_manager
+    pool = manager.local_cpu_backend.memory_allocator
+    size = store.shape.size_bytes
+    room = int(0.01 * 2**30) // size
+    for turn in range(room):
+        ids = np.random.default_rng(100 + turn).integers(0, 640, 4 * CHUNK).tolist()
+        slots = saving.slots(ids)
+        kv = saving.compute(slots, seed=turn)
+        saving.save(ids, slots, 0)
+        assert torch.equal(saving.loaded(ids), kv)
+        cartridge = saving.cartridges[KINDS[turn % 2]]
+        assert torch.equal(saving.loaded(cartridge.prompt[:P], cartridge.configs), cartridge.made.kv)
+        assert len(saving.hot) * size <= 0.01 * 2**30
+        stats = store.stats()
+        assert stats.resident_bytes <= stats.budget_bytes == 8 * size
+    assert room // 2 < len(saving.hot) < 4 * room, "the pool was never full"
+    assert nothing_is_owed(store)
+    manager.clear(["LocalCPUBackend"])
+    assert pool.memcheck()
+
+
+@pytest.mark.parametrize("place", ["disk", "remote"])
+def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(
+    tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig, place: str
+) -> None:
+    """A file system as a remote place is read by the next server too, if it packs its blocks alike; LMCache 0.5.6 forgets
+    what it has on its local disk."""
+    where = tmp_path / "elsewhere"
+    where.mkdir()
+    options: dict[str, Any] = {"local_cpu": False, "local_disk": str(where), "max_local_disk_size": 1.0}
+    if place == "remote":
+        options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
+    ids, configs, kv = cartridges["trained"].prompt, cartridges["trained"].configs, cartridges["trained"].made.kv
+    with _saving(tmp_path, cartridges, config, **options) as saving:
+        slots = saving.slots(ids)
+        saving.loaded(ids[:P], configs)
+        computed = saving.compute(slots)
+        saving.save(ids, slots, P, configs)
+        until(lambda: saving.hits(ids, configs) == P + BEHIND)
+        assert torch.equal(saving.loaded(ids, configs), torch.cat([kv, computed[:, :, P:]], dim=2))
+        until(lambda: nothing_is_owed(plugin(saving.engine).store))
+    assert len(list(where.rglob("*"))) == BEHIND // CHUNK
+    with _saving(tmp_path, cartridges, config, **options) as saving:
+        again = saving.loaded(ids, configs)
+        assert again.shape[2] == (P + BEHIND if place == "remote" else P)
+        assert torch.equal(again[:, :, P:], computed[:, :, P : again.shape[2]])
+    other = vllm_config(block_size=64, transfer={"kv_role": "kv_both"})
+    with _saving(tmp_path, cartridges, other, block=64, **options) as saving:
+        assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
+
+
+# Who is kept apart, and what is not saved.
+
+
+def _request(
+    salt: str | None = None, params: dict[str, Any] | None = None, extra: dict[str, Any] | None = None
+) -> Request:
+    sampling = SamplingParams(
+        max_tokens=1, extra_args=(extra or {}) | ({} if params is None else {"kv_transfer_params": params})
+    )
+    return Request("id", [1, 2, 3], sampling, None, cache_salt=salt)
+
+
+def _tenant(*args: Any) -> str | None:
+    request = _request(*args)
+    keep_apart(request)
+    keep_apart(request)
+    assert request.kv_transfer_params == (request.sampling_params.extra_args or {}).get("kv_transfer_params")
+    return (request.kv_transfer_params or {}).get(TENANT)
+
+
+def test_a_tenant_is_the_clients_own_salt() -> None:
+    a, b = _tenant("a"), _tenant("b")
+    assert a and b and a != b and a != "a"
+    assert _tenant() is _tenant(None, {}) is None
+    assert _tenant("a", {"lmcache.tag.own": "x"}) == a
+    assert _tenant("a", {TENANT: b}) == a, "no client says who it is"
+    assert _tenant(None, {TENANT: b}) is None
+    assert _tenant("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": "a"}}) == a
+    assert _tenant("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": None}}) is None
+    assert _tenant("a", {TAG: "x", GRANT: {"must_inject": 0}}) == a
+
+
+def test_requests_that_share_parameters_do_not_share_a_tenant() -> None:
+    params = {"lmcache.tag.own": "x"}
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params, "other": 1})
+    one, two = (Request(name, [1], sampling, None, cache_salt=name) for name in "ab")
+    keep_apart(one)
+    keep_apart(two)
+    assert one.kv_transfer_params[TENANT] != two.kv_transfer_params[TENANT]
+    assert params == {"lmcache.tag.own": "x"} and sampling.extra_args["kv_transfer_params"] is params
+    assert list(one.kv_transfer_params) == ["lmcache.tag.own", TENANT], "LMCache's keys have tags in their order"
+    assert one.sampling_params.extra_args["other"] == 1
+
+
+def _step(name: str, blocks: list[int], *, loads: bool = False) -> Any:
+    slots = torch.cat([torch.arange(block * 4, block * 4 + 4) for block in blocks])
+    load_spec = SimpleNamespace(can_load=loads) if loads is not None else None
+    return SimpleNamespace(
+        req_id=name, slot_mapping=slots, load_spec=load_spec, save_spec=SimpleNamespace(can_save=True)
+    )
+
+
+def _saved(lost: Lost, steps: list[Any], failed: set[int]) -> list[str]:
+    lost.withhold(steps, failed)
+    return [step.req_id for step in steps if step.save_spec.can_save]
+
+
+def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded() -> None:
+    lost = Lost(4, lambda blocks: blocks)
+    steps = [_step("a", [1, 2, 3], loads=True), _step("b", [4, 5]), _step("shares", [2, 9])]
+    assert _saved(lost, steps, set()) == ["a", "b", "shares"]
+    steps = [_step("a", [1, 2, 3], loads=True), _step("b", [4, 5]), _step("shares", [2, 9])]
+    assert _saved(lost, steps, {2}) == ["b"]
+    steps = [_step("a", [1, 2, 3]), _step("b", [4, 5]), _step("new", [2, 8]), _step("shares", [12])]
+    assert _saved(lost, steps, set()) == ["b"], "vLLM may have scheduled this step before it knew"
+    assert _saved(lost, [_step("other", [2, 8]), _step("a", [7])], set()) == ["other"], "the block has KV again"
+    lost.forget({"a"})
+    assert _saved(lost, [_step("a", [7])], set()) == ["a"]
+
+
+def test_what_one_rank_could_not_load_no_rank_saves() -> None:
+    asked: list[set[int]] = []
+
+    def others(blocks: set[int]) -> set[int]:
+        asked.append(blocks)
+        return blocks | {3}
+
+    lost = Lost(4, others)
+    assert _saved(lost, [_step("a", [1]), _step("b", [3])], set()) == ["a", "b"]
+    assert not asked, "ranks wait for each other only in steps that load"
+    assert _saved(lost, [_step("a", [1], loads=True), _step("b", [3])], set()) == ["a"]
+    assert asked == [set()]
