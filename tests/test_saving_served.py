@@ -1,0 +1,245 @@
+"""LMCache's own saving and cartridges in one server, as the production stack's tutorial on offloading sets it up.
+
+vLLM's own connector name, `LMCACHE_LOCAL_CPU` and `LMCACHE_MAX_LOCAL_CPU_SIZE` from the environment, and default sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from recall.ward import Fact, ask, encode
+from waiting import until
+from wards import MODEL, Answer, Asker, Ward, patients, prefill, register, sure, write_ward
+
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import Launch, server_command
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+YAML = Path(__file__).parents[1] / "configs" / "lmcache-stock-connector.yaml"
+TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+CHUNK, P = 256, {"prefill": 1024, "trained": 256}
+"""Positions of each cartridge's whole chunks."""
+ASKED = 8
+"""Facts asked each way."""
+
+
+class Served(NamedTuple):
+    asker: Asker
+    model: CausalModel
+    settings: Settings
+    wards: dict[str, Ward]
+    """By kind of cartridge, and `text` for one that prompts have."""
+    fault: Path
+    log: Path
+
+    def forget(self) -> None:
+        """Have vLLM forget its own blocks, so that what is cached comes from LMCache."""
+        until(lambda: self.asker.http.post("/reset_prefix_cache").status_code == 200)
+
+    def computed(self, ids: list[int], fact: Fact) -> str:
+        """Return the answer to a prompt of which nothing is found anywhere."""
+        found = self.asker.complete(
+            [*ids, *encode(ask(fact, 0))], cache_salt=uuid.uuid4().hex,
+            kv_transfer_params={"lmcache.tag.apart": uuid.uuid4().hex, "lmcache.skip_save": True},
+        )  # fmt: skip
+        assert found.cached_tokens == 0
+        return found.text.strip()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    settings, model = from_mapping({"home": home}), CausalModel(MODEL)
+    wards = {
+        name: write_ward(model, patients(i, 4), name) for i, name in enumerate(("prefill", "trained", "text", "more"))
+    }
+    for kind in P:
+        ids = wards[kind].ids[: P["trained"]] if kind == "trained" else wards[kind].ids
+        wards[kind] = wards[kind]._replace(ids=ids)
+        register(model, settings, ids, name=kind, kind=kind)
+    register(model, settings, wards["more"].ids, name="more")
+    yaml = home / "lmcache.yaml"
+    environment = SMALL | {
+        "LMCACHE_CONFIG_FILE": str(yaml), "LMCACHE_CARTRIDGE_HOME": str(home), "VLLM_SERVER_DEV_MODE": "1",
+        "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5", "LMCACHE_TRACK_USAGE": "false",
+        "PYTHONPATH": str(Path(__file__).parent), "FAULTY_FILE": str(home / "fault.json"),
+    }  # fmt: skip
+    # Sixteen prompts of two documents are more than fits: LMCache has them where vLLM's own cache has not.
+    command = [
+        *server_command(MODEL), "--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20),
+        "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(TRANSFER),
+    ]  # fmt: skip
+    text = YAML.read_text().replace("lmcache_cartridge.engine.backend", "faulty")
+    assert "local_cpu: false" in text and "VLLM_PLUGINS" not in os.environ
+    log = home / "log"
+    with (
+        ServerProcess(Launch(yaml, text, environment, command, {}), log, environment=environment) as server,
+        Asker(server.url) as asker,
+    ):
+        yield Served(asker, model, settings, wards, home / "fault.json", log)
+
+
+def _words(ward: Ward, tokens: int | None = None) -> list[int]:
+    """Return a sheet's tokens as they follow a cartridge."""
+    return ward.ids[1:tokens]
+
+
+def _right(served: Served, ids: list[int], facts: list[Fact], complete: Callable[[list[int]], Answer]) -> list[Answer]:
+    """Ask facts of a prompt that is answered right when computed, and see that they are; return the replies."""
+    replies = []
+    for fact in facts:
+        assert served.computed(ids, fact) == fact.value
+        replies.append(complete(encode(ask(fact, 0))))
+        assert replies[-1].text.strip() == fact.value
+    return replies
+
+
+def _sure(served: Served, ids: list[int], facts: list[Fact]) -> list[Fact]:
+    found = sure(served.model, prefill(served.model, ids), facts)[:ASKED]
+    assert len(found) == ASKED
+    return found
+
+
+def test_a_plain_prompt_is_saved_and_read_back(served: Served) -> None:
+    ward = served.wards["text"]
+    ids, whole = ward.ids, len(ward.ids) // CHUNK * CHUNK
+    facts = _sure(served, ids, ward.facts)
+    first = served.asker.complete([*ids, *encode(ask(facts[0], 0))])
+    assert (first.cached_tokens, first.text.strip()) == (0, facts[0].value)
+
+    def after_forgetting(question: list[int]) -> Answer:
+        served.forget()
+        return served.asker.complete([*ids, *question])
+
+    assert {reply.cached_tokens for reply in _right(served, ids, facts, after_forgetting)} == {whole}
+    assert whole >= 1024
+
+
+@pytest.mark.parametrize(("kind", "named"), [("prefill", True), ("prefill", False), ("trained", True)])
+def test_what_is_computed_after_a_cartridge_is_saved_and_read_back(served: Served, kind: str, named: bool) -> None:
+    """256 to 1280 tokens behind a trained cartridge; 1024 to 2048 behind a document's, named or at the prompt's head."""
+    document, text = served.wards[kind].ids, _words(served.wards["text"])
+    if not named:
+        text = text[: 1024 + 40]
+    ids = [*document, *text]
+    whole = len(ids) // CHUNK * CHUNK
+    facts = _sure(served, ids, served.wards["text"].facts)
+
+    def ask_it(question: list[int]) -> Answer:
+        served.forget()
+        if named:
+            return served.asker.complete([*text, *question], kind)
+        return served.asker.complete([*ids, *question], cache_salt="plain")
+
+    until(lambda: served.asker.complete([*document, 5], cache_salt=uuid.uuid4().hex).cached_tokens or kind == "trained")
+    first = ask_it(encode(ask(facts[0], 0)))
+    assert (first.cached_tokens, first.text.strip()) == (P[kind], facts[0].value)
+    assert {reply.cached_tokens for reply in _right(served, ids, facts, ask_it)} == {whole}
+    assert whole >= P[kind] + 1024
+
+
+def test_no_tenant_gets_anothers_hit_and_documents_answer_everybody(served: Served) -> None:
+    rng, words = random.Random(5), served.wards["text"].ids[1:]
+    own = [served.wards["text"].ids[0], *rng.sample(words, 1040)]
+    document = served.wards["prefill"].ids
+    salts: list[dict[str, Any]] = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
+    for salt in salts:
+        seen = []
+        for _ in range(2):
+            served.forget()
+            plain = served.asker.complete([*own, 9], **salt)
+            behind = served.asker.complete([*own[1:], 9], "prefill", **salt)
+            trained = served.asker.complete([*own[1:], 9], "trained", **salt)
+            head = served.asker.complete([*document, *own[1:], 9], **salt)
+            seen.append([reply.cached_tokens for reply in (plain, behind, trained, head)])
+        assert seen == [[0, 1024, 256, 1024], [1024, 2048, 1280, 2048]], salt
+
+
+def test_a_clients_tag_for_saving_is_read_and_its_tenancy_is_not(served: Served) -> None:
+    rng = random.Random(6)
+    own = [served.wards["text"].ids[0], *rng.sample(served.wards["text"].ids[1:], 600)]
+    for skip, found in ((True, 0), (False, 0), (False, 512)):
+        served.forget()
+        extra = {"kv_transfer_params": {"lmcache.skip_save": skip}, "cache_salt": "z"}
+        assert served.asker.complete([*own, 9], **extra).cached_tokens == found
+
+
+def _break(served: Served, **fault: Any) -> None:
+    served.fault.write_text(json.dumps(fault))
+
+
+def test_nothing_is_saved_after_a_trained_cartridge_that_could_not_be_loaded(served: Served) -> None:
+    """vLLM ends the request, but in the same step LMCache would save what was computed from its identity tokens."""
+    text = _words(served.wards["text"])
+    ids = [*served.wards["trained"].ids, *text]
+    facts = _sure(served, ids, served.wards["text"].facts)
+    stored = _stored(served)
+    served.forget()
+    _break(served, drop=0)
+    try:
+        reply = served.asker.http.post("/v1/completions", json={
+            "model": MODEL, "prompt": [*text, 9], "cartridges": ["trained"], "max_tokens": 1, "cache_salt": "failed",
+        })  # fmt: skip
+        assert reply.status_code >= 500, reply.text
+    finally:
+        _break(served)
+    assert _stored(served) == stored, "LMCache saved something of the request"
+    served.forget()
+    first = served.asker.complete([*text, *encode(ask(facts[0], 0))], "trained", cache_salt="failed")
+    assert (first.cached_tokens, first.text.strip()) == (256, facts[0].value)
+
+
+def _stored(served: Served) -> int:
+    """Return how often LMCache has said that it saved something."""
+    return len(re.findall(r"Stored \d+ out of total", served.log.read_text()))
+
+
+def test_two_hundred_requests_of_two_tenants_get_their_own_documents_answers_and_hits(served: Served) -> None:
+    """Three cartridges, one of them replaced under its id, texts behind them, sixteen threads, blocks for half of it."""
+    texts = {salt: [served.wards["text"].ids[0], *_shuffled(served, salt)] for salt in "xy"}
+    # What a tenant alone has asked may be a hit for it, and is none for the other.
+    facts = {name: _sure_behind(served, name) for name in ("prefill", "trained", "more")}
+    numbers = count(2)
+
+    def one(number: int) -> str | None:
+        rng = random.Random(number)
+        salt, name = "xy"[number % 2], ("prefill", "trained", "more")[number % 3]
+        if number % 40 == 39:  # the same content under the next version of the id
+            register(served.model, served.settings, served.wards["more"].ids, name="more", version=next(numbers))
+        fact = rng.choice(facts[name])
+        reply = served.asker.complete(ask(fact, 0), name, cache_salt=salt)
+        if reply.text.strip() != fact.value:
+            return f"{name} for {salt}: {fact} {reply}"
+        behind = served.asker.complete([*texts[salt][1:], 9], name, cache_salt=salt)
+        first = served.asker.complete([*texts[salt][1:], rng.randrange(20, 600), 9], name, cache_salt=uuid.uuid4().hex)
+        if first.cached_tokens > len(served.wards[name].ids):
+            return f"{name}: a tenant of one request has {first.cached_tokens} tokens of {behind}"
+        return None
+
+    with ThreadPoolExecutor(16) as pool:
+        assert [found for found in pool.map(one, range(200)) if found] == []
+    for salt, other in ("xy", "yx"):
+        served.forget()
+        mine = served.asker.complete([*texts[salt][1:], 9], "trained", cache_salt=salt)
+        theirs = served.asker.complete([*texts[salt][1:], 9], "trained", cache_salt=other)
+        assert (mine.cached_tokens, theirs.cached_tokens) == (256 + 512, 256)
+
+
+def _shuffled(served: Served, seed: str) -> list[int]:
+    return random.Random(seed).sample(served.wards["text"].ids[1:], 600)
+
+
+def _sure_behind(served: Served, name: str) -> list[Fact]:
+    ward = served.wards[name]
+    return sure(served.model, prefill(served.model, ward.ids), ward.facts)
