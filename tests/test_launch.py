@@ -53,6 +53,24 @@ def test_the_command_names_connector_policy_and_worker_extension(tmp_path: Path,
     assert command[-2:] == ["--port", "1"]
 
 
+@pytest.mark.parametrize(
+    ("l1_bytes", "given", "role", "local_cpu", "size"),
+    [
+        (0, None, "kv_consumer", False, 0.1), (4 << 30, None, "kv_both", True, 4), (64 << 20, None, "kv_both", True, 0.1),
+        (0, "kv_both", "kv_both", False, 0.1), (1 << 30, "kv_consumer", "kv_consumer", True, 1),
+    ],
+)  # fmt: skip
+def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(
+    tmp_path: Path, l1_bytes: int, given: str | None, role: str, local_cpu: bool, size: float
+) -> None:
+    args = [] if given is None else ["--kv-transfer-config", json.dumps({"kv_role": given})]
+    launch = plan("m", from_mapping({"home": tmp_path}), l1_bytes=l1_bytes, vllm_args=args)
+    assert json.loads(_option(launch.command, "--kv-transfer-config"))["kv_role"] == role
+    config = yaml.safe_load(launch.yaml)
+    assert (config["local_cpu"], config["max_local_cpu_size"]) == (local_cpu, size)
+    assert "retrieve_locations" not in config
+
+
 def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(tmp_path: Path) -> None:
     settings = from_mapping({"home": tmp_path})
     assert _option(plan("m", settings).command, "--kv-cache-memory-bytes") == str(CPU_KV_BYTES)
@@ -125,7 +143,8 @@ REFUSED = {
     "--kv-cache-dtype fp8": "quantised", "--kv_cache_dtype=fp8_e4m3": "quantised",
     "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",
     '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
-    '--kv-transfer-config {"kv_role":"kv_both"}': "kv_role 'kv_both'", "--kv-transfer-config.kv_role kv_both": "kv_role",
+    '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_role 'kv_producer'",
+    "--kv-transfer-config.kv_role kv_producer": "kv_role",
     '--kv-transfer-config {"kv_connector_module_path":"x"}': "leave it out", "--kv-transfer-config [1]": "JSON object",
     "--kv-transfer-config {": "kv-transfer-config",
     '--kv-transfer-config {"kv_connector_extra_config":{"lmcache.max_tokens_per_load":512}}': "in the middle",

@@ -96,8 +96,9 @@ def _add_serve(verb: Verb) -> None:
     option(
         "--l1-bytes",
         default="0",
-        help="multiprocess: memory of LMCache's server for the copies it hands to vLLM (default: four times the largest "
-        "registered cartridge, 256MiB at least)",
+        help="memory of LMCache's own. In-process: of each worker's, in which LMCache saves the KV that vLLM computes, of "
+        "plain prompts and of what follows a cartridge (default 0: it saves nothing). Multiprocess: of LMCache's server "
+        "for the copies it hands to vLLM (default: four times the largest registered cartridge, 256MiB at least)",
     )
     option("--lmcache-port", type=int, default=0, help="multiprocess: port of LMCache's server (default: a free one)")
     option(

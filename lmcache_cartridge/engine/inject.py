@@ -191,11 +191,11 @@ class EngineWriteConnector(GPUConnectorInterface):
         for piece in pieces:
             self._check(piece)
         blocks = self._whole_blocks(pieces)
-        for piece, numbers in zip(pieces, blocks or [None] * len(pieces), strict=True):
-            if numbers is None:
+        for i, piece in enumerate(pieces):
+            if blocks is None:
                 self._read(piece)
             else:
-                self._copy_back(piece, numbers)
+                self._copy_back(piece, blocks[i])
 
     def _copy_back(self, piece: _Piece, numbers: torch.Tensor) -> None:
         rows = piece.raw.view(_WORD).view(len(self._layers), len(numbers), -1)

@@ -90,13 +90,15 @@ def plan(
     """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
 
     In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`. 0 means:
-    as much as the registered cartridges need, and a free port. Raises `UnsupportedEngine` where vLLM or LMCache is not
+    as much as the registered cartridges need, and a free port. In-process LMCache saves what vLLM computes in so many
+    bytes of each worker's memory, 0 for nothing. Raises `UnsupportedEngine` where vLLM or LMCache is not
     installed or not of a proven version, and for options of vLLM that do not go with cartridges.
     """
     arguments = Arguments(vllm_args)
     arguments.check()
     check_versions(unproven=settings.unproven_versions)
-    yaml = lmcache_yaml(settings, chunk_tokens)
+    in_process = mode == "in-process"
+    yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process else 0)
     # Named by content: servers with other settings may share the home.
     path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
     environment = {
@@ -108,7 +110,9 @@ def plan(
     transfer: dict[str, Any] = {
         "kv_connector": "CartridgeConnector",
         "kv_connector_module_path": "lmcache_cartridge.engine.connector",
-        "kv_role": "kv_consumer",
+        "kv_role": _role(arguments.mapping(TRANSFER).get("kv_role"), saves=l1_bytes > 0)
+        if in_process
+        else "kv_consumer",
         "kv_load_failure_policy": on_load_failure,
     }
     lmcache = None
@@ -143,8 +147,16 @@ def plan(
     return Launch(path, yaml, environment, [*command, *rest], engine, lmcache)
 
 
-def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
-    """Return the LMCache configuration: read-only, nothing but cartridges, hashes that agree between processes."""
+def _role(given: str | None, *, saves: bool) -> str:
+    """Return vLLM's word for whether LMCache saves, as the user gave it or else as this says."""
+    return given if given in ("kv_both", "kv_consumer") else "kv_both" if saves else "kv_consumer"
+
+
+def lmcache_yaml(settings: Settings, chunk_tokens: int, saved_bytes: int = 0) -> str:
+    """Return the LMCache configuration: hashes that agree between processes, and `saved_bytes` for what LMCache saves.
+
+    Without these it is for nothing but cartridges.
+    """
     extra = {
         f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.engine.backend",
         f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
@@ -153,8 +165,8 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int) -> str:
     lines = [
         f"chunk_size: {chunk_tokens}",
         "pre_caching_hash_algorithm: sha256_cbor  # builtin hashes differ from process to process",
-        "local_cpu: false  # LMCache must not adopt cartridge memory",
-        "max_local_cpu_size: 0.1  # GB; LMCache does not start with 0, cartridges do not use it",
+        f"local_cpu: {json.dumps(saved_bytes > 0)}  # whether LMCache keeps what vLLM computes",
+        f"max_local_cpu_size: {max(0.1, round(saved_bytes / (1 << 30), 3)):g}  # GiB for that; LMCache does not start with 0",
         f"lookup_timeout_ms: {max(3000, round(1000 * settings.lookup_timeout_s) + 2000)}  # above lookup_timeout_s",
         "save_unfull_chunk: false",
         "enable_async_loading: false",
