@@ -71,6 +71,12 @@ def test_the_configuration_that_serve_starts_is_accepted() -> None:
         engines.check_vllm(_speculating(method))
 
 
+def _among_connectors() -> VllmConfig:
+    config = vllm_config()
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    return config
+
+
 def _of_several_prefill_ranks() -> VllmConfig:
     """Return a configuration that vLLM itself refuses to build for CPU."""
     config = vllm_config()
@@ -103,7 +109,7 @@ def _of_several_engines(**values: int) -> VllmConfig:
             lambda: vllm_config(transfer={"kv_connector_extra_config": {"use_native": True}}),
             ["use_native", "remove it"],
         ),
-
+        (_among_connectors, ["MultiConnector", "kv_both"]),
         (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
         (lambda: vllm_config(enable_lora=True), ["LoRA is enabled"]),
         (lambda: vllm_config(pipeline_parallel_size=2), ["pipeline parallelism", "--tensor-parallel-size"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.contract import GRANT, TAG, TENANT
-from lmcache_cartridge.engine.host_inprocess import InProcess
+from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.engine.saving import Lost, keep_apart
 from lmcache_cartridge.library.registry import Registry
@@ -143,7 +144,7 @@ def _saving(
         {"home": home, "cpu_bytes": 8 * blocks.shape(CHUNK).size_bytes, "lookup_timeout_s": 20, "reload_s": 0}
     )
     config_ = lmcache_config(settings, **SAVING | options)
-    with lmcache_engine(config_, config, connector, leaves_threads="remote_url" in options) as engine:
+    with lmcache_engine(config_, config, connector, leaves_threads="local_cpu" in options) as engine:
         manager = SimpleNamespace(lmcache_engine=engine, _init_failed_reason="")
         lmcache = InProcess(SimpleNamespace(_lmcache_engine=SimpleNamespace(_manager=manager, load_specs={})))
         lmcache.name_layout(connector.layout)
@@ -183,6 +184,34 @@ def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(sav
     assert torch.equal(loaded[:, :, :P], cartridge.made.kv)
     assert torch.equal(loaded[:, :, P:], kv[:, :, P:])
     assert nothing_is_owed(plugin(saving.engine).store)
+
+
+@pytest.mark.parametrize("encoding", ["plain", "int8"])
+@pytest.mark.parametrize("stored", [CHUNK, 96, 256], ids=lambda tokens: f"stored in {tokens}")
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_however_a_cartridges_bytes_travel_those_saved_behind_it_are_the_engines(
+    tmp_path: Path, fingerprint: Fingerprint, config: VllmConfig, block: int, stored: int, encoding: str
+) -> None:
+    """Blocks that are copied and blocks that the op has to write and read, one chunk in two of them."""
+    if block != 32:
+        config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
+    cartridges = {}
+    for seed, kind in enumerate(KINDS):
+        ids = np.random.default_rng(seed).integers(0, 640, P + BEHIND + 20).tolist()
+        root = tmp_path / "cartridges" / kind
+        made = make_artifact(root, cartridge_id=kind, kind=kind, seed=seed, positions=P, token_ids=ids[:P],
+                             fingerprint=fingerprint, chunk_tokens=stored, encoding=encoding)  # fmt: skip
+        Registry(tmp_path / "registry.sqlite").register(root)
+        cartridges[kind] = Cartridge(made, ids, tags(made.manifest.digest if kind == "trained" else None))
+    with _saving(tmp_path, cartridges, config, block=block) as saving:
+        for cartridge in cartridges.values():
+            ids, configs, slots = cartridge.prompt, cartridge.configs, saving.slots(cartridge.prompt)
+            alone = saving.loaded(ids, configs)
+            assert alone.shape[2] == P
+            assert (encoding == "plain") == torch.equal(alone, cartridge.made.kv)
+            kv = saving.compute(slots)
+            saving.save(ids, slots, P, configs)
+            assert torch.equal(saving.loaded(ids, configs), torch.cat([alone, kv[:, :, P:]], dim=2))
 
 
 def test_lmcaches_own_order_finds_nothing_behind_a_cartridge(
@@ -386,3 +415,29 @@ def test_what_one_rank_could_not_load_no_rank_saves() -> None:
     assert not asked, "ranks wait for each other only in steps that load"
     assert _saved(lost, [_step("a", [1], loads=True), _step("b", [3])], set()) == ["a"]
     assert asked == [set()]
+
+
+def _union(rank: int, place: str, mine: list[set[int]], found: Any) -> None:
+    from types import SimpleNamespace
+
+    from torch import distributed
+    from vllm.distributed import parallel_state
+
+    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    group = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
+    parallel_state.get_tp_group = lambda: group
+    found.put((rank, [over_ranks(blocks) for blocks in mine]))
+    distributed.destroy_process_group()
+
+
+def test_ranks_tell_each_other_what_they_could_not_load(tmp_path: Path) -> None:
+    context = get_context("spawn")
+    found: Any = context.Queue()
+    mine = {0: [set(), {1, 2}, set()], 1: [set(), {2, 3}, {9}]}
+    ranks = [context.Process(target=_union, args=(r, str(tmp_path / "meet"), mine[r], found)) for r in mine]
+    for rank in ranks:
+        rank.start()
+    seen = dict(found.get(timeout=240) for _ in ranks)
+    for rank in ranks:
+        rank.join()
+    assert seen == dict.fromkeys(mine, [set(), {1, 2, 3}, {9}])

@@ -37,6 +37,12 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
     refuse = UnsupportedEngine
     if transfer.kv_role not in ("kv_consumer", "kv_both"):
         raise refuse(f'kv_role is {transfer.kv_role}: such an engine may load nothing. Set "kv_role": "kv_both"')
+    if transfer.kv_connector == "MultiConnector":
+        raise refuse(
+            "MultiConnector: in the step in which KV could not be loaded, the connectors beside ours save what was computed "
+            "without it, and answer from that later; nobody can stop them (vLLM 0.32). LMCache's own saving goes beside "
+            'cartridges: name our connector alone, with "kv_role": "kv_both"'
+        )
     if config.lora_config is not None:
         raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
     if config.parallel_config.pipeline_parallel_size > 1:
