@@ -1,10 +1,11 @@
-"""How well cartridges answer: no prefix, full document, prefilled and trained cartridges, served by a real vLLM server.
+"""How well cartridges answer: no prefix, full document, prefilled, compacted and trained ones, served by real vLLM servers.
 
     python benchmarks/quality.py [--documents 5] [--processes 2] [--full] [--home DIR]
 
-Ward sheets that the shipped model never saw are drawn; for each, cartridges are built and trained by the command line,
-registered in one home, served by one server, and asked for every fact of their sheet in a wording that none was trained
-on; each also in int8, compressed from what is stored. Writes QUALITY.md, quality.json and quality.png beside this file. `--home` keeps the cartridges, and a second run goes
+Ward sheets that the shipped model never saw are drawn; for each, cartridges are built,
+compacted and trained by the command line, registered in one home, served by one server in LMCache's in-process mode and
+one in its multiprocess mode, and asked for every fact of their sheet in a wording that none was made with; each also in
+int8, compressed from what is stored. Writes QUALITY.md, quality.json and quality.png beside this file. `--home` keeps the cartridges, and a second run goes
 on from those that are there.
 """
 
@@ -58,27 +59,34 @@ CHUNK = 32
 TOKENS = 1024
 TRAINED = (QUESTIONS[0], "Patient {patient}: {attribute}?")
 """Wordings that the template to train on has. The second is new to the model, which answers it all the same."""
+TEMPLATE = {
+    "questions": TRAINED,
+    "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
+    "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
+}
 ASKED = (QUESTIONS[1], QUESTIONS[2])
 """Wordings that are asked, fact by fact in turn."""
 HELD_OUT = "the {attribute} of {patient}?"
 """Wording looked at while training, to keep the best KV."""
-INITIALS = ("random", "vocab", "first-k", "sci")
 SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
 GOAL_POINTS = 2.0
+SHORT = {"4x": 100, "16x": 200}
+"""Steps of the short training that starts from a compaction."""
 RATE = 0.3
 """Peak learning rate: right for this tiny model, and far above what a real one wants. `train` finds it by itself too."""
 
 
 class Variant(NamedTuple):
-    """One way to train."""
+    """One way to make a cartridge much shorter than its document."""
 
     name: str
-    size: tuple[str, str]
-    """The option that gives p."""
-    init: str
+    factor: str
+    """By which it is shorter, as `4x`."""
+    init: str | None
+    """Where training starts; None for a compaction without any."""
     how: tuple[str, ...]
-    """Options of `train` for steps and rates."""
+    """Options for steps and rates."""
 
 
 @dataclass
@@ -94,17 +102,21 @@ class Sheet:
 
 
 def variants(effort: float, defaults: bool) -> list[Variant]:
-    """Return what is trained for each sheet; `effort` multiplies the steps, unless all is left to `train`'s defaults."""
+    """Return what is made for each sheet; `effort` multiplies the steps, unless all is left to `train`'s defaults."""
 
     def how(steps: int) -> tuple[str, ...]:
-        given = ("--steps", str(int(steps * effort)), "--rate", str(RATE), "--schedule", "cosine", "--warmup", "20",
-                 "--patience", "0", "--check-every", "50")  # fmt: skip
+        given = ("--steps", str(max(1, int(steps * effort))), "--rate", str(RATE), "--schedule", "cosine", "--warmup",
+                 str(min(20, steps // 10)), "--patience", "0", "--check-every", "50")  # fmt: skip
         return () if defaults else given
 
-    long, short = how(1000), how(1400)
-    found = [Variant(f"4x, {init}", ("--compress", "4x"), init, long) for init in INITIALS]
-    found += [Variant(f"16x, {init}", ("--compress", "16x"), init, short) for init in INITIALS]
-    return [*found, Variant("p = 32, sci", ("--positions", "32"), "sci", short)]
+    found = []
+    for factor, short, long in (("4x", SHORT["4x"], 1000), ("16x", SHORT["16x"], 1400)):
+        found += [
+            Variant(f"{factor}, compact", factor, None, ()),
+            Variant(f"{factor}, compact, {short} steps", factor, "compact", how(short)),
+            Variant(f"{factor}, train, {long:,} steps", factor, "sci", how(long)),
+        ]
+    return found
 
 
 def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
@@ -123,12 +135,7 @@ def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
         held_out = [Question(HELD_OUT.format(**fact._asdict())) for fact in document.facts[::4]]
         save(held_out, directory / f"sheet-{number}.held_out.jsonl")
         sheets.append(sheet)
-    template = {
-        "questions": TRAINED,
-        "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
-        "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
-    }
-    (directory / "template.json").write_text(json.dumps(template, indent=2))
+    (directory / "template.json").write_text(json.dumps(TEMPLATE, indent=2))
     return sheets
 
 
@@ -181,16 +188,18 @@ def make_one(sheet: Sheet, row: str | Variant, settings: Settings) -> dict[str, 
     start = time.monotonic()
     common = ("--home", str(settings.home), "--model", MODEL, "--document", str(sheet.path),
               "--id", cartridge(sheet, name), "--chunk-size", str(CHUNK))  # fmt: skip
+    template = ("--template", str(sheet.path.with_name("template.json")), "--accept", "0")
     if isinstance(row, str):
         made = run_cli("build", *common)
+    elif row.init is None:
+        made = run_cli("build", *common, "--compact", row.factor, *template)
     else:
         made = run_cli(
-            "train", *common, *row.size, "--init", row.init, "--template", str(sheet.path.with_name("template.json")),
+            "train", *common, "--compress", row.factor, "--init", row.init, *template,
             "--held-out", str(sheet.path.with_suffix(".held_out.jsonl")),
-            *row.how, "--batch", "32", "--top-k", "0", "--answer-tokens", "4", "--precision", "bfloat16", "--accept", "0",
+            *row.how, "--batch", "32", "--top-k", "0", "--answer-tokens", "4", "--precision", "bfloat16",
         )  # fmt: skip
-    seconds = made.get("seconds", time.monotonic() - start)
-    return {"positions": made["positions"], "bytes": made["bytes"], "seconds": seconds}
+    return {"positions": made["positions"], "bytes": made["bytes"], "seconds": time.monotonic() - start}
 
 
 def cartridge(sheet: Sheet, row: str) -> str:
@@ -211,16 +220,22 @@ def compress(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str]) -
         sheet.results[row]["int8_bytes"] = found.bytes
 
 
+@contextlib.contextmanager
+def serving(settings: Settings, mode: str) -> Iterator[Server]:
+    """Serve the cartridges of `settings` in a mode of LMCache."""
+    launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS, mode=mode)
+    print(f"starting vLLM, {mode}", file=sys.stderr)
+    with (
+        ServerProcess(launch, settings.home / f"server-{mode}.log", environment=SMALL) as process,
+        Server(process.url) as server,
+    ):
+        yield server
+
+
 def serve_and_ask(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str], limit: int | None) -> None:
     """Ask one server every question every way."""
-    launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
     total = sum(len(evaluate.pick(sheet.questions, limit)) for sheet in sheets) * (2 + 2 * len(rows))
-    print("starting vLLM", file=sys.stderr)
-    with (
-        ServerProcess(launch, settings.home / "server.log", environment=SMALL) as process,
-        Server(process.url) as server,
-        tqdm(total=total, desc="ask vLLM", unit=" answers") as bar,
-    ):
+    with serving(settings, "in-process") as server, tqdm(total=total, desc="ask vLLM", unit=" answers") as bar:
         for sheet in sheets:
             asked = evaluate.pick(sheet.questions, limit)
             for row in rows:
@@ -234,11 +249,24 @@ def serve_and_ask(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[st
                     found = sheet.results.setdefault(name, {})
                     found["exact"] = share(given)
                     found |= by_wording(given)
-                twin = ServerAsker(server, f"{cartridge(sheet, row)}-int8", sheet.document.text, "chat")
-                given = evaluate.ask_all(twin, asked, 4, ways=("cartridge",), progress=lambda *_: bar.update())[
-                    "cartridge"
-                ]
-                sheet.results[row]["int8"] = share(given)
+                sheet.results[row]["int8"] = ask_one(server, sheet, f"{cartridge(sheet, row)}-int8", asked, bar)
+
+
+def ask_multiprocess(sheets: Sequence[Sheet], settings: Settings, rows: Sequence[str], limit: int | None) -> None:
+    """Ask a server with LMCache in a process of its own the same of `rows`."""
+    total = sum(len(evaluate.pick(sheet.questions, limit)) for sheet in sheets) * len(rows)
+    with serving(settings, "multiprocess") as server, tqdm(total=total, desc="ask vLLM", unit=" answers") as bar:
+        for sheet in sheets:
+            asked = evaluate.pick(sheet.questions, limit)
+            for row in rows:
+                sheet.results[row]["multiprocess"] = ask_one(server, sheet, cartridge(sheet, row), asked, bar)
+
+
+def ask_one(server: Server, sheet: Sheet, name: str, asked: Sequence[Question], bar: tqdm) -> float:
+    """Return the share of right answers after one cartridge."""
+    asker = ServerAsker(server, name, sheet.document.text, "chat")
+    found = evaluate.ask_all(asker, asked, 4, ways=("cartridge",), progress=lambda *_: bar.update())
+    return share(found["cartridge"])
 
 
 def share(answers: Sequence[evaluate.Answer]) -> float:
@@ -272,6 +300,7 @@ class Summary(NamedTuple):
     spread: float
     least: float
     hf: float | None
+    multiprocess: float | None
     int8: float | None
     int8_bytes: float | None
     positions: float | None
@@ -288,7 +317,7 @@ def summarise(sheets: Sequence[Sheet], rows: Sequence[str]) -> dict[str, Summary
         rest = {
             key: statistics.mean(values) if (values := [s.results[row][key] for s in sheets if key in s.results[row]])
             else None
-            for key in ("hf", "int8", "int8_bytes", "positions", "bytes", "seconds")
+            for key in ("hf", "multiprocess", "int8", "int8_bytes", "positions", "bytes", "seconds")
         }  # fmt: skip
         spread = statistics.stdev(exact) if len(exact) > 1 else 0.0
         wordings = tuple(statistics.mean(s.results[row][f"wording {i}"] for s in sheets) for i in range(len(ASKED)))
@@ -300,14 +329,14 @@ def markdown(summary: Mapping[str, Summary], facts: Mapping[str, Any]) -> str:
     """Return the page QUALITY.md."""
     lines = [
         "| asked after | exact answers | spread | worst sheet | `X blood?` | `what is the blood of patient X?` | p | payload "
-        "| training | transformers | int8 | int8 payload |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| seconds to make, under load | multiprocess | transformers | int8 | int8 payload |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row, s in summary.items():
         cells = [
             row, f"**{s.mean:.1%}**", f"± {100 * s.spread:.1f}", f"{s.least:.1%}", *(f"{share:.1%}" for share in s.wordings),
             f"{s.positions:,.0f}" if s.positions else "", size(int(s.bytes)) if s.bytes else "",
-            f"{s.seconds:.0f} s" if s.seconds and row != PREFILL else "",
+            f"{s.seconds:.0f} s" if s.seconds else "", f"{s.multiprocess:.1%}" if s.multiprocess is not None else "",
             f"{s.hf:.1%}" if s.hf is not None else "", f"{s.int8:.1%}" if s.int8 is not None else "",
             size(int(s.int8_bytes)) if s.int8_bytes else "",
         ]  # fmt: skip
@@ -328,10 +357,12 @@ def verdict(summary: Mapping[str, Summary]) -> Iterator[str]:
     rows = [s for s in summary.values() if s.seconds and s.hf is not None and s.positions < 1000]
     first, second = (statistics.mean(s.wordings[i] for s in rows) for i in range(2))
     yield (
-        f"- Of the two wordings that nobody trained on, trained cartridges answer the first {first:.1%} and the second "
+        f"- Of the two wordings that nothing was made with, short cartridges answer the first {first:.1%} and the second "
         f"{second:.1%}, on average over the rows."
     )
     yield f"- Without a prefix {chance:.1%} are right; guessing a value of the right attribute gives about 5%."
+    modes = max((abs(s.mean - s.multiprocess) for s in summary.values() if s.multiprocess is not None), default=0.0)
+    yield f"- LMCache in the engine and in a process of its own differ by {100 * modes:.1f} points at most."
     served = max(abs(s.mean - s.hf) for s in summary.values() if s.hf is not None)
     yield (
         f"- vLLM and transformers differ by {100 * served:.1f} points at most: what was trained with one is served by "
@@ -353,7 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--documents", type=int, default=5)
-    add("--first", type=int, default=100, help="seed of the first of them; the settings were chosen on those from 0 on")
+    add("--first", type=int, default=200, help="seed of the first of them; the settings were chosen on those from 0 on")
     add("--processes", type=int, default=2, help="that train at once, one thread each")
     add("--full", action="store_true", help="20 sheets, four times the steps: hours")
     add("--effort", type=float, help="multiply the steps by this (default 1, with --full 4)")
@@ -375,6 +406,7 @@ def main() -> None:
         make(sheets, settings, wanted, options.processes)
         compress(sheets, settings, rows)
         serve_and_ask(sheets, settings, rows, options.limit)
+        ask_multiprocess(sheets, settings, [row for row in rows if "compact" in row], options.limit)
         ask_offline(sheets, settings, rows, options.limit)
     summary = summarise(sheets, [NO_PREFIX, FULL, *rows])
     lengths = [len(CausalModel(MODEL).encode(sheet.document.text, special=True)) for sheet in sheets]

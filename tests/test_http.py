@@ -191,7 +191,7 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
 
     @app.post("/")
     async def stream() -> StreamingResponse:
-        http.note("first", is_pending=True)
+        http.note("first", notice="dropped with it", is_pending=True)
 
         async def pieces() -> AsyncIterator[str]:
             http.note("a@1;served=document")
@@ -203,7 +203,15 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
 
     reply = post(app, "/")
     assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
+    assert "x-cartridges-notice" not in reply.headers
     assert http.api_key() is None, "outside a request there is none"
+
+
+def test_a_notice_goes_with_what_was_used() -> None:
+    app = FastAPI()
+    app.add_middleware(http.ResponseHeaders)
+    app.post("/")(lambda: http.note("a@1, b@1", notice="made for fewer than 1 others: b@1 (0)"))
+    assert post(app, "/").headers["x-cartridges-notice"] == "made for fewer than 1 others: b@1 (0)"
 
 
 def _sent(*steps: Any) -> list[Any]:

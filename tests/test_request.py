@@ -19,8 +19,9 @@ from making import make_artifact, make_fingerprint, make_rope
 from s3 import S3Server
 from waiting import Clock
 
+from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.fingerprint import Rope
-from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Training
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.library.manifest_cache import ManifestCache
@@ -326,6 +327,40 @@ def test_a_new_version_is_found_at_once(home: Home) -> None:
     assert after.names == "a@2"
     assert after.tag != before.tag
     assert home.resolve("a@1")[:5] == before[:5]
+
+
+TRAINING = Training("distill", "sci", 0, 9, 1, 5, 5, 0.1, 0.1, 1.0, 1.0)
+COMPACTION = Compaction("attention matching, no bias", "repeat", 9, 1, (0.1,), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("about", "company"),
+    [
+        ({}, 0), ({"training": TRAINING}, 0), ({"training": msgspec.structs.replace(TRAINING, beside=1)}, 1),
+        ({"compaction": COMPACTION}, None), ({"compaction": msgspec.structs.replace(COMPACTION, refine=9)}, 0),
+        ({"compaction": msgspec.structs.replace(COMPACTION, distill=9)}, 0),
+    ],
+)  # fmt: skip
+def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(
+    home: Home, about: dict[str, Any], company: int | None
+) -> None:
+    path = Path(home.settings.home) / "c/t" / reading.MANIFEST
+    provenance = msgspec.structs.replace(home.manifests["trained"].provenance, **about)
+    path.write_bytes(msgspec.structs.replace(home.manifests["trained"], provenance=provenance).encode())
+    assert home.resolve("trained").notice == home.resolve("a", "b").notice == ""
+    refusing = Resolver(from_mapping(home.settings.model_dump() | {"on_made_alone": "error"}))
+    assert refusing.resolve([Reference(id="trained")]).names == "trained@1"
+    for others in (1, 2):
+        names = ["a", "trained", "b"][: others + 1]
+        expected = company is None or company >= others
+        notice = "" if expected else f"made for fewer than {others} others: trained@1 ({company})"
+        assert home.resolve(*names).notice == notice
+        chain = [Reference(id=name) for name in names]
+        if expected:
+            assert refusing.resolve(chain).names
+        else:
+            refusal = _refusal(refusing.resolve, chain)
+            assert (refusal.status, notice in str(refusal)) == (400, True)
 
 
 def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_take_its_place(home: Home) -> None:

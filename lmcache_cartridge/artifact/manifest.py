@@ -72,6 +72,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Peak learning rate, given or found."""
     kept: float | None = None
     """Share of what the document adds to the answers of the held-out questions; None where that was not to be told."""
+    beside: int = 0
+    """Up to how many other documents' KV stood around it while it was trained."""
 
 
 class Compaction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,6 +195,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """`id@version`."""
         return f"{self.id}@{self.version}"
+
+    @property
+    def company(self) -> int | None:
+        """Beside how many other cartridges it was made to stand; None is any number.
+
+        KV of a prefill is a document's, and so are the keys of a compaction that no gradient step has moved: a chain
+        takes next to nothing from their answers (`docs/compaction.md`). Of KV that came from elsewhere nothing is known.
+        """
+        about = self.provenance
+        if self.kind != "trained":
+            return None
+        if about.training is not None:
+            return about.training.beside
+        moved = about.compaction is None or about.compaction.refine or about.compaction.distill
+        return 0 if moved else None
 
     def chunk_length(self, chunk: int) -> int:
         """Return the number of positions in stored chunk `chunk`."""

@@ -34,6 +34,7 @@ _LARGE_BYTES = 256 << 10
 """Bodies beyond this are looked at in a thread."""
 _FORM_FIELD = re.compile(rb'name="?[^";\r\n]{0,32}artridge')
 _NAMES, _REQUIRED = misnamed.HEADERS
+_NOTICE = b"x-cartridges-notice"
 
 
 class Gate:
@@ -192,13 +193,18 @@ def is_required() -> bool:
     return exchange is not None and exchange.is_required
 
 
-def note(used: str, *, is_pending: bool = False) -> None:
+def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
     """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
+
+    A `notice` about what was used goes with it, in `X-Cartridges-Notice`.
 
     While the last one `is_pending` the response does not start: what was injected is known with the first token only.
     """
     if exchange := _exchange.get():
         exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
+        exchange.headers.pop(_NOTICE, None)
+        if notice:
+            exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
         exchange.is_pending = is_pending
 
 

@@ -107,6 +107,13 @@ class Selection(NamedTuple):
         return ", ".join(parts)
 
     @property
+    def notice(self) -> str:
+        """What the client of a chain should know: which of its cartridges were made for less company; empty for none."""
+        others = len(self.manifests) - 1
+        alone = [f"{m.name} ({m.company})" for m in self.manifests if m.company is not None and m.company < others]
+        return f"made for fewer than {others} others: {', '.join(alone)}" if alone else ""
+
+    @property
     def replaced(self) -> str:
         """The response header where the documents' text took the cartridges' place."""
         return f"{self.used()};served=document"
@@ -176,7 +183,8 @@ class Resolver:
             self._refused = {d: until for d, until in self._refused.items() if until > now} | {digest: now + _REFUSED_S}
 
     def resolve(self, references: Sequence[Reference], found: Mapping[Reference, Found] | None = None) -> Selection:
-        """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had now.
+        """Return the selection. Raises `Refusal`: 400 for company it was not made for, 404 unknown, 422 not
+        usable so, 503 not to be had now.
 
         An id stands for its newest version that is sound and was not passed over, or else for its newest. Blocks as
         long as sources do. With `found`, earlier results of `find`, it blocks for the server's own directories only,
@@ -197,7 +205,10 @@ class Resolver:
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
         places = tuple((str(one.root), one.location) for one in each)
         ids = tuple(chain.from_iterable(one.token_ids for one in each))
-        return Selection(manifests, places, ids, whole, afresh, tuple(references))
+        selection = Selection(manifests, places, ids, whole, afresh, tuple(references))
+        if selection.notice and self._settings.on_made_alone == "error":
+            raise Refusal(400, f"this chain is refused by the setting on_made_alone: {selection.notice}")
+        return selection
 
     def find(self, reference: Reference, *, wait: bool = True) -> Found:
         """Return the cartridge that one reference stands for. Raises `Refusal`.
