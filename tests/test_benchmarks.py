@@ -20,7 +20,7 @@ def on_path() -> Iterator[None]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("name", ["mix", "scale", "inject", "chunks", "start", "request_path", "compaction"])
+@pytest.mark.parametrize("name", ["mix", "scale", "inject", "chunks", "start", "request_path", "compaction", "chains"])
 def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +92,7 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
     assert chunks.cached_share(path) == 0.0
 
 
-@pytest.mark.parametrize("name", ["chunks", "cold_fetch", "compaction", "inject", "mix", "scale", "ttft"])
+@pytest.mark.parametrize("name", ["chains", "chunks", "cold_fetch", "compaction", "inject", "mix", "scale", "ttft"])
 def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module(name).main
     with pytest.raises(SystemExit) as ended:
