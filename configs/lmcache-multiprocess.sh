@@ -14,8 +14,10 @@ YAML=configs/lmcache.yaml                              # vLLM's API server reads
 #   --supported-transfer-mode      engine_driven on CPU; leave it away on GPUs. With the wrong one vLLM waits five
 #                                  minutes and gives up
 #   --no-l1-use-lazy, --shm-name   vLLM maps LMCache's memory instead of having chunks sent. CPU only
-#   --l1-size-gb                   LMCache copies a whole prefix into memory of its own or serves none of it: at least
-#                                  the largest cartridge, times the requests for it that are cold at the same time
+#   --l1-size-gb                   for what LMCache saves, and for its copies of cartridges: it copies a whole prefix or
+#                                  serves none of it, so several times the largest
+#   --eviction-trigger-watermark   LMCache looks once a second whether it is fuller, and refuses what has no room until
+#                                  then: leave room for two of the largest cartridges. --eviction-ratio goes at once
 #   --l2-prefetch-policy retain    keep it there for the next request
 #   --worker-reap-timeout-seconds  0: else a vLLM that gets no request for an hour is forgotten for good
 #   --hash-algorithm               leave it away: the default, blake3, has no seed; with another vLLM does not start
@@ -24,18 +26,20 @@ YAML=configs/lmcache.yaml                              # vLLM's API server reads
 #                                  --l2-store-policy skip_l1, which drops what an adapter says it has stored
 LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-port 8755 --chunk-size 256 \
   --supported-transfer-mode engine_driven --no-l1-use-lazy --shm-name lmcache-cartridge-5755 \
-  --l1-size-gb 1 --eviction-policy LRU --l2-prefetch-policy retain --worker-reap-timeout-seconds 0 \
+  --l1-size-gb 1 --eviction-policy LRU --eviction-trigger-watermark 0.8 --eviction-ratio 0.3 \
+  --l2-prefetch-policy retain --worker-reap-timeout-seconds 0 \
   --l2-adapter '{"type": "plugin", "module_path": "lmcache_cartridge.engine.l2", "class_name": "CartridgeL2Adapter",
                  "adapter_params": {"control": "'"$CONTROL"'", "lmcache_http": "http://127.0.0.1:8755",
                                     "home": "'"$HOME_DIR"'", "cpu_bytes": "1GiB"}}' &
 
-# 2. vLLM, as soon as the other has started. `kv_load_failure_policy` must be fail where trained cartridges are served.
+# 2. vLLM, as soon as the other has started. With "kv_role": "kv_consumer" LMCache saves nothing of what it computes.
+#    `kv_load_failure_policy` must be fail where trained cartridges are served.
 #    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.
 VLLM_PLUGINS=cartridges LMCACHE_CONFIG_FILE=$YAML VLLM_NO_USAGE_STATS=1 \
 python -m vllm.entrypoints.launchers.api_server.entry --model "$MODEL" --enable-prompt-tokens-details \
   --worker-extension-cls lmcache_cartridge.engine.control.CartridgeWorker --kv-cache-memory-bytes 1073741824 \
   --kv-transfer-config '{"kv_connector": "CartridgeMPConnector",
     "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
-    "kv_role": "kv_consumer", "kv_load_failure_policy": "fail",
+    "kv_role": "kv_both", "kv_load_failure_policy": "fail",
     "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": 5755,
                                   "cartridge.control": "'"$CONTROL"'"}}'

@@ -43,6 +43,8 @@ BY_OTHERS = {
     "lmcache-cartridge export ward-a --to peft --output adapter": "test_convert_export.py",
     "lmcache-cartridge export ward-a --to hazy --output checkpoint": "test_convert_export.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
+    "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --l1-bytes 4GiB --l2-adapter "
+    '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "test_l2_saving.py",
 }
 """Commands that need what other tests make, and which of them run the same."""
 

@@ -72,6 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Se
         _register(model, settings, name, ward)
     faults = home / "faults.json"
     environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parent)}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # its prefix cache can be reset
     with (
         ServerProcess(faulty_launch(settings), home / "log", environment=environment) as server,
         Asker(server.url) as asker,

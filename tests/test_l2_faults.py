@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import openai
 import pytest
 import test_faults
+from recall.ward import ask, encode
 from test_faults import FaultTests, broken, served  # noqa: F401
 
 from lmcache_cartridge.serve.launch import Launch, plan
@@ -32,6 +34,26 @@ def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
             document = name == "whole"
             assert reply.used == f"{name}@1;positions={test_faults.POSITIONS}" + ";served=document" * document
             assert reply.cached_tokens == (0 if document else chunk * test_faults.CHUNK)
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 15])
+def test_nothing_is_saved_of_a_request_whose_trained_cartridge_was_lost(
+    served: test_faults.Served,  # noqa: F811
+    broken: Callable[..., None],  # noqa: F811
+    chunk: int,
+) -> None:
+    """Its text is longer than a chunk, and all of it is scheduled in the step in which vLLM ends it."""
+    own = served.sound["prefill"].ids[1:201] + encode(ask(served.sound["trained"].facts[0], 0))
+    given = {"prompt": own, "cartridges": "trained", "cache_salt": f"lost-{chunk}"}
+    broken(drop=chunk)
+    with pytest.raises(openai.APIStatusError):
+        served.asker.complete(**given)
+    broken()
+    again = served.asker.complete(**given)
+    assert again.cached_tokens == test_faults.POSITIONS, "something was saved that was computed after nothing"
+    saved = test_faults.POSITIONS + len(own) // test_faults.CHUNK * test_faults.CHUNK
+    served.asker.http.post("/reset_prefix_cache").raise_for_status()
+    assert served.asker.complete(**given).cached_tokens == saved, "the control: what is computed after it is saved"
 
 
 class TestFaults(FaultTests):

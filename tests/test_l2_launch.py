@@ -18,8 +18,9 @@ from making import make_artifact
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.engine.contract import CONTROL
+from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve.launch import l1_size_bytes, plan
+from lmcache_cartridge.serve.launch import l1_size_bytes, l1_watermark, plan
 from lmcache_cartridge.settings import Settings, from_mapping
 
 
@@ -50,7 +51,7 @@ def test_both_servers_are_told_of_the_same_port_and_socket(tmp_path: Path) -> No
     transfer = json.loads(_option(launch.command, "--kv-transfer-config"))
     extra = transfer["kv_connector_extra_config"]
     assert transfer["kv_connector"] == "CartridgeMPConnector"
-    assert transfer["kv_role"] == "kv_consumer", "what vLLM computes is not stored under cartridges' keys"
+    assert transfer["kv_role"] == "kv_both", "LMCache saves what vLLM computes"
     assert extra["lmcache.mp.port"] == 5999 == int(_option(launch.lmcache, "--port"))
     assert extra[CONTROL] == _adapter(launch.lmcache)["adapter_params"]["control"]
     assert len(extra[CONTROL]) < 100, "a Unix socket's path has 107 characters at most"
@@ -77,18 +78,47 @@ def test_shared_memory_is_used_where_it_is_large_enough(tmp_path: Path) -> None:
 
 def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_once(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
-    assert _gib(settings) == 0.25, "with nothing registered"
+    assert _gib(settings, saves=False) == 0.25, "with nothing registered"
     for name, positions in (("small", 64), ("large", 4096)):
         made = make_artifact(tmp_path / name, cartridge_id=name, positions=positions, layers=24, chunk_tokens=256)
         Registry(settings.registry_path).register(tmp_path / name)
     largest = made.kv.numel() * 2
-    assert _gib(settings) == pytest.approx(l1_size_bytes(largest) / 2**30)
+    assert _gib(settings) == pytest.approx(2 * l1_size_bytes(largest) / 2**30), "and as much for what it saves"
+    assert _gib(settings, saves=False) == pytest.approx(l1_size_bytes(largest) / 2**30)
     assert l1_size_bytes(largest) == max(256 << 20, 4 * largest)
     assert float(_option(plan("m", settings, mode="multiprocess", l1_bytes=1 << 31).lmcache, "--l1-size-gb")) == 2
 
 
-def _gib(settings: Settings) -> float:
-    return float(_option(plan("m", settings, mode="multiprocess").lmcache, "--l1-size-gb"))
+def _gib(settings: Settings, **options: Any) -> float:
+    return float(_option(plan("m", settings, mode="multiprocess", **options).lmcache, "--l1-size-gb"))
+
+
+def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_from_filling_up(tmp_path: Path) -> None:
+    settings = from_mapping({"home": tmp_path})
+    for options, role in (
+        ({}, "kv_both"),
+        ({"saves": False}, "kv_consumer"),
+        ({"vllm_args": ["--kv-transfer-config", '{"kv_role": "kv_consumer"}']}, "kv_consumer"),
+        ({"vllm_args": ["--kv-transfer-config.kv_role", "kv_both"], "saves": False}, "kv_both"),
+    ):
+        launch = plan("m", settings, mode="multiprocess", **options)
+        assert launch.engine["kv_transfer_config"]["kv_role"] == role
+        assert ("--eviction-trigger-watermark" in launch.lmcache) is (role == "kv_both")
+    with pytest.raises(UnsupportedEngine, match="kv_producer"):
+        plan("m", settings, mode="multiprocess", vllm_args=["--kv-transfer-config", '{"kv_role": "kv_producer"}'])
+
+
+@pytest.mark.parametrize(("l1", "largest", "full"), [(100, 10, 0.8), (100, 25, 0.5), (100, 60, 0.3), (100, 0, 0.8)])
+def test_there_stays_room_for_two_of_the_largest_cartridges(l1: int, largest: int, full: float) -> None:
+    assert l1_watermark(l1, largest) == full
+
+
+def test_lmcaches_other_places_come_after_ours(tmp_path: Path) -> None:
+    other = '{"type": "fs", "base_path": "/x"}'
+    command = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", l2_adapters=[other, other]).lmcache
+    given = [command[i + 1] for i, word in enumerate(command) if word == "--l2-adapter"]
+    assert json.loads(given[0])["class_name"] == "CartridgeL2Adapter"
+    assert given[1:] == [other, other]
 
 
 def test_in_process_mode_runs_vllm_alone(tmp_path: Path) -> None:

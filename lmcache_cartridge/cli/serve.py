@@ -97,10 +97,25 @@ def _add_serve(verb: Verb) -> None:
         "--l1-bytes",
         default="0",
         help="memory of LMCache's own. In-process: of each worker's, in which LMCache saves the KV that vLLM computes, of "
-        "plain prompts and of what follows a cartridge (default 0: it saves nothing). Multiprocess: of LMCache's server "
-        "for the copies it hands to vLLM (default: four times the largest registered cartridge, 256MiB at least)",
+        "plain prompts and of what follows a cartridge (default 0: it saves nothing). Multiprocess: of LMCache's server, "
+        "for that and for the copies it hands to vLLM (default: eight times the largest registered cartridge, 512MiB at "
+        "least; half of it with --no-save)",
     )
     option("--lmcache-port", type=int, default=0, help="multiprocess: port of LMCache's server (default: a free one)")
+    option(
+        "--no-save",
+        action="store_true",
+        help="multiprocess: serve cartridges only. Else LMCache also saves the KV that vLLM computes, of plain prompts and "
+        "of what follows a cartridge, and answers later prompts with it, each tenant's (cache_salt) by itself",
+    )
+    option(
+        "--l2-adapter",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="multiprocess: one more place where LMCache saves, as `lmcache server --l2-adapter` takes it, for example "
+        """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often""",
+    )
     option(
         "--unproven-versions",
         action="store_true",
@@ -125,6 +140,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         arguments.model, settings_of(arguments, **values), chunk_tokens=arguments.chunk_size, mode=arguments.mode,
         on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
         l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes), lmcache_port=arguments.lmcache_port,
+        saves=not arguments.no_save, l2_adapters=arguments.l2_adapter,
     )  # fmt: skip
     environment = {k: "***" if "KEY" in k else v for k, v in launch.environment.items()}
     plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": environment,

@@ -242,7 +242,7 @@ def may_look_up_again(tracker: Any) -> bool:
     """Whether a request that LMCache tells a miss for is still where another lookup makes sense."""
     from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 
-    return tracker.state == LMCacheMPRequestState.PREFETCHING and not tracker.num_lmcache_hit_tokens
+    return tracker.state == LMCacheMPRequestState.PREFETCHING
 
 
 def let_go_of_hits(tracker: Any) -> None:
@@ -305,7 +305,9 @@ def _reads(**fields: Any) -> Callable[[Any], bool]:
 
 _CHAT: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 _CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
+_SCHEDULER = "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPSchedulerAdapter"
 _TRACKER = "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestTracker"
+_TRACKED = "cache_salt", "max_offload_tokens", "num_stored_tokens", "num_vllm_hit_tokens", "num_lmcache_hit_tokens"
 
 NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
     "api": {
@@ -342,15 +344,13 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         f"{_CONNECTOR}:LMCacheMPConnector": _is_asked_for_trackers,
         f"{_CONNECTOR}:LMCacheMPConnector._get_request_tracker": callable,
         f"{_CONNECTOR}:get_dcp_decorated_model_name": callable,
-        f"{_TRACKER}.cache_salt": lambda salt: salt == "",
-        f"{_TRACKER}.num_vllm_hit_tokens": lambda tokens: tokens == 0,
-        f"{_TRACKER}.num_lmcache_hit_tokens": lambda tokens: tokens == 0,
+        **{f"{_TRACKER}.{name}": lambda value: not value for name in _TRACKED},
         f"{_TRACKER}.state": lambda state: state.name == "PREFETCHING",
         "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestState.PREFETCHING": lambda _: True,
         "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPConnectorMetadata": lambda kind: (
             "requests" in vars(kind())
         ),
-        "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPSchedulerAdapter.cleanup_lookup_result": callable,
+        **{f"{_SCHEDULER}.{name}": bool for name in ("cleanup_lookup_result", "free_lookup_locks", "is_healthy")},
         "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey": lambda _: (
             lookup_key("m", 1, [1, 2], "salt").cache_salt == "salt"
         ),

@@ -26,10 +26,12 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from ..artifact.cartridge import Place
 from ..artifact.lru import Lru
+from ..artifact.reading import load_manifest, load_token_ids
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..library.index import Hasher
 from ..memory.claim import Claim
 from ..memory.layout import DTYPES, rank_heads
+from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore, Engine
 from ..memory.tiles import is_tiled
 from ..settings import from_mapping
@@ -37,7 +39,7 @@ from . import host
 from .control import ControlServer
 from .l1_copies import L1Copies
 from .l2_tasks import Acknowledgements, Task, Tasks
-from .report import ANYBODY, HASH, HashChecks, Report, ReportServer, check_ids, tag_salt
+from .report import HASH, HashChecks, Report, ReportServer, check_ids, tag_part, tag_salt
 from .versions import check_versions
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,8 @@ _MAX_TAGS = 1 << 16
 class CartridgeL2Adapter(L2AdapterInterface):
     """Answers LMCache's lookups from one `CartridgeStore` for each engine rank that has confirmed what it is.
 
-    A request without cartridges is answered by prefill cartridges, for their own tokens: its KV is a function of the
-    tokens that it brought itself. A cartridge that a request names is found under the salt of its tag only.
+    A request without cartridges is answered by prefill cartridges, for their own tokens, whatever its salt: its KV is a
+    function of the tokens that it brought itself. A cartridge that a request names is found under salts of its tag only.
     """
 
     def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
@@ -156,7 +158,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         )
         store = CartridgeStore(self._settings, engine)
         copies = L1Copies(self._http)
-        named = ClaimingStore(store, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies)
+        named = ClaimingStore(store, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies, report)
         logger.info(
             "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
@@ -228,10 +230,10 @@ class CartridgeL2Adapter(L2AdapterInterface):
 
     def _find(self, key: ObjectKey) -> tuple[EngineRank | None, str | None]:
         """Return who serves a key and the tag it stands for; nobody where the engine or the tag is not known."""
-        rank = self._ranks.get((key.model_name, key.kv_rank))
-        if key.cache_salt == ANYBODY:
+        rank, part = self._ranks.get((key.model_name, key.kv_rank)), tag_part(key.cache_salt)
+        if part is None:
             return rank, None
-        tag = self._tags.get(key.cache_salt)
+        tag = self._tags.get(part)
         return (None, None) if tag is None else (rank, tag)
 
     # Everything LMCache asks of an adapter that stores: nothing is.
@@ -295,11 +297,15 @@ class EngineRank(NamedTuple):
 class ClaimingStore:
     """A store that tells which tags are claimed: from then on their keys are known."""
 
-    def __init__(self, store: CartridgeStore, tags: Lru[str, str], l1_bytes: int | None, copies: L1Copies) -> None:
+    def __init__(
+        self, store: CartridgeStore, tags: Lru[str, str], l1_bytes: int | None, copies: L1Copies, report: Report
+    ) -> None:
         """`tags` are those that were claimed, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
         None where that is not known.
         """
         self._store, self._tags, self._l1_bytes, self._copies = store, tags, l1_bytes, copies
+        self._report = report
+        self._filled: Lru[str, None] = Lru(_MAX_TAGS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -320,15 +326,27 @@ class ClaimingStore:
         logger.warning("a cartridge is not served: %s", why)
         return why
 
+    def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
+        """See `CartridgeStore.preload`. Once it is in memory LMCache copies it too, for requests without `cache_salt`."""
+        state = self._store.preload(tag, places)
+        if tag in places and state.resident == state.chunks and self._report.rank == 0 and tag not in self._filled:
+            self._filled.put(tag, None)
+            self._tags.put(tag_salt(tag), tag)
+            ids = load_token_ids(load_manifest(places[tag].root, tag, payload=False), places[tag].root).tolist()
+            self._copies.fill(self._report.model_name, self._report.world, tag_salt(tag), ids)
+        return state
+
     def evict(self, digest: str) -> int:
         """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
+        self._filled.pop(digest)
         evicted = self._store.evict(digest)
         self._copies.drop(lambda key: self._is_of(key, digest))
         return evicted
 
     def _is_of(self, key: ObjectKey, digest: str) -> bool:
         """Whether a key may be of a cartridge, and its chunk is not resident."""
-        tag = None if key.cache_salt == ANYBODY else self._tags.get(key.cache_salt) or ""
+        part = tag_part(key.cache_salt)
+        tag = None if part is None else self._tags.get(part) or ""
         if tag is not None and digest != tag and digest not in tag.split("."):
             return False
         return self._store.resident([_hash(key)], tag) == 0

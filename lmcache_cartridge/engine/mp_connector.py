@@ -1,4 +1,8 @@
-"""CartridgeMPConnector: LMCache's multiprocess connector with what cartridges need: proof, names and all or nothing."""
+"""CartridgeMPConnector: LMCache's multiprocess connector with what cartridges need: proof, names and all or nothing.
+
+With `kv_both` LMCache saves what vLLM computes, as without us: plain prompts, and what comes after cartridges. What a
+cartridge should have had and did not get is never saved.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..artifact.fingerprint import Fingerprint
+from ..artifact.lru import Lru
 from ..errors import UnsupportedEngine
 from . import host
 from .connector import check_api, positions_to_inject
-from .contract import CONTROL
+from .contract import CONTROL, GRANT, SKIP_SAVE
 from .control import offer
 from .describe import check_vllm, fingerprint_of, is_draft, transfer_of, without_draft
 from .probe import written_layout
@@ -34,8 +39,13 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_cartridge.mp_connector")
 
 
-_MAX_RETRIES, _FIRST_PAUSE_S = 5, 0.02
-"""Lookups of a trained cartridge after one that missed, and the first pause; each later one is twice as long."""
+_RETRY_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.5, 0.02, 0.5
+"""How long a cartridge that is in memory is looked up again after a miss, and the pauses; each is twice the one before.
+
+LMCache 0.5.6 makes room in its own memory once a second, a fifth of it each time unless it is told otherwise.
+"""
+_MAX_SEEN = 1 << 14
+"""Prefixes of which LMCache is known to have had its copy."""
 
 
 _CHECK_TIMEOUT_S = 60.0
@@ -46,6 +56,40 @@ class _Retry(NamedTuple):
     tries: int
     at: float
     """Monotonic time of the next lookup."""
+    until: float
+    """Monotonic time after which a miss counts."""
+
+
+class _Room:
+    """Lets one request at a time look a prefix up that LMCache has no copy of; in the scheduler's thread only.
+
+    LMCache 0.5.6 stages a copy for each request that asks while none is there, and has no memory for many: what has no
+    room is computed. Once the first is answered the others find its copy.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Lru[Any, None] = Lru(_MAX_SEEN)
+        self._asking: dict[Any, str] = {}
+        """Which request asks for a prefix."""
+        self._prefixes: dict[str, tuple[Any, Any]] = {}
+        """By request its key in LMCache, and what it must not be staged at once with."""
+
+    def may_ask(self, request_id: str, key: Any, prefix: Any) -> bool:
+        """Whether a request may look its prefix up now. One that may not asks again in vLLM's next step."""
+        self._prefixes[request_id] = key, prefix
+        return key in self._seen or self._asking.setdefault(prefix, request_id) == request_id
+
+    def answered(self, request_id: str, *, found: bool) -> None:
+        """Let the others look. What was not `found` to the end is staged by one at a time again."""
+        if (names := self._prefixes.pop(request_id, None)) is None:
+            return
+        key, prefix = names
+        if found:
+            self._seen.put(key, None)
+        else:
+            self._seen.pop(key)
+        if self._asking.get(prefix) == request_id:
+            del self._asking[prefix]
 
 
 class CartridgeMPConnector(LMCacheMPConnector):
@@ -71,6 +115,9 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}
         self._retries: dict[str, _Retry] = {}
+        self._unsaved: set[str] = set()
+        """Requests of which nothing may be saved any more."""
+        self._room = _Room()
         self._lost: set[int] = set()
         self._lost_in_step: set[int] = set()
         self._config = vllm_config
@@ -135,40 +182,79 @@ class CartridgeMPConnector(LMCacheMPConnector):
 
     def _get_or_create_request_tracker(self, request: Request) -> LMCacheMPRequestTracker:
         tracker = super()._get_or_create_request_tracker(request)
-        tracker.cache_salt = key_salt(request.kv_transfer_params)
+        params = request.kv_transfer_params or {}
+        tracker.cache_salt = key_salt(params, request.cache_salt)
+        # LMCache 0.5.6 knows skip_save in the workers only, and leaves out of its memory what lies behind this limit.
+        if params.get(SKIP_SAVE) or tracker.request_id in self._unsaved:
+            tracker.max_offload_tokens = 0
         return tracker
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return what LMCache found; for a trained cartridge all of it, whether found or not.
 
-        Nothing can compute a trained cartridge's positions. Where they are not all there, they are claimed and reported
-        as not loaded in the same step, so vLLM ends the request (`kv_load_failure_policy: fail`) before it samples.
+        What a claim holds in memory is asked for again where LMCache misses it. Nothing can compute a trained cartridge's
+        positions. Where they are not all there, they are claimed and reported as not loaded in the same step, so vLLM
+        ends the request (`kv_load_failure_policy: fail`) before it samples.
         """
-        needed, retry = positions_to_inject(request), self._retries.get(request.request_id)
+        name, needed, retry = request.request_id, positions_to_inject(request), self._retries.get(request.request_id)
         if retry is not None and time.monotonic() < retry.at:
             return None, True
-        matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._missing.pop(request.request_id, None)
-        if matched is None or not needed or num_computed_tokens + matched >= needed:
-            return matched, is_async
-        tracker = self._get_request_tracker(request.request_id)
-        if self._look_up_again(tracker):
+        if not self._may_ask(request):
             return None, True
-        # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends.
+        matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if matched is None:
+            return matched, is_async
+        self._missing.pop(name, None)
+        tracker, found = self._get_request_tracker(name), num_computed_tokens + matched
+        if found < self._resident(request) and self._look_up_again(tracker):
+            return None, True
+        self._room.answered(name, found=found >= self._resident(request))
+        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+        tracker.num_stored_tokens = max(tracker.num_stored_tokens, -(-needed // chunk) * chunk)  # not LMCache's to keep
+        if not needed or found >= needed:
+            return matched, is_async
+        # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends, and
+        # nothing saved of what it computes after positions that nobody filled.
         host.let_go_of_hits(tracker)
-        self._missing[request.request_id] = num_computed_tokens
+        tracker.max_offload_tokens = 0
+        self._unsaved.add(name)
+        self._missing[name] = num_computed_tokens
         return needed - num_computed_tokens, False
 
+    def _may_ask(self, request: Request) -> bool:
+        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+        if request.num_prompt_tokens < chunk:
+            return True
+        first = hash(tuple(request.prompt_token_ids[:chunk])) if request.prompt_token_ids else request.request_id
+        salt = key_salt(request.kv_transfer_params, request.cache_salt)
+        # One cartridge may be wanted by many tenants, each of whom has a copy; a prompt without one is its tenant's own.
+        has_claim = bool((request.kv_transfer_params or {}).get(GRANT))
+        return self._room.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
+
+    def _resident(self, request: Request) -> int:
+        """Return how many leading positions the request's claim has in memory, in whole chunks as LMCache finds them."""
+        grant = (request.kv_transfer_params or {}).get(GRANT) or {}
+        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+        return max(grant.get("resident", 0) // chunk * chunk, positions_to_inject(request))
+
     def _look_up_again(self, tracker: LMCacheMPRequestTracker) -> bool:
-        """Have LMCache look a request up once more, after a pause; False when it has missed often enough.
+        """Have LMCache look a request up once more, after a pause; False when it has missed long enough.
 
         LMCache 0.5.6 tells a miss where another request for the same chunks brought them into its memory between its
-        two looks at it, and where its memory is taken by such requests at the moment.
+        two looks at it, and where its memory is full at the moment.
         """
-        tries = self._retries.get(tracker.request_id, _Retry(0, 0.0)).tries
-        if tries == _MAX_RETRIES or not host.may_look_up_again(tracker):
+        now = time.monotonic()
+        tries, _, until = self._retries.get(tracker.request_id, _Retry(0, 0.0, now + _RETRY_S))
+        if now > until or not self.scheduler_adapter.is_healthy or not host.may_look_up_again(tracker):
             return False
-        self._retries[tracker.request_id] = _Retry(tries + 1, time.monotonic() + _FIRST_PAUSE_S * 2**tries)
+        pause = min(_FIRST_PAUSE_S * 2**tries, _LONGEST_PAUSE_S)
+        self._retries[tracker.request_id] = _Retry(tries + 1, now + pause, until)
+        if tracker.num_lmcache_hit_tokens:
+            self.scheduler_adapter.free_lookup_locks(
+                token_ids=tracker.get_token_ids(), start=0, end=tracker.num_lmcache_hit_tokens,
+                request_id=tracker.request_id, cache_salt=tracker.cache_salt, request_configs=tracker.request_configs,
+            )  # fmt: skip
+            tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
         return True
 
@@ -190,6 +276,8 @@ class CartridgeMPConnector(LMCacheMPConnector):
         """Forget the request."""
         self._missing.pop(request.request_id, None)
         self._retries.pop(request.request_id, None)
+        self._unsaved.discard(request.request_id)
+        self._room.answered(request.request_id, found=False)
         return super().request_finished(request, block_ids)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import socket
 import socketserver
 import stat
@@ -28,17 +29,19 @@ from ..artifact.fingerprint import Fingerprint
 from ..artifact.lru import Lru
 from ..errors import UnsupportedEngine
 from . import frames
-from .contract import CONTROL, TAG
+from .contract import CONTROL, GRANT, TAG
 
 logger = logging.getLogger(__name__)
 
-ANYBODY = "cartridge-anybody"
-"""What LMCache's keys have as salt for a request without cartridges: prefill cartridges answer for their own tokens."""
-NOBODY = "cartridge-nobody"
-"""The same for a request that a client wants kept apart: nothing answers."""
 HASH = "blake3"
 """By which LMCache's server must name chunks: its default, and of its algorithms the one that has no seed."""
-_CHECK = "cartridge-check-"
+_OURS = "cartridge-"
+"""What every salt begins with that this package makes; a client's own that begins so is replaced by its hash."""
+_TAG, _CLIENT, _APART = f"{_OURS}kv-", f"{_OURS}client-", f"{_OURS}apart-"
+_TAG_SALT = len(_TAG) + 32
+_PLAIN_SALT = re.compile(r"[^@/\\\x00]{0,96}")
+"""Salts that LMCache's keys can carry, and the file names that its `fs` adapter makes of them (LMCache 0.5.6)."""
+_CHECK = f"{_OURS}check-"
 """What a salt begins with under which a worker has LMCache's server look up a chunk that nobody has."""
 _MAX_CHECKS = 1 << 10
 """Checks whose report has not come."""
@@ -67,30 +70,52 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def key_name(model: str, *facts: Any) -> str:
-    """Return the model name for LMCache's keys: the model and a digest of whatever decides the bytes of a chunk.
+    """Return the model name for LMCache's keys: the model's last name and a digest of whatever decides a chunk's bytes.
 
     LMCache's memory keeps chunks beyond the life of an engine. With this name none is ever given to an engine that
-    has other blocks, other weights, or computes what it could not load.
+    has other blocks, other weights, or computes what it could not load. Short, since LMCache's `fs` adapter makes one
+    file name of a key, of at most 255 bytes.
     """
-    digest = blake3(msgspec.json.encode(facts)).hexdigest(8)
-    return f"{model.replace('@', '-')}#cartridge-{digest}"
+    digest = blake3(msgspec.json.encode((model, facts))).hexdigest(8)
+    return f"{model.rstrip('/').rpartition('/')[2].replace('@', '-')[-24:]}#cartridge-{digest}"
 
 
-def key_salt(kv_transfer_params: Mapping[str, Any] | None) -> str:
-    """Return the salt for LMCache's keys of a request.
+def key_salt(kv_transfer_params: Mapping[str, Any] | None, cache_salt: str | None = None) -> str:
+    """Return the salt for LMCache's keys of a request, by which tenants are kept apart: no two of them have one in common.
 
-    The request's own `cache_salt` is left to vLLM's prefix cache. Cartridges are found under a salt made of their tag,
-    which the API server alone can set and no client can spell; so identity tokens are worth nothing by themselves.
+    Without cartridges it is the client's own `cache_salt`. With cartridges it is made of their tag, which the API server
+    alone can set and no client can spell, so identity tokens are worth nothing by themselves; and of the client's own
+    salt, so that what is computed after a cartridge stays with the tenant. A request with other tags has one of its own.
     """
-    tags = {k: v for k, v in (kv_transfer_params or {}).items() if k.startswith("lmcache.tag.")}
-    if not tags:
-        return ANYBODY
-    return tag_salt(str(tags[TAG])) if tags.keys() == {TAG} else NOBODY
+    params = kv_transfer_params or {}
+    tags = {k: v for k, v in params.items() if k.startswith("lmcache.tag.")}
+    own = (params.get(GRANT) or {}).get("salt", cache_salt) or ""
+    if tags.keys() == {TAG}:
+        return tag_salt(str(tags[TAG]), own)
+    if tags:
+        return _APART + _hash(repr((sorted(tags.items()), own)))
+    if own.startswith(_OURS) or not _PLAIN_SALT.fullmatch(own):
+        return _CLIENT + _hash(own)
+    return own
 
 
-def tag_salt(tag: str) -> str:
-    """Return the salt for the keys of a cartridge or chain."""
-    return f"cartridge-{blake3(tag.encode()).hexdigest()}"
+def tag_salt(tag: str, own: str = "") -> str:
+    """Return the salt for the keys of a cartridge or chain, of requests whose client has its `own`."""
+    return _TAG + _hash(tag) + (f"-{_hash(own)}" if own else "")
+
+
+def tag_part(salt: str) -> str | None:
+    """Return what the salts of all clients for one tag have in common: `tag_salt` of the tag alone; None without a tag.
+
+    A salt that no cartridge may be found under has a part that is no tag's.
+    """
+    if salt.startswith(_OURS) and not salt.startswith(_CLIENT):
+        return salt[:_TAG_SALT]
+    return None
+
+
+def _hash(text: str) -> str:
+    return blake3(text.encode("utf-8", "surrogatepass")).hexdigest(16)
 
 
 def check_salt() -> str:

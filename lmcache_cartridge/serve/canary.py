@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from ..artifact.canary import Asked, Comparison, ServedCanary, compare
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient
-from ..engine.contract import GRANT, TAG
+from ..engine.contract import GRANT, SKIP_SAVE, TAG
 from ..errors import CartridgeError
 from ..library.registry import Registry
 from ..settings import Settings
@@ -277,7 +277,7 @@ def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int
     params = SamplingParams(
         temperature=0, max_tokens=len(asked.answer.tokens), ignore_eos=True, detokenize=False,
         logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: {"must_inject": whole}}},
+        extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: {"must_inject": whole}, SKIP_SAVE: True}},
     )  # fmt: skip
     return {"prompt_token_ids": [*trial.selection.token_ids, *asked.question], "cache_salt": salt}, params
 

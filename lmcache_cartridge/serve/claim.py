@@ -31,6 +31,8 @@ class Claim(RemoteClaim):
         self.selection = selection
         self.is_text = False
         """Whether the documents' own text takes the place of the KV; then nothing is held."""
+        self.is_whole = False
+        """Whether all of the KV was in every worker's memory when it was waited for."""
         self._prompts = 0
         self._cached: int | None = None
 
@@ -64,6 +66,7 @@ class Claim(RemoteClaim):
                 raise selection.refused(refused)
             late = time.monotonic() > deadline
             if ranks and all(rank["ready"] for rank in ranks):
+                self.is_whole = True
                 return True
             loading = [rank for rank in ranks if not rank["ready"] and not rank["opening"]]
             stuck = any(rank["resident"] == rank["admitted"] for rank in loading)
@@ -87,10 +90,12 @@ class Claim(RemoteClaim):
         self.is_text = True
         self.release()
 
-    def grant(self, params: dict[str, Any] | None, prompts: int) -> dict[str, Any] | None:
+    def grant(
+        self, params: dict[str, Any] | None, prompts: int, client_salt: str | None = None
+    ) -> dict[str, Any] | None:
         """Return `kv_transfer_params` by which the engine finds the KV for so many prompts, or is kept from it.
 
-        `params` are the client's own, which stay but for the names of cartridges.
+        `params` are the client's own, which stay but for the names of cartridges, and `client_salt` its `cache_salt`.
         """
         own = {k: v for k, v in (params or {}).items() if k != "cartridge_id"}
         if self.selection.tag is None:
@@ -98,7 +103,7 @@ class Claim(RemoteClaim):
         if self.is_text:
             return Computed(own)
         self._prompts = prompts
-        return Grant(own, self)
+        return Grant(own, self, client_salt)
 
     def note(self, cached_tokens: int) -> None:
         """Tell the client how many leading positions of a prompt were not computed; of several prompts the least."""
@@ -116,10 +121,12 @@ class Claim(RemoteClaim):
 class Grant(dict):
     """`kv_transfer_params` as this server makes them for a claim: no client can send one."""
 
-    def __init__(self, own: dict[str, Any], claim: Claim) -> None:
-        """`own` are the client's own parameters."""
+    def __init__(self, own: dict[str, Any], claim: Claim, client_salt: str | None = None) -> None:
+        """`own` are the client's own parameters, and `client_salt` its `cache_salt`."""
         selection = claim.selection
-        super().__init__(own | {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}})
+        resident = len(selection.token_ids) if claim.is_whole else selection.must_inject
+        granted = {"must_inject": selection.must_inject, "resident": resident, "salt": client_salt or ""}
+        super().__init__(own | {TAG: selection.tag, GRANT: granted})
         self.claim = claim
 
 

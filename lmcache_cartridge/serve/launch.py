@@ -86,19 +86,22 @@ def plan(
     mode: Literal["in-process", "multiprocess"] = "in-process",
     l1_bytes: int = 0,
     lmcache_port: int = 0,
+    saves: bool = True,
+    l2_adapters: Sequence[str] = (),
 ) -> Launch:
     """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
 
     In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`. 0 means:
-    as much as the registered cartridges need, and a free port. In-process LMCache saves what vLLM computes in so many
-    bytes of each worker's memory, 0 for nothing. Raises `UnsupportedEngine` where vLLM or LMCache is not
+    as much as the registered cartridges need, and a free port. It `saves` what vLLM computes, there and in `l2_adapters`,
+    each as `lmcache server --l2-adapter` takes it. In-process LMCache saves it in so many bytes of each worker's memory,
+    0 for nothing. Raises `UnsupportedEngine` where vLLM or LMCache is not
     installed or not of a proven version, and for options of vLLM that do not go with cartridges.
     """
     arguments = Arguments(vllm_args)
     arguments.check()
     check_versions(unproven=settings.unproven_versions)
     in_process = mode == "in-process"
-    yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process else 0)
+    yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)
     # Named by content: servers with other settings may share the home.
     path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
     environment = {
@@ -110,16 +113,15 @@ def plan(
     transfer: dict[str, Any] = {
         "kv_connector": "CartridgeConnector",
         "kv_connector_module_path": "lmcache_cartridge.engine.connector",
-        "kv_role": _role(arguments.mapping(TRANSFER).get("kv_role"), saves=l1_bytes > 0)
-        if in_process
-        else "kv_consumer",
+        "kv_role": _role(arguments.mapping(TRANSFER).get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process)),
         "kv_load_failure_policy": on_load_failure,
     }
     lmcache = None
     if mode == "multiprocess":
         port = lmcache_port or free_port()
+        saves = transfer["kv_role"] == "kv_both"
         lmcache = lmcache_command(
-            settings, chunk_tokens, l1_bytes=l1_bytes or _l1_bytes(settings), port=port, on_cpu=_on_cpu()
+            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=_on_cpu(), saves=saves, l2_adapters=l2_adapters
         )
         transfer |= {
             "kv_connector": "CartridgeMPConnector",
@@ -178,9 +180,13 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int, saved_bytes: int = 0) ->
     return "\n".join(lines) + "\n"
 
 
-def lmcache_command(settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool) -> list[str]:
+def lmcache_command(
+    settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool, saves: bool,
+    l2_adapters: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
     """Return the command of LMCache's server with our adapter; its ports are free ones but for `port`."""
-    http_port = free_port()
+    http_port, largest = free_port(), _largest_bytes(settings)
+    l1_bytes = l1_bytes or l1_size_bytes(largest) * (2 if saves else 1)
     adapter = {
         "type": "plugin",
         "module_path": "lmcache_cartridge.engine.l2",
@@ -196,6 +202,10 @@ def lmcache_command(settings: Settings, chunk_tokens: int, *, l1_bytes: int, por
         # A vLLM that was idle for an hour before its first request would be forgotten, for good (LMCache 0.5.6).
         "--worker-reap-timeout-seconds", "0",
     ]  # fmt: skip
+    for other in l2_adapters:
+        command += ["--l2-adapter", other]
+    if saves:
+        command += ["--eviction-trigger-watermark", f"{l1_watermark(l1_bytes, largest):g}", "--eviction-ratio", "0.3"]
     if on_cpu:
         command += ["--supported-transfer-mode", "engine_driven"]
         if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * l1_bytes:
@@ -226,6 +236,15 @@ def l1_size_bytes(largest_bytes: int) -> int:
     LMCache reserves memory for a whole prefix or refuses it, once for each request that is cold at the same time.
     """
     return max(_LEAST_L1_BYTES, _COLD_AT_ONCE * largest_bytes)
+
+
+def l1_watermark(l1_bytes: int, largest_bytes: int) -> float:
+    """Return how full LMCache's memory may be of `l1_bytes` before it lets go of what was not used for longest.
+
+    LMCache 0.5.6 looks once a second, and refuses what finds no room until then: so there stays room for two of the
+    largest cartridges, and a third of the memory is given up at once.
+    """
+    return round(min(0.8, max(0.3, 1 - 2 * largest_bytes / l1_bytes)), 2)
 
 
 def free_port() -> int:
@@ -273,9 +292,8 @@ def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _l1_bytes(settings: Settings) -> int:
-    rows = Registry(settings.registry_path, read_only=True).all()
-    return l1_size_bytes(max((row.bytes for row in rows), default=0))
+def _largest_bytes(settings: Settings) -> int:
+    return max((row.bytes for row in Registry(settings.registry_path, read_only=True).all()), default=0)
 
 
 def _on_cpu() -> bool:

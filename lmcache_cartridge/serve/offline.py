@@ -72,7 +72,7 @@ def with_cartridges(
         _claim(llm, settings, selection, result)
         if settings.canary:
             _try(llm, settings, selection)
-        grant = {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject}}
+        grant = {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject, "salt": ""}}
         params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
     return result, params
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..engine.contract import GRANT, TAG
+from ..engine.contract import GRANT, MAX_OFFLOAD, SKIP_SAVE, TAG
 from ..settings import Settings
 
 MAX_CHAIN = 16
@@ -94,13 +94,17 @@ def check_params(kv_params: Any) -> None:
         if str(key).startswith("lmcache.tag."):
             if not isinstance(value, str) or not _TAG.fullmatch(value) or not _TAG.fullmatch(str(key)):
                 raise Refusal(400, f"{name} must be a string, and it and the name 1 to 128 of A-Z a-z 0-9 . _ -")
-        elif key == "lmcache.skip_save":
+        elif key == SKIP_SAVE:
             if not isinstance(value, bool):
                 raise Refusal(400, f"{name} must be a boolean")
+        elif key == MAX_OFFLOAD:
+            if type(value) is not int or not 0 <= value < 1 << 31:
+                raise Refusal(400, f"{name} must be a number of tokens from 0 on")
         elif key != "cartridge_id":
             raise Refusal(
-                400, f"{name} is not for this server; clients may send cartridge_id, lmcache.tag.*, lmcache.skip_save"
-            )
+                400, f"{name} is not for this server; clients may send cartridge_id, lmcache.tag.*, {SKIP_SAVE}, "
+                f"{MAX_OFFLOAD}",
+            )  # fmt: skip
 
 
 def read_header(values: Sequence[str]) -> tuple[str, ...]:

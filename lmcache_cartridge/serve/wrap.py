@@ -80,7 +80,8 @@ class CartridgeRenderer:
             engine_inputs = inputs(result) if not hasattr(result, "error") else []
             for engine_input in engine_inputs:
                 self._prepend(engine_input, request, claim)
-            request.kv_transfer_params = claim.grant(params, len(engine_inputs))
+            own_salt = getattr(request, "cache_salt", None)
+            request.kv_transfer_params = claim.grant(params, len(engine_inputs), own_salt)
         selection = claim.selection
         is_granted = isinstance(request.kv_transfer_params, Grant)
         http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)

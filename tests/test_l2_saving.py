@@ -1,0 +1,318 @@
+"""LMCache saves beside cartridges in multiprocess mode: what vLLM computed comes back right, and to its own tenant only."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from recall.ward import ask, encode
+from serving import SERVER_ARGS, Reply, difference
+from waiting import until
+from wards import MODEL, Ward, patients, prefill, register, sure, write_ward
+
+from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
+from lmcache_cartridge.engine.report import tag_salt
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.prefill import build
+from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+CHUNK = 256
+NOISE = 0.25
+"""As in test_end_to_end."""
+KINDS = {"doc": "prefill", "other": "prefill", "trained": "trained"}
+_salts = (f"tenant-{number}" for number in count())
+
+
+class Served(NamedTuple):
+    http: httpx.Client
+    launch: Launch
+    model: CausalModel
+    settings: Settings
+    wards: dict[str, Ward]
+    """By cartridge; `plain`, `more` and `rest` are sheets without one."""
+
+    def ask(self, ids: list[int], name: str | None = None, salt: str | None = None, **extra: Any) -> Reply:
+        """Return the greedy reply to a prompt of a tenant, which has none of its KV in vLLM's blocks."""
+        until(lambda: self.http.post("/reset_prefix_cache").is_success)
+        return self.ask_now(ids, name, salt, **extra)
+
+    def ask_now(self, ids: list[int], name: str | None = None, salt: str | None = None, **extra: Any) -> Reply:
+        """Return the greedy reply to a prompt of a tenant, with whatever vLLM has of it."""
+        body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 20} | extra
+        body |= {} if name is None else {"cartridges": [name]}
+        body |= {} if salt is None else {"cache_salt": salt}
+        response = self.http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        reply = response.json()
+        choice, usage = reply["choices"][0], reply["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
+        return Reply(choice["text"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached)
+
+    def saved(self, cached: int, ids: list[int], *args: Any, **extra: Any) -> Reply:
+        """Ask until so many tokens of the prompt come out of LMCache, which saves them after the answer."""
+        replies: list[Reply] = []
+        until(lambda: replies.append(self.ask(ids, *args, **extra)) or replies[-1].cached_tokens == cached)
+        return replies[-1]
+
+    def lmcache(self, method: str, path: str, **options: Any) -> Any:
+        """Ask LMCache's server over HTTP."""
+        port = self.launch.lmcache[self.launch.lmcache.index("--http-port") + 1]
+        response = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=60, **options)
+        response.raise_for_status()
+        return response.json()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    settings = from_mapping({"home": home, "admin": True})
+    model = CausalModel(MODEL)
+    names = [*KINDS, "plain", "more", "rest"]
+    wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(names)}
+    wards["more"] = _cut(model, write_ward(model, patients(4, 6), "more"), 1025)  # its `<s>` is left out after others
+    wards["trained"] = _cut(model, wards["trained"], CHUNK)
+    for name, kind in KINDS.items():
+        if kind == "trained":
+            register(model, settings, wards[name].ids, name=name, kind=kind)
+        else:
+            _build(model, settings, name, wards[name])
+    launch = plan(
+        MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS,
+        l2_adapters=[f'{{"type": "fs", "base_path": "{home / "fs"}"}}'],
+    )  # fmt: skip
+    environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
+    with (
+        ServerProcess(launch, home / "server.log", environment=environment) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        served = Served(http, launch, model, settings, wards)
+        for name in KINDS:  # the engine is tried with each, and from then on plain prompts are answered from it
+            served.ask([5], name)
+        yield served
+
+
+def _build(model: CausalModel, settings: Settings, name: str, ward: Ward) -> None:
+    """Register a document with its canary, without which it answers no plain prompt."""
+    text, root = settings.home / f"{name}.txt", settings.cartridges_dir / name / "1"
+    text.write_text(model.tokenizer.decode(ward.ids[1:]))
+    manifest = build(model, text, root, cartridge_id=name, version=1, chunk_tokens=CHUNK)
+    assert load_token_ids(manifest, root).tolist() == ward.ids
+    Registry(settings.registry_path).register(root)
+
+
+def _cut(model: CausalModel, ward: Ward, positions: int) -> Ward:
+    ids = ward.ids[:positions]
+    return Ward(ward.document, ids, sure(model, prefill(model, ids), ward.facts))
+
+
+def _questions(ward: Ward, count: int = 8) -> list[tuple[list[int], str]]:
+    return [([*encode(ask(fact, 0))], fact.value) for fact in ward.facts[:count]]
+
+
+def test_a_plain_prompt_is_saved_and_answers_the_next_one(served: Served) -> None:
+    document, salt = served.wards["plain"].ids, next(_salts)
+    (first, _), *_ = questions = _questions(served.wards["plain"])
+    computed = served.ask(document + first, salt=salt)
+    assert computed.cached_tokens == 0
+    assert difference(served.saved(1024, document + first, salt=salt), computed) < NOISE
+    for question, answer in questions:
+        reply = served.ask(document + question, salt=salt)
+        assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
+
+
+@pytest.mark.parametrize(("name", "before"), [("doc", 1024), ("trained", CHUNK)])
+def test_what_is_computed_after_a_cartridge_is_saved_too(served: Served, name: str, before: int) -> None:
+    own, salt = served.wards["more"].ids[1:], next(_salts)
+    questions = _questions(served.wards["more"]) + _questions(served.wards[name])
+    computed = [served.ask(own + question, name, salt=next(_salts)) for question, _ in questions]
+    assert {reply.cached_tokens for reply in computed} == {before}
+    served.saved(before + 1024, own + questions[0][0], name, salt)
+    for (question, _), reply in zip(questions, computed, strict=True):
+        again = served.ask(own + question, name, salt)
+        assert again.cached_tokens == before + 1024
+        assert again.text == reply.text
+        assert difference(again, reply) < NOISE
+        if name == "doc":
+            dense = served.ask(served.wards[name].ids + own + question, salt=next(_salts), **_APART)
+            assert dense.cached_tokens == 0
+            assert difference(again, dense) < NOISE
+
+
+_APART: Any = {"kv_transfer_params": {"lmcache.tag.apart": "computed"}}
+
+
+# Tenants.
+
+
+@pytest.mark.parametrize("name", [None, *KINDS])
+def test_what_one_tenant_had_computed_is_no_hit_for_another(served: Served, name: str | None) -> None:
+    ids, mine = served.wards["more"].ids[1:] + [5, 6], next(_salts)
+    before = 0 if name is None else len(served.wards[name].ids)
+    assert served.ask(ids, name, mine).cached_tokens == before
+    saved = served.saved(before + 1024, ids, name, mine)
+    others = next(_salts), None, f"{mine} ", mine.upper(), tag_salt(mine), "cartridge-client-x"
+    for salt in others:
+        reply = served.ask(ids, name, salt)
+        assert reply.cached_tokens == before, salt
+        assert difference(reply, saved) < NOISE
+    tagged = served.ask(ids, name, mine, kv_transfer_params={"lmcache.tag.x": "y"}) if name is None else None
+    assert tagged is None or tagged.cached_tokens == 0, "a request with a tag is kept apart from the others"
+    assert served.ask(ids, name, mine).cached_tokens == before + 1024
+
+
+def test_prefill_cartridges_answer_plain_prompts_of_every_tenant(served: Served) -> None:
+    for question, answer in _questions(served.wards["doc"]):
+        for salt in (None, next(_salts), "cartridge-kv-", "a" * 128):
+            reply = served.ask(served.wards["doc"].ids + question, salt=salt)
+            assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
+
+
+def test_a_plain_prompt_of_identity_tokens_is_answered_from_its_own_kv_only(served: Served) -> None:
+    """What the plain prompt had saved is never the cartridge's, nor the other way round."""
+    ids = load_token_ids(load_manifest(_root(served, "trained")), _root(served, "trained")).tolist()
+    question, salt = _questions(served.wards["trained"], 1)[0][0], next(_salts)
+    plain = served.ask(ids + question, salt=salt)
+    assert plain.cached_tokens == 0
+    assert difference(served.saved(CHUNK, ids + question, salt=salt), plain) < NOISE
+    named = served.ask(question, "trained", salt)
+    assert named.cached_tokens == CHUNK
+    assert difference(named, plain) > 5 * NOISE
+    assert difference(served.ask(ids + question, salt=salt), plain) < NOISE
+
+
+def _root(served: Served, name: str) -> Path:
+    return served.settings.cartridges_dir / name / "1"
+
+
+# LMCache's switches of one request, and its other places.
+
+
+@pytest.mark.parametrize("name", [None, "doc"])
+def test_a_request_that_is_not_to_be_saved_is_not_and_still_reads_what_others_saved(
+    served: Served, name: str | None
+) -> None:
+    ids, salt = served.wards["rest"].ids[1:] + [7] * 30, next(_salts)
+    before = 0 if name is None else 1024
+    for _ in range(3):
+        reply = served.ask(ids, name, salt, kv_transfer_params={"lmcache.skip_save": True})
+        assert reply.cached_tokens == before
+    short = {"kv_transfer_params": {"lmcache.max_offload_tokens": before + 600}}
+    served.saved(before + 512, ids, name, salt, **short)
+    assert served.ask(ids, name, salt, **short).cached_tokens == before + 512, "no more than it said"
+    served.saved(before + 1024, ids, name, salt)
+    again = served.ask(ids, name, salt, kv_transfer_params={"lmcache.skip_save": True})
+    assert again.cached_tokens == before + 1024
+
+
+def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Served) -> None:
+    ids, salt, place = served.wards["rest"].ids[:768] + [9] * 30, next(_salts), served.settings.home / "fs"
+    computed = served.ask(ids, "trained", salt)
+    served.saved(CHUNK + 768, ids, "trained", salt)
+    named = tag_salt(load_manifest(_root(served, "trained")).digest, salt)
+    until(lambda: len([*place.rglob(f"*@{named}.data")]) == 3)
+    assert len([*place.rglob(f"*@{named}.data")]) == 3, "three chunks that were computed, and not the cartridge's own"
+    served.lmcache("POST", "/cache/clear")
+    again = served.ask(ids, "trained", salt)
+    assert again.cached_tokens == CHUNK + 768
+    assert difference(again, computed) < NOISE
+    assert "Store task failed" not in (served.settings.home / "server.log").read_text(errors="replace")
+
+
+# Many at once.
+
+
+def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for_none(served: Served) -> None:
+    """Of one tenant, of seventeen, and of plain prompts. LMCache's memory has room for far fewer copies."""
+    question, answer = _questions(served.wards["other"], 1)[0]
+    document = served.wards["other"].ids
+    for name, salts in (
+        ("other", [next(_salts)] * 17),
+        ("other", [next(_salts) for _ in range(17)]),
+        (None, ["s"] * 17),
+    ):
+        before = _loaded(served)
+        assert served.http.post("/v1/cartridges/other/evict").is_success
+        if name is None:  # for a prompt that names none, nothing waits until it is in memory
+            until(lambda: served.http.post("/v1/cartridges/other/preload").status_code == 200)
+        served.lmcache("POST", "/cache/clear")
+        ids = question if name else document + question
+        with ThreadPoolExecutor(17) as pool:
+            replies = list(pool.map(served.ask_now, repeat(ids), repeat(name), salts))
+        assert [(r.cached_tokens, r.text.strip()) for r in replies] == [(1024, answer)] * 17, (name, salts)
+        assert _loaded(served) - before == 4, "four chunks, from disk into memory"
+
+
+def _loaded(served: Served) -> float:
+    """Return how many chunks the adapter has brought into its memory, by a count that is not older than this call."""
+    for _ in range(2):  # the second is of numbers that were asked for after the first was read
+        samples = served.http.get("/metrics").text
+        age = _sample(samples, "lmcache_cartridge_status_age_seconds")
+        until(lambda: _sample(served.http.get("/metrics").text, "lmcache_cartridge_status_age_seconds") < age)  # noqa: B023
+    return _sample(served.http.get("/metrics").text, 'lmcache_cartridge_promoted_total{rank="0",tier="cpu"}')
+
+
+def _sample(text: str, name: str) -> float:
+    return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[-1])
+
+
+def test_preloading_fills_lmcaches_copies(served: Served) -> None:
+    question, answer = _questions(served.wards["doc"], 1)[0]
+    log = served.settings.home / "server.log"
+    warmed = log.read_text(errors="replace").count("4/4 keys loaded into L1")
+    assert served.http.post("/v1/cartridges/doc/evict").is_success
+    until(lambda: served.http.post("/v1/cartridges/doc/preload").status_code == 200)
+    until(lambda: log.read_text(errors="replace").count("4/4 keys loaded into L1") == warmed + 1)
+    reply = served.ask(question, "doc")
+    assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
+    assert re.findall(r"\((\d+) L1, (\d+) L2\)", log.read_text(errors="replace"))[-1] == ("4", "0")
+
+
+def test_two_tenants_get_their_own_answers_while_ids_are_replaced(served: Served) -> None:
+    """16 threads and 200 requests over three cartridges, each followed by a text of its tenant that is saved."""
+    wards = {name: _again(served, name, 1) for name in KINDS}
+    texts = {"t": served.wards["plain"].ids[1:600], "u": served.wards["rest"].ids[1:600]}
+    rng, replaced = random.Random(1), threading.Event()
+    first = {f"again-{name}@1": wards[name] for name in KINDS}
+
+    def one(number: int) -> Any:
+        if number == 60:
+            for name in KINDS:
+                first[f"again-{name}@2"] = _again(served, name, 2)
+            replaced.set()
+        name = rng.choice(sorted(first))
+        fact = rng.choice(first[name].facts)
+        tenant = "tu"[number % 2]
+        own = encode(ask(fact, 0)) if number % 3 else texts[tenant] + encode(ask(fact, 0))
+        body = {"model": MODEL, "prompt": [*own], "max_tokens": 1, "temperature": 0, "cartridges": [name]}
+        reply = served.http.post("/v1/completions", json=body | {"cache_salt": tenant})
+        assert reply.status_code == 200, reply.text
+        return None if reply.json()["choices"][0]["text"].strip() == fact.value else (name, fact, reply.text)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert [wrong for wrong in pool.map(one, range(200)) if wrong] == []
+    assert replaced.is_set()
+    fact = wards["doc"].facts[0]
+    for mine, other in ("tu", "ut"):
+        ids = [*texts[mine], *encode(ask(fact, 0))]
+        assert served.saved(1024 + 512, ids, "again-doc@1", mine).cached_tokens == 1536
+        assert served.ask(ids, "again-doc@1", other).cached_tokens == 1024, "no tenant gets what another had computed"
+
+
+def _again(served: Served, name: str, version: int) -> Ward:
+    """Register a version of a cartridge about the same patients as the others, with other values."""
+    positions = len(served.wards[name].ids)
+    ward = write_ward(served.model, patients([*KINDS].index(name), 6), f"{name}-{version}")
+    ward = _cut(served.model, ward, positions)
+    register(served.model, served.settings, ward.ids, name=f"again-{name}", kind=KINDS[name], version=version)
+    return ward
