@@ -316,3 +316,51 @@ def _again(served: Served, name: str, version: int) -> Ward:
     ward = _cut(served.model, ward, positions)
     register(served.model, served.settings, ward.ids, name=f"again-{name}", kind=KINDS[name], version=version)
     return ward
+
+
+# Little memory.
+
+
+CROWDED_L1 = 4 << 20
+"""Ten chunks: two cartridges and a half."""
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose LMCache has memory for ten chunks, and claims of the largest cartridge take four."""
+    home = tmp_path_factory.mktemp("home")
+    settings, model = from_mapping({"home": home}), CausalModel(MODEL)
+    wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(KINDS)}
+    for name, kind in KINDS.items():
+        register(model, settings, wards[name].ids, name=name, kind=kind)
+    launch = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, l1_bytes=CROWDED_L1)
+    with (
+        ServerProcess(launch, home / "server.log") as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        yield Served(http, launch, model, settings, wards)
+
+
+def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Served) -> None:
+    """Every tenant's copy of a cartridge must find room that plain prompts take as fast as they can."""
+    over, chatted = threading.Event(), []
+
+    def chat(number: int) -> None:
+        rng = random.Random(number)
+        while not over.is_set():
+            reply = crowded.ask_now([rng.randrange(10, 640) for _ in range(1100)], salt=next(_salts))
+            chatted.append(reply.cached_tokens)
+
+    with ThreadPoolExecutor(3) as pool:
+        chats = [pool.submit(chat, number) for number in range(3)]
+        until(lambda: len(chatted) > 12)
+        try:
+            for name in [*KINDS] * 3:
+                question, answer = _questions(crowded.wards[name], 1)[0]
+                reply = crowded.ask_now(question, name, next(_salts))
+                assert (reply.cached_tokens, reply.text.strip()) == (1024, answer), name
+        finally:
+            over.set()
+        for chat_over in chats:
+            chat_over.result()
+    assert set(chatted) == {0}

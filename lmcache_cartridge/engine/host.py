@@ -306,7 +306,8 @@ def _reads(**fields: Any) -> Callable[[Any], bool]:
 _CHAT: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 _CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 _SCHEDULER = "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPSchedulerAdapter"
-_TRACKER = "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestTracker"
+_METADATA = "lmcache.integration.vllm.lmcache_mp_metadata"
+_TRACKER = f"{_METADATA}:LMCacheMPRequestTracker"
 _TRACKED = "cache_salt", "max_offload_tokens", "num_stored_tokens", "num_vllm_hit_tokens", "num_lmcache_hit_tokens"
 
 NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
@@ -346,10 +347,8 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         f"{_CONNECTOR}:get_dcp_decorated_model_name": callable,
         **{f"{_TRACKER}.{name}": lambda value: not value for name in _TRACKED},
         f"{_TRACKER}.state": lambda state: state.name == "PREFETCHING",
-        "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestState.PREFETCHING": lambda _: True,
-        "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPConnectorMetadata": lambda kind: (
-            "requests" in vars(kind())
-        ),
+        f"{_METADATA}:LMCacheMPRequestState.PREFETCHING": lambda _: True,
+        f"{_METADATA}:LMCacheMPConnectorMetadata": lambda kind: "requests" in vars(kind()),
         **{f"{_SCHEDULER}.{name}": bool for name in ("cleanup_lookup_result", "free_lookup_locks", "is_healthy")},
         "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey": lambda _: (
             lookup_key("m", 1, [1, 2], "salt").cache_salt == "salt"

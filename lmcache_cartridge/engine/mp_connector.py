@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_cartridge.mp_connector")
 
 
-_RETRY_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.5, 0.02, 0.5
+_RETRY_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4.0, 0.02, 0.5
 """How long a cartridge that is in memory is looked up again after a miss, and the pauses; each is twice the one before.
 
 LMCache 0.5.6 makes room in its own memory once a second, a fifth of it each time unless it is told otherwise.
@@ -117,6 +117,8 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._retries: dict[str, _Retry] = {}
         self._unsaved: set[str] = set()
         """Requests of which nothing may be saved any more."""
+        self._waiting: set[str] = set()
+        """Requests whose cartridge LMCache had no room for at its last look."""
         self._room = _Room()
         self._lost: set[int] = set()
         self._lost_in_step: set[int] = set()
@@ -208,6 +210,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         tracker, found = self._get_request_tracker(name), num_computed_tokens + matched
         if found < self._resident(request) and self._look_up_again(tracker):
             return None, True
+        self._waiting.discard(name)
         self._room.answered(name, found=found >= self._resident(request))
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
         tracker.num_stored_tokens = max(tracker.num_stored_tokens, -(-needed // chunk) * chunk)  # not LMCache's to keep
@@ -256,6 +259,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             )  # fmt: skip
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
+        self._waiting.add(tracker.request_id)
         return True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -267,8 +271,16 @@ class CartridgeMPConnector(LMCacheMPConnector):
             self._lost.update(blocks.get_block_ids()[0][computed // block : -(-positions_to_inject(request) // block)])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        """Return what the workers do in this step, with the blocks that have nothing in them."""
+        """Return what the workers do in this step, with the blocks that have nothing in them.
+
+        While a cartridge waits for room in LMCache's memory nothing more is saved there: what is saved is faster to take
+        the room that LMCache makes. Requests that go on are saved later.
+        """
         metadata = StepMetadata(super().build_connector_meta(scheduler_output), self._lost)
+        if self._waiting:
+            for store in [one for one in metadata.requests if one.direction == "STORE"]:
+                metadata.requests.remove(store)
+                self._get_request_tracker(store.request_id).num_stored_tokens = store.op.start
         self._lost = set()
         return metadata
 
@@ -277,6 +289,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._missing.pop(request.request_id, None)
         self._retries.pop(request.request_id, None)
         self._unsaved.discard(request.request_id)
+        self._waiting.discard(request.request_id)
         self._room.answered(request.request_id, found=False)
         return super().request_finished(request, block_ids)
 
