@@ -232,38 +232,16 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
 # Many at once.
 
 
-def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for_none(served: Served) -> None:
-    """Of one tenant, of seventeen, and of plain prompts. LMCache's memory has room for far fewer copies."""
-    question, answer = _questions(served.wards["other"], 1)[0]
-    document = served.wards["other"].ids
-    for name, salts in (
-        ("other", [next(_salts)] * 17),
-        ("other", [next(_salts) for _ in range(17)]),
-        (None, ["s"] * 17),
-    ):
-        before = _loaded(served)
-        assert served.http.post("/v1/cartridges/other/evict").is_success
-        if name is None:  # for a prompt that names none, nothing waits until it is in memory
-            until(lambda: served.http.post("/v1/cartridges/other/preload").status_code == 200)
-        served.lmcache("POST", "/cache/clear")
-        ids = question if name else document + question
-        with ThreadPoolExecutor(17) as pool:
-            replies = list(pool.map(served.ask_now, repeat(ids), repeat(name), salts))
-        assert [(r.cached_tokens, r.text.strip()) for r in replies] == [(1024, answer)] * 17, (name, salts)
-        assert _loaded(served) - before == 4, "four chunks, from disk into memory"
+def test_lmcaches_metrics_and_ours_have_other_names(served: Served) -> None:
+    port = served.launch.lmcache[served.launch.lmcache.index("--prometheus-port") + 1]
+    theirs, ours = httpx.get(f"http://127.0.0.1:{port}/metrics").text, served.http.get("/metrics").text
 
+    def named(text: str, prefix: str) -> set[str]:
+        return {line.split()[2] for line in text.splitlines() if line.startswith(f"# TYPE {prefix}")}
 
-def _loaded(served: Served) -> float:
-    """Return how many chunks the adapter has brought into its memory, by a count that is not older than this call."""
-    for _ in range(2):  # the second is of numbers that were asked for after the first was read
-        samples = served.http.get("/metrics").text
-        age = _sample(samples, "lmcache_cartridge_status_age_seconds")
-        until(lambda: _sample(served.http.get("/metrics").text, "lmcache_cartridge_status_age_seconds") < age)  # noqa: B023
-    return _sample(served.http.get("/metrics").text, 'lmcache_cartridge_promoted_total{rank="0",tier="cpu"}')
-
-
-def _sample(text: str, name: str) -> float:
-    return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[-1])
+    assert {"lmcache_mp_l1_memory_usage_bytes"} <= named(theirs, "lmcache_mp_")
+    assert {"lmcache_cartridge_resident_bytes"} <= named(ours, "lmcache_cartridge_")
+    assert named(ours, "lmcache_mp_") == named(theirs, "lmcache_cartridge_") == set()
 
 
 def test_preloading_fills_lmcaches_copies(served: Served) -> None:
@@ -329,10 +307,13 @@ CROWDED_L1 = 4 << 20
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server whose LMCache has memory for ten chunks, and claims of the largest cartridge take four."""
     home = tmp_path_factory.mktemp("home")
-    settings, model = from_mapping({"home": home}), CausalModel(MODEL)
+    settings, model = from_mapping({"home": home, "admin": True}), CausalModel(MODEL)
     wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(KINDS)}
     for name, kind in KINDS.items():
-        register(model, settings, wards[name].ids, name=name, kind=kind)
+        if kind == "trained":
+            register(model, settings, wards[name].ids, name=name, kind=kind)
+        else:
+            _build(model, settings, name, wards[name])
     launch = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, l1_bytes=CROWDED_L1)
     with (
         ServerProcess(launch, home / "server.log") as server,
@@ -364,3 +345,34 @@ def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Se
         for chat_over in chats:
             chat_over.result()
     assert set(chatted) == {0}
+
+
+def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for_none(crowded: Served) -> None:
+    """Of one tenant, of plain prompts, and of four tenants, each of whom has a copy. There is room for two copies."""
+    question, answer = _questions(crowded.wards["other"], 1)[0]
+    document = crowded.wards["other"].ids
+    tenants = [next(_salts) for _ in range(4)]
+    for name, salts in (("other", ["s"] * 17), (None, ["t"] * 17), ("other", (tenants * 5)[:17])):
+        before = _loaded(crowded)
+        assert crowded.http.post("/v1/cartridges/other/evict").is_success
+        if name is None:  # for a prompt that names none, nothing waits until it is in memory
+            until(lambda: crowded.http.post("/v1/cartridges/other/preload").status_code == 200)
+        crowded.lmcache("POST", "/cache/clear")
+        ids = question if name else document + question
+        with ThreadPoolExecutor(17) as pool:
+            replies = list(pool.map(crowded.ask_now, repeat(ids), repeat(name), salts))
+        assert [(r.cached_tokens, r.text.strip()) for r in replies] == [(1024, answer)] * 17, (name, salts)
+        assert _loaded(crowded) - before == 4, "four chunks, from disk into memory"
+
+
+def _loaded(crowded: Served) -> float:
+    """Return how many chunks the adapter has brought into its memory, by a count that is not older than this call."""
+    for _ in range(2):  # the second is of numbers that were asked for after the first was read
+        samples = crowded.http.get("/metrics").text
+        age = _sample(samples, "lmcache_cartridge_status_age_seconds")
+        until(lambda: _sample(crowded.http.get("/metrics").text, "lmcache_cartridge_status_age_seconds") < age)  # noqa: B023
+    return _sample(crowded.http.get("/metrics").text, 'lmcache_cartridge_promoted_total{rank="0",tier="cpu"}')
+
+
+def _sample(text: str, name: str) -> float:
+    return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[-1])
