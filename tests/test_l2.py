@@ -41,6 +41,7 @@ with quietly():
     from lmcache.v1.multiprocess.http_apis import cache_api
     from lmcache.v1.multiprocess.http_apis.dependencies import MPHTTPContext
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
+    from vllm.lora.request import LoRARequest
 
     from lmcache_cartridge.engine import l2
 
@@ -50,13 +51,10 @@ from lmcache_cartridge.engine.contract import TAG
 from lmcache_cartridge.engine.report import (
     Report,
     check_ids,
-    check_salt,
     confirm,
     key_name,
-    key_salt,
-    tag_part,
-    tag_salt,
 )
+from lmcache_cartridge.engine.salts import adapter_salt, check_salt, key_salt, tag_part, tag_salt
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory import tiles
@@ -362,6 +360,21 @@ def test_no_client_can_spell_the_salt_of_a_tag_or_of_another_client() -> None:
     assert key_salt(granted, "vLLM's") == tag_salt(digest, "t"), (
         "vLLM's own salt has a secret that a new server has not"
     )
+
+
+def test_a_lora_adapter_has_keys_of_its_own_under_which_nothing_of_ours_is(home: Home) -> None:
+    tag = {TAG: home.made["doc"].manifest.digest}
+    plain = [key_salt(params, salt) for params in ({}, tag) for salt in ("", "t")]
+    adapters = [LoRARequest(*each) for each in (("a", 1, "/a"), ("b", 1, "/a"), ("a", 2, "/a"), ("a", 1, "/b"))]
+    salts = [adapter_salt(salt, adapter) for salt in plain for adapter in adapters]
+    assert len({*plain, *salts}) == len(plain) + len(salts)
+    assert salts == [adapter_salt(salt, adapter) for salt in plain for adapter in adapters]
+    replaced = LoRARequest("a", 1, "/a", load_inplace=True)
+    assert adapter_salt("", replaced) != adapter_salt("", replaced), "its weights may be others each time"
+    with serving(home) as server:
+        assert claimed(server, tag[TAG]) == plain[2]
+        assert [server.ask(prompt(home, "doc"), salt) for salt in plain] == [4] * 4
+        assert {server.ask(prompt(home, "doc"), salt) for salt in salts} == {0}
 
 
 def test_an_engine_that_recomputes_what_it_loses_is_served_no_trained_cartridge(home: Home) -> None:

@@ -19,7 +19,7 @@ from waiting import until
 from wards import MODEL, Ward, patients, prefill, register, sure, write_ward
 
 from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
-from lmcache_cartridge.engine.report import tag_salt
+from lmcache_cartridge.engine.salts import tag_salt
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.prefill import build

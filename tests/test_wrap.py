@@ -119,6 +119,20 @@ def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_an_adapter_gets_no_cartridge_and_leaves_no_claim(tmp_path: Path, kind: str) -> None:
+    claim, engine = _Noted(_selection(tmp_path, kind)), _Engine()
+
+    async def answer() -> None:
+        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
+        async for _ in GuardedEngine(engine, from_mapping({})).generate({}, params, "r", lora_request=object()):
+            pass
+
+    with pytest.raises(GracefulHTTPError, match="ask the base model"):
+        asyncio.run(answer())
+    assert (claim.was_released, engine.prompts) == (True, [])
+
+
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
     tmp_path: Path, kind: str, outputs: int

@@ -31,8 +31,11 @@ def transfer_of(config: VllmConfig) -> KVTransferConfig:
     return config.kv_transfer_config
 
 
-def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
-    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
+def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None, *, adapters: bool = False) -> None:
+    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe.
+
+    `adapters` says that LMCache's keys tell LoRA adapters apart.
+    """
     transfer = transfer_of(config)
     refuse = UnsupportedEngine
     if transfer.kv_role not in ("kv_consumer", "kv_both"):
@@ -43,7 +46,7 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
             "without it, and answer from that later; nobody can stop them (vLLM 0.32). LMCache's own saving goes beside "
             'cartridges: name our connector alone, with "kv_role": "kv_both"'
         )
-    if config.lora_config is not None:
+    if config.lora_config is not None and not adapters:
         raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
     if config.parallel_config.pipeline_parallel_size > 1:
         raise refuse("pipeline parallelism is not supported; use --tensor-parallel-size instead")

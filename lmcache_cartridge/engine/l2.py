@@ -39,7 +39,8 @@ from . import host
 from .control import ControlServer
 from .l1_copies import L1Copies
 from .l2_tasks import Acknowledgements, Task, Tasks
-from .report import HASH, HashChecks, Report, ReportServer, check_ids, tag_part, tag_salt
+from .report import HASH, HashChecks, Report, ReportServer, check_ids
+from .salts import tag_part, tag_salt
 from .versions import check_versions
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from .contract import CONTROL, GRANT, SKIP_SAVE
 from .control import offer
 from .describe import check_vllm, fingerprint_of, is_draft, transfer_of, without_draft
 from .probe import written_layout
-from .report import Confirmed, Report, check_ids, check_salt, confirm, key_name, key_salt
+from .report import Confirmed, Report, check_ids, confirm, key_name
+from .salts import adapter_salt, check_salt, key_salt
 from .versions import versions
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         host.start("multiprocess")
         kv_cache_config = without_draft(kv_cache_config)
-        check_vllm(vllm_config, kv_cache_config)
+        check_vllm(vllm_config, kv_cache_config, adapters=True)
         transfer = transfer_of(vllm_config)
         if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
             raise UnsupportedEngine(
@@ -117,6 +118,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._retries: dict[str, _Retry] = {}
         self._unsaved: set[str] = set()
         """Requests of which nothing may be saved any more."""
+        self._salts: dict[str, str] = {}
         self._waiting: set[str] = set()
         """Requests whose cartridge LMCache had no room for at its last look."""
         self._room = _Room()
@@ -185,7 +187,9 @@ class CartridgeMPConnector(LMCacheMPConnector):
     def _get_or_create_request_tracker(self, request: Request) -> LMCacheMPRequestTracker:
         tracker = super()._get_or_create_request_tracker(request)
         params = request.kv_transfer_params or {}
-        tracker.cache_salt = key_salt(params, request.cache_salt)
+        if request.request_id not in self._salts:
+            self._salts[request.request_id] = _salt(request)
+        tracker.cache_salt = self._salts[request.request_id]
         # LMCache 0.5.6 knows skip_save in the workers only, and leaves out of its memory what lies behind this limit.
         if params.get(SKIP_SAVE) or tracker.request_id in self._unsaved:
             tracker.max_offload_tokens = 0
@@ -229,7 +233,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         if request.num_prompt_tokens < chunk:
             return True
         first = hash(tuple(request.prompt_token_ids[:chunk])) if request.prompt_token_ids else request.request_id
-        salt = key_salt(request.kv_transfer_params, request.cache_salt)
+        salt = self._get_or_create_request_tracker(request).cache_salt
         # One cartridge may be wanted by many tenants, each of whom has a copy; a prompt without one is its tenant's own.
         has_claim = bool((request.kv_transfer_params or {}).get(GRANT))
         return self._room.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
@@ -289,9 +293,15 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._missing.pop(request.request_id, None)
         self._retries.pop(request.request_id, None)
         self._unsaved.discard(request.request_id)
+        self._salts.pop(request.request_id, None)
         self._waiting.discard(request.request_id)
         self._room.answered(request.request_id, found=False)
         return super().request_finished(request, block_ids)
+
+
+def _salt(request: Request) -> str:
+    salt = key_salt(request.kv_transfer_params, request.cache_salt)
+    return salt if request.lora_request is None else adapter_salt(salt, request.lora_request)
 
 
 class StepMetadata(LMCacheMPConnectorMetadata):

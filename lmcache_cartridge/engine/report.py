@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import socket
 import socketserver
 import stat
 import sys
 import threading
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +27,13 @@ from ..artifact.fingerprint import Fingerprint
 from ..artifact.lru import Lru
 from ..errors import UnsupportedEngine
 from . import frames
-from .contract import CONTROL, GRANT, TAG
+from .contract import CONTROL
+from .salts import is_check
 
 logger = logging.getLogger(__name__)
 
 HASH = "blake3"
 """By which LMCache's server must name chunks: its default, and of its algorithms the one that has no seed."""
-_OURS = "cartridge-"
-"""What every salt begins with that this package makes; a client's own that begins so is replaced by its hash."""
-_TAG, _CLIENT, _APART = f"{_OURS}kv-", f"{_OURS}client-", f"{_OURS}apart-"
-_TAG_SALT = len(_TAG) + 32
-_PLAIN_SALT = re.compile(r"[^@/\\\x00]{0,96}")
-"""Salts that LMCache's keys can carry, and the file names that its `fs` adapter makes of them (LMCache 0.5.6)."""
-_CHECK = f"{_OURS}check-"
-"""What a salt begins with under which a worker has LMCache's server look up a chunk that nobody has."""
 _MAX_CHECKS = 1 << 10
 """Checks whose report has not come."""
 
@@ -78,49 +69,6 @@ def key_name(model: str, *facts: Any) -> str:
     """
     digest = blake3(msgspec.json.encode((model, facts))).hexdigest(8)
     return f"{model.rstrip('/').rpartition('/')[2].replace('@', '-')[-24:]}#cartridge-{digest}"
-
-
-def key_salt(kv_transfer_params: Mapping[str, Any] | None, cache_salt: str | None = None) -> str:
-    """Return the salt for LMCache's keys of a request, by which tenants are kept apart: no two of them have one in common.
-
-    Without cartridges it is the client's own `cache_salt`. With cartridges it is made of their tag, which the API server
-    alone can set and no client can spell, so identity tokens are worth nothing by themselves; and of the client's own
-    salt, so that what is computed after a cartridge stays with the tenant. A request with other tags has one of its own.
-    """
-    params = kv_transfer_params or {}
-    tags = {k: v for k, v in params.items() if k.startswith("lmcache.tag.")}
-    own = (params.get(GRANT) or {}).get("salt", cache_salt) or ""
-    if tags.keys() == {TAG}:
-        return tag_salt(str(tags[TAG]), own)
-    if tags:
-        return _APART + _hash(repr((sorted(tags.items()), own)))
-    if own.startswith(_OURS) or not _PLAIN_SALT.fullmatch(own):
-        return _CLIENT + _hash(own)
-    return own
-
-
-def tag_salt(tag: str, own: str = "") -> str:
-    """Return the salt for the keys of a cartridge or chain, of requests whose client has its `own`."""
-    return _TAG + _hash(tag) + (f"-{_hash(own)}" if own else "")
-
-
-def tag_part(salt: str) -> str | None:
-    """Return what the salts of all clients for one tag have in common: `tag_salt` of the tag alone; None without a tag.
-
-    A salt that no cartridge may be found under has a part that is no tag's.
-    """
-    if salt.startswith(_OURS) and not salt.startswith(_CLIENT):
-        return salt[:_TAG_SALT]
-    return None
-
-
-def _hash(text: str) -> str:
-    return blake3(text.encode("utf-8", "surrogatepass")).hexdigest(16)
-
-
-def check_salt() -> str:
-    """Return a salt that no request has had."""
-    return _CHECK + uuid.uuid4().hex
 
 
 def check_ids(chunk_tokens: int) -> list[int]:
@@ -174,7 +122,7 @@ class HashChecks:
 
     def see(self, salt: str, chunk_hash: int) -> bool:
         """Remember the hash in a key if its salt is a check's; False, and no change, for any other key."""
-        if not salt.startswith(_CHECK):
+        if not is_check(salt):
             return False
         self._seen.put(salt, chunk_hash)
         return True

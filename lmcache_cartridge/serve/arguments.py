@@ -31,7 +31,8 @@ _ONE_RANK = {
     "cartridges; start one server for each engine, and a router before them",
 }
 _NEVER = {
-    "enable-lora": "LMCache's keys ignore the adapter, so it would get the base model's KV",
+    "enable-lora": "LMCache's keys in-process ignore the adapter, so it would get the base model's KV; use --mode "
+    "multiprocess",
     "worker-extension-cls": f"`serve` needs that place for {WORKER_EXTENSION}",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
 }
@@ -93,9 +94,14 @@ class Arguments:
         ]
         return left, key
 
-    def check(self) -> None:
-        """Raise `UnsupportedEngine`, with the reason, for what `host.check_vllm` refuses once a model is loaded."""
+    def check(self, *, adapters: bool = False) -> None:
+        """Raise `UnsupportedEngine`, with the reason, for what `host.check_vllm` refuses once a model is loaded.
+
+        `adapters` says that the keys of the mode tell LoRA's adapters apart.
+        """
         for name, why in _NEVER.items():
+            if adapters and name == "enable-lora":
+                continue
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")
         for name, why in _ONE_RANK.items():

@@ -24,6 +24,9 @@ from .resolve import Selection
 logger = init_logger("vllm.lmcache_cartridge.serve.wrap")
 
 
+_ADAPTER = "cartridges are made with the base model, and a LoRA adapter computes other KV; ask the base model"
+
+
 class CartridgeRenderer:
     """vLLM's renderer, with cartridges put before what it renders."""
 
@@ -125,10 +128,14 @@ class GuardedEngine:
     async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Where the engine ends the request because its KV was lost, nothing was sampled from it.
 
-        Raises `GracefulHTTPError` for KV transfer parameters that only this server may make.
+        Raises `GracefulHTTPError` for KV transfer parameters that only this server may make, and for cartridges with a
+        LoRA adapter.
         """
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
         if isinstance(transfer, Grant):
+            if kwargs.get("lora_request") is not None:
+                transfer.claim.end_prompt()
+                raise GracefulHTTPError(_ADAPTER, HTTPStatus.UNPROCESSABLE_ENTITY)
             outputs: Any = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
         elif isinstance(transfer, Computed):
             outputs = self._inner.generate(prompt, params, request_id, **kwargs)

@@ -1,0 +1,107 @@
+"""What LMCache's own saving costs with our adapter and connector in, beside LMCache as it is: both in one run.
+
+    python benchmarks/saving.py [--full] [--prompts 40] [--out DIR]
+
+Two vLLM servers with an LMCache server each, one of them without anything of ours. Every plain prompt is asked of both,
+in turns, twice: first it is computed and saved, then, with vLLM's prefix cache reset, loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import report  # first: it makes the tests' helpers importable
+from wards import MODEL
+
+from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+TOKENS, L1_BYTES = 6144, 1 << 30
+ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "saving")
+    parser.add_argument("--prompts", type=int, help="prompts asked of each server (default 40; --full 200)")
+    options = parser.parse_args(arguments)
+    prompts = options.prompts or (200 if options.full else 2 if options.smoke else 40)
+    machine = report.hardware()
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        ours = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
+        other = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
+        clients = {}
+        for name, launch in (("with cartridges", ours), ("LMCache alone", stock(other))):
+            environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
+            server = ServerProcess(launch, Path(scratch) / f"{name}.log", environment=environment)
+            url = stack.enter_context(server).url
+            clients[name] = stack.enter_context(httpx.Client(base_url=url, timeout=120))
+        times_ms = measure(clients, prompts)
+    rows = [
+        {"server": name, "prompts": prompts}
+        | {f"{kind} ms": report.Spread.of(found[name]).text(1.0, 1) for kind, found in times_ms.items()}
+        for name in clients
+    ]
+    lines = []
+    for kind, found in times_ms.items():
+        first, second = (report.Spread.of(found[name]).median for name in clients)
+        lines.append(f"{kind}: with cartridges / LMCache alone {first / second:.3f}, medians of {prompts}")
+    report.publish("saving", rows, options, machine, details=times_ms, lines=lines)
+
+
+def stock(launch: Launch) -> Launch:
+    """Return the same two servers with LMCache's own connector and no adapter."""
+    lmcache = list(launch.lmcache or ())
+    at = lmcache.index("--l2-adapter")
+    del lmcache[at : at + 2]
+    command = list(launch.command)
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    transfer["kv_connector"] = "LMCacheMPConnector"
+    del transfer["kv_connector_module_path"], transfer["kv_connector_extra_config"]["cartridge.control"]
+    command[command.index("--kv-transfer-config") + 1] = json.dumps(transfer)
+    at = command.index("--worker-extension-cls")
+    del command[at : at + 2]
+    own = {key: value for key, value in launch.environment.items() if key != "LMCACHE_CONFIG_FILE"}
+    return launch._replace(lmcache=lmcache, command=command, environment=own | {"VLLM_PLUGINS": ""})
+
+
+def measure(clients: dict[str, httpx.Client], prompts: int) -> dict[str, dict[str, list[float]]]:
+    """Return the times in ms of the first and the second request for each prompt, by server."""
+    rng = random.Random(1)
+    times: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in clients} for kind in ("save", "load")}
+    for number in range(-2, prompts):  # the first two warm up
+        ids = [rng.randrange(10, 640) for _ in range(TOKENS)]
+        order = list(clients) if number % 2 else list(clients)[::-1]
+        for kind in times:
+            for name in order:
+                elapsed_ms, cached = ask(clients[name], ids, whole=kind == "load")
+                assert cached == (TOKENS - 1 if kind == "load" else 0), (name, kind, cached)
+                if number >= 0:
+                    times[kind][name].append(elapsed_ms)
+    return times
+
+
+def ask(client: httpx.Client, ids: list[int], *, whole: bool) -> tuple[float, int]:
+    """Return how long a prompt took in ms and how many of its tokens were cached; asks again until it was `whole`."""
+    while True:
+        while not client.post("/reset_prefix_cache").is_success:
+            time.sleep(0.01)
+        start = time.perf_counter()
+        reply = client.post("/v1/completions", json={"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0})
+        elapsed_ms = 1000 * (time.perf_counter() - start)
+        usage = reply.raise_for_status().json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
+        if not whole or cached:
+            return elapsed_ms, cached
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Salts: whose KV is whose in LMCache's keys, which have a salt and no tags, in multiprocess mode."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from .contract import GRANT, TAG
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+_OURS = "cartridge-"
+"""What every salt begins with that this package makes; a client's own that begins so is replaced by its hash."""
+_TAG, _CLIENT, _APART, _ADAPTER = f"{_OURS}kv-", f"{_OURS}client-", f"{_OURS}apart-", f"{_OURS}lora-"
+_TAG_SALT = len(_TAG) + 32
+_PLAIN_SALT = re.compile(r"[^@/\\\x00]{0,96}")
+"""Salts that LMCache's keys can carry, and the file names that its `fs` adapter makes of them (LMCache 0.5.6)."""
+_CHECK = f"{_OURS}check-"
+"""What a salt begins with under which a worker has LMCache's server look up a chunk that nobody has."""
+_PROCESS = uuid.uuid4().hex
+"""Stands for the files of adapters, which may be others when vLLM is started again."""
+
+
+def key_salt(kv_transfer_params: Mapping[str, Any] | None, cache_salt: str | None = None) -> str:
+    """Return the salt for LMCache's keys of a request, by which tenants are kept apart: no two of them have one in common.
+
+    Without cartridges it is the client's own `cache_salt`. With cartridges it is made of their tag, which the API server
+    alone can set and no client can spell, so identity tokens are worth nothing by themselves; and of the client's own
+    salt, so that what is computed after a cartridge stays with the tenant. A request with other tags has one of its own.
+    """
+    params = kv_transfer_params or {}
+    tags = {k: v for k, v in params.items() if k.startswith("lmcache.tag.")}
+    own = (params.get(GRANT) or {}).get("salt", cache_salt) or ""
+    if tags.keys() == {TAG}:
+        return tag_salt(str(tags[TAG]), own)
+    if tags:
+        return _APART + _hash(repr((sorted(tags.items()), own)))
+    if own.startswith(_OURS) or not _PLAIN_SALT.fullmatch(own):
+        return _CLIENT + _hash(own)
+    return own
+
+
+def tag_salt(tag: str, own: str = "") -> str:
+    """Return the salt for the keys of a cartridge or chain, of requests whose client has its `own`."""
+    return _TAG + _hash(tag) + (f"-{_hash(own)}" if own else "")
+
+
+def tag_part(salt: str) -> str | None:
+    """Return what the salts of all clients for one tag have in common: `tag_salt` of the tag alone; None without a tag.
+
+    A salt that no cartridge may be found under has a part that is no tag's.
+    """
+    if salt.startswith(_OURS) and not salt.startswith(_CLIENT):
+        return salt[:_TAG_SALT]
+    return None
+
+
+def _hash(text: str) -> str:
+    return blake3(text.encode("utf-8", "surrogatepass")).hexdigest(16)
+
+
+def adapter_salt(salt: str, lora_request: LoRARequest) -> str:
+    """Return the salt for the keys of a request to a LoRA adapter that would have `salt` without one.
+
+    LMCache's keys know no adapters (LMCache 0.5.6). Nothing of ours is found under it: cartridges are the base model's.
+    What an adapter had computed is not found once vLLM was started again, since its files may be others then; and that
+    of one which was loaded in the place of another is never found.
+    """
+    if lora_request.load_inplace:
+        return _ADAPTER + uuid.uuid4().hex
+    adapter = _PROCESS, lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id
+    return _ADAPTER + _hash(repr((adapter, salt)))
+
+
+def check_salt() -> str:
+    """Return a salt that no request has had."""
+    return _CHECK + uuid.uuid4().hex
+
+
+def is_check(salt: str) -> bool:
+    """Whether a salt is one of `check_salt`."""
+    return salt.startswith(_CHECK)
