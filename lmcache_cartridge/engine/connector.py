@@ -37,7 +37,7 @@ class CartridgeConnector(LMCacheConnectorV1):
         from .describe import check_vllm, without_draft
 
         host.start("in-process")
-        kv_cache_config = without_draft(kv_cache_config)
+        kv_cache_config = without_draft(kv_cache_config) or kv_cache_config
         check_vllm(vllm_config, kv_cache_config)
         check_api(vllm_config, role)
         with host_inprocess.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
