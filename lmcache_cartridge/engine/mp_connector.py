@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..artifact.fingerprint import Fingerprint
-from ..artifact.lru import Lru
 from ..errors import UnsupportedEngine
 from . import host
 from .connector import check_api, positions_to_inject
@@ -27,6 +26,7 @@ from .describe import check_vllm, fingerprint_of, is_draft, transfer_of, without
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, key_salt
+from .turns import Turns
 from .versions import versions
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ _RETRY_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4.0, 0.02, 0.5
 
 LMCache 0.5.6 makes room in its own memory once a second, a fifth of it each time unless it is told otherwise.
 """
-_MAX_SEEN = 1 << 14
-"""Prefixes of which LMCache is known to have had its copy."""
 
 
 _CHECK_TIMEOUT_S = 60.0
@@ -59,38 +57,6 @@ class _Retry(NamedTuple):
     """Monotonic time of the next lookup."""
     until: float
     """Monotonic time after which a miss counts."""
-
-
-class _Room:
-    """Lets one request at a time look a prefix up that LMCache has no copy of; in the scheduler's thread only.
-
-    LMCache 0.5.6 stages a copy for each request that asks while none is there, and has no memory for many: what has no
-    room is computed. Once the first is answered the others find its copy.
-    """
-
-    def __init__(self) -> None:
-        self._seen: Lru[Any, None] = Lru(_MAX_SEEN)
-        self._asking: dict[Any, str] = {}
-        """Which request asks for a prefix."""
-        self._prefixes: dict[str, tuple[Any, Any]] = {}
-        """By request its key in LMCache, and what it must not be staged at once with."""
-
-    def may_ask(self, request_id: str, key: Any, prefix: Any) -> bool:
-        """Whether a request may look its prefix up now. One that may not asks again in vLLM's next step."""
-        self._prefixes[request_id] = key, prefix
-        return key in self._seen or self._asking.setdefault(prefix, request_id) == request_id
-
-    def answered(self, request_id: str, *, found: bool) -> None:
-        """Let the others look. What was not `found` to the end is staged by one at a time again."""
-        if (names := self._prefixes.pop(request_id, None)) is None:
-            return
-        key, prefix = names
-        if found:
-            self._seen.put(key, None)
-        else:
-            self._seen.pop(key)
-        if self._asking.get(prefix) == request_id:
-            del self._asking[prefix]
 
 
 class CartridgeMPConnector(LMCacheMPConnector):
@@ -121,7 +87,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._salts: dict[str, str] = {}
         self._waiting: set[str] = set()
         """Requests whose cartridge LMCache had no room for at its last look."""
-        self._room = _Room()
+        self._turns = Turns()
         self._lost: set[int] = set()
         self._lost_in_step: set[int] = set()
         self._config = vllm_config
@@ -215,7 +181,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         if found < self._resident(request) and self._look_up_again(tracker):
             return None, True
         self._waiting.discard(name)
-        self._room.answered(name, found=found >= self._resident(request))
+        self._turns.answered(name, found=found >= self._resident(request))
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
         tracker.num_stored_tokens = max(tracker.num_stored_tokens, -(-needed // chunk) * chunk)  # not LMCache's to keep
         if not needed or found >= needed:
@@ -236,7 +202,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         salt = self._get_or_create_request_tracker(request).cache_salt
         # One cartridge may be wanted by many tenants, each of whom has a copy; a prompt without one is its tenant's own.
         has_claim = bool((request.kv_transfer_params or {}).get(GRANT))
-        return self._room.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
+        return self._turns.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
 
     def _resident(self, request: Request) -> int:
         """Return how many leading positions the request's claim has in memory, in whole chunks as LMCache finds them."""
@@ -295,7 +261,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._unsaved.discard(request.request_id)
         self._salts.pop(request.request_id, None)
         self._waiting.discard(request.request_id)
-        self._room.answered(request.request_id, found=False)
+        self._turns.answered(request.request_id, found=False)
         return super().request_finished(request, block_ids)
 
 

@@ -1,0 +1,41 @@
+"""One request at a time asks for what LMCache has no copy of, and nobody waits for one that has gone."""
+
+from __future__ import annotations
+
+from lmcache_cartridge.engine.turns import Turns
+
+
+def test_the_first_asks_alone_and_the_others_once_it_was_answered() -> None:
+    turns = Turns()
+    assert [turns.may_ask(name, "key", "prefix") for name in "abca"] == [True, False, False, True]
+    assert turns.may_ask("z", "another key", "another prefix")
+    turns.answered("a", found=True)
+    assert [turns.may_ask(name, "key", "prefix") for name in "bcd"] == [True] * 3
+
+
+def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answered() -> None:
+    turns = Turns()
+    assert [turns.may_ask(name, name, "prefix") for name in "ab"] == [True, False]
+    turns.answered("a", found=True)
+    assert [turns.may_ask(name, name, "prefix") for name in "bc"] == [True, False]
+    assert turns.may_ask("a again", "a", "prefix"), "its copy is there, whoever asks for another"
+
+
+def test_what_was_not_found_is_asked_for_by_one_at_a_time_again() -> None:
+    turns = Turns()
+    assert turns.may_ask("a", "key", "prefix")
+    turns.answered("a", found=True)
+    assert turns.may_ask("b", "key", "prefix")
+    turns.answered("b", found=False)
+    assert [turns.may_ask(name, "key", "prefix") for name in "cd"] == [True, False]
+
+
+def test_a_request_that_ends_before_it_was_answered_keeps_nobody_waiting() -> None:
+    turns = Turns()
+    assert [turns.may_ask(name, "key", "prefix") for name in "ab"] == [True, False]
+    turns.answered("b", found=False)
+    turns.answered("nobody", found=False)
+    assert not turns.may_ask("c", "key", "prefix"), "the first still asks"
+    turns.answered("a", found=False)
+    assert turns.may_ask("c", "key", "prefix")
+    assert [*vars(turns)["_waiting"]] == ["c"], "nothing is left of those that ended"
