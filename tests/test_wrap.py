@@ -118,6 +118,21 @@ def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_
     assert GRANT not in engine.transfers()[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "whole", "resident"), [("prefill", True, 16), ("prefill", False, 0), ("trained", False, 16)]
+)
+def test_the_engine_is_told_what_the_claim_holds_and_whose_request_it_is(
+    tmp_path: Path, kind: str, whole: bool, resident: int
+) -> None:
+    claim = _Noted(_selection(tmp_path, kind))
+    claim.is_whole = whole
+    granted = claim.grant({"lmcache.skip_save": True, "cartridge_id": "c"}, 1, "tenant")
+    assert granted == {
+        "lmcache.skip_save": True, TAG: claim.selection.tag,
+        GRANT: {"must_inject": 16 if kind == "trained" else 0, "resident": resident, "salt": "tenant"},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_an_adapter_gets_no_cartridge_and_leaves_no_claim(tmp_path: Path, kind: str) -> None:
     claim, engine = _Noted(_selection(tmp_path, kind)), _Engine()
