@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.memory import tiles
-from lmcache_cartridge.memory.layout import DTYPES
+from lmcache_cartridge.memory.layout import DTYPES, heads_view
 
 with quietly():
     from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
@@ -179,11 +179,9 @@ def test_an_op_that_puts_two_numbers_in_one_place_is_refused() -> None:
         probe.places(name, cache, blocks.layers[name])
 
 
-def test_blocks_that_lie_apart_have_places_too() -> None:
-    """As on GPUs, whose blocks have the tokens before the heads in memory; a place is one in the dimensions' order."""
-    blocks = Blocks(vllm_config(), 4)
-    name, cache = next(iter(blocks.caches.items()))
-    apart = cache.transpose(1, 2).contiguous().transpose(1, 2)
+def test_blocks_whose_tokens_lie_before_their_heads_are_read_back() -> None:
+    """As on GPUs: K beside V, and in memory the tokens of a block before its heads."""
+    blocks = Blocks(vllm_config(), 32)
 
     class Beside:
         class impl:
@@ -191,12 +189,19 @@ def test_blocks_that_lie_apart_have_places_too() -> None:
             def do_kv_cache_update(
                 layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor
             ) -> None:
-                assert cache.stride() == apart.stride()
+                assert cache.stride(1) < cache.stride(2)
                 cache[slots // 32, :, slots % 32] = torch.cat([keys, values], -1)
 
-    place = probe.places(name, apart, Beside)
-    kv = torch.cat([apart[2, ..., :64], apart[2, ..., 64:]], 0).view(2, 2, 32, 64).permute(2, 0, 1, 3)
-    assert torch.equal(apart[2].reshape(-1)[place], kv)
+    blocks.caches = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
+    blocks.layers = dict.fromkeys(blocks.layers, Beside)
+    connector, kv, slots = _bound(blocks), _kv(blocks, 2 * CHUNK), _slots(blocks, 2 * CHUNK, "scattered")
+    assert connector.layout == "heads"
+    _engine_writes(blocks, kv, slots)
+    chunks, shape = _memory(blocks, 2), blocks.shape(CHUNK)
+    connector.batched_from_gpu(chunks, [0, CHUNK], [CHUNK, 2 * CHUNK], slot_mapping=slots)
+    assert torch.equal(
+        torch.cat([heads_view(chunk.raw_data[: shape.size_bytes], shape) for chunk in chunks], dim=2), kv
+    )
 
 
 def test_an_injector_that_was_not_bound_to_save_reads_nothing_it_cannot_copy() -> None:

@@ -49,7 +49,7 @@ class EngineWriteConnector(GPUConnectorInterface):
         self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         self._shape: ChunkShape | None = None
         self._gathered = 1
-        self._places: list[tuple[torch.Tensor, ...]] = []
+        self._offsets: list[torch.Tensor] = []
 
     def bind(
         self,
@@ -82,9 +82,11 @@ class EngineWriteConnector(GPUConnectorInterface):
                     f"block, 2 * {shape.head_size}]; layers that differ in KV heads or head size are not supported"
                 )
         check_writes(kv_caches, layers)
-        self._places = [
-            _indices(places(name, kv_caches[name], layers[name]), kv_caches[name]) for name in names * saves
-        ]
+        self._offsets = []
+        for name in names * saves:
+            found = _offsets(places(name, kv_caches[name], layers[name]), kv_caches[name])
+            same = self._offsets and torch.equal(found, self._offsets[-1])
+            self._offsets.append(self._offsets[-1] if same else found)
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
         self.layout = _layout(kv_caches, layers, shape)
@@ -205,15 +207,16 @@ class EngineWriteConnector(GPUConnectorInterface):
     def _read(self, piece: _Piece) -> None:
         """Read one chunk element by element, from the places to which the engine's op was seen to write."""
         shape = self._bound()
-        if not self._places:
+        if not self._offsets:
             raise UnsupportedEngine("the injector was not bound to read the engine's blocks")
         block = self._layers[0][1].shape[2]
-        number, offset = piece.slots // block, piece.slots % block
-        layers = [
-            kv_cache[(number[:, None], *(index[offset] for index in indices))]
-            for (_, kv_cache), indices in zip(self._layers, self._places, strict=True)
-        ]
-        kv = torch.stack(layers).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
+        number, token = piece.slots[:, None] // block, piece.slots % block
+        read, last, where = [], None, piece.slots
+        for (_, kv_cache), offsets in zip(self._layers, self._offsets, strict=True):
+            if offsets is not last:  # as a rule all layers have the same, and finding the places is most of the work
+                last, where = offsets, (number * kv_cache.stride(0) + offsets[token]).flatten()
+            read.append(_elements(kv_cache).index_select(0, where))
+        kv = torch.stack(read).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
         tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -245,9 +248,17 @@ def _bytes(chunk: MemoryObj) -> torch.Tensor:
     return chunk.raw_data[: chunk.get_size()]
 
 
-def _indices(place: torch.Tensor, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return, for each token of a block, where its numbers are in the last dimensions of a cache: `[block, 2 * H * D]`."""
-    return tuple(index.flatten(1).to(kv_cache.device) for index in torch.unravel_index(place, kv_cache.shape[1:]))
+def _offsets(place: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    """Return how far, for each token of a block, its numbers are from the block's first in memory: `[block, 2 * H * D]`."""
+    inside = torch.unravel_index(place.flatten(1), kv_cache.shape[1:])
+    far = sum(index * stride for index, stride in zip(inside, kv_cache.stride()[1:], strict=True))
+    return torch.as_tensor(far).to(kv_cache.device)
+
+
+def _elements(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache as one row of all it has, in the order of memory; no copy."""
+    last = sum((size - 1) * stride for size, stride in zip(kv_cache.shape, kv_cache.stride(), strict=True))
+    return kv_cache.as_strided((last + 1,), (1,))
 
 
 def _is_aligned(memory: torch.Tensor) -> bool:
