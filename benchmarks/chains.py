@@ -41,7 +41,7 @@ from lmcache_cartridge.settings import from_mapping
 SHEETS = 3
 BESIDE = 2
 FACTORS = ("4x", "16x")
-STEPS = {"4x": 200, "16x": 500}
+STEPS = {"4x": 150, "16x": 300}
 
 
 class Plan(NamedTuple):
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--factor", action="append", choices=FACTORS, help="only this one; may be given twice")
     parser.add_argument("--way", action="append", help="only this way to make them; may be given often")
     options = parser.parse_args(arguments)
-    plan = Plan(options.seed, options.groups or (5 if options.full else 2), 1024, 8, 1.0, None)
+    plan = Plan(options.seed, options.groups or (5 if options.full else 2), 1024, 6, 1.0, None)
     if options.smoke:
         plan = plan._replace(groups=1, tokens=560, strangers=2, effort=0.01, limit=4, factors=("16x",))
     plan = plan._replace(factors=options.factor or plan.factors, ways=options.way or plan.ways)

@@ -68,7 +68,8 @@ ASKED = (QUESTIONS[1], QUESTIONS[2])
 """Wordings that are asked, fact by fact in turn."""
 HELD_OUT = "the {attribute} of {patient}?"
 """Wording looked at while training, to keep the best KV."""
-SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
+SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20),
+               "--block-size", str(CHUNK)]  # fmt: skip
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
 GOAL_POINTS = 2.0
 SHORT = {"4x": 100, "16x": 200}

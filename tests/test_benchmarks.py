@@ -20,7 +20,9 @@ def on_path() -> Iterator[None]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("name", ["mix", "scale", "inject", "chunks", "start", "request_path", "compaction", "chains"])
+@pytest.mark.parametrize(
+    "name", ["mix", "scale", "inject", "chunks", "start", "request_path", "compaction", "chains", "inits"]
+)
 def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +94,9 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
     assert chunks.cached_share(path) == 0.0
 
 
-@pytest.mark.parametrize("name", ["chains", "chunks", "cold_fetch", "compaction", "inject", "mix", "scale", "ttft"])
+@pytest.mark.parametrize(
+    "name", ["chains", "chunks", "cold_fetch", "compaction", "inits", "inject", "mix", "scale", "ttft"]
+)
 def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module(name).main
     with pytest.raises(SystemExit) as ended:
