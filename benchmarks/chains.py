@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     plan = Plan(options.seed, options.groups or (5 if options.full else 2), 1024, 6, 1.0, None)
     if options.smoke:
-        plan = plan._replace(groups=1, tokens=560, strangers=2, effort=0.01, limit=4, factors=("16x",))
+        plan = plan._replace(groups=1, tokens=200, strangers=2, effort=0.01, limit=4, factors=("16x",))
     plan = plan._replace(factors=options.factor or plan.factors, ways=options.way or plan.ways)
     torch.set_num_threads(1)
     disable_progress_bar()
