@@ -249,6 +249,13 @@ def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(
     assert home.read("s")[0].provenance.compaction.kept == shown["kept"]
 
 
+def test_a_model_in_its_own_dtype_refines_too(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--accept", "0")
+    template = ("--template", str(home.directory / "template.json"))
+    home.run(capsys, "build", *document, "--id", "s", "--compact", "16x", "--refine", "1", *template)
+    assert home.read("s")[0].provenance.compaction.refine == 1
+
+
 @pytest.mark.parametrize("positions", [1, 10_000])
 def test_a_length_that_is_none_is_refused(sheet: Sheet, positions: int) -> None:
     with pytest.raises(CartridgeError, match="fewer"):

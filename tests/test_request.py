@@ -21,7 +21,7 @@ from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.fingerprint import Rope
-from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Training
+from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Tokens, Training
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
@@ -335,29 +335,40 @@ COMPACTION = Compaction("attention matching, no bias", "repeat", 9, 1, (0.1,), 1
 
 
 @pytest.mark.parametrize(
-    ("about", "company"),
+    ("about", "tokens", "company"),
     [
-        ({}, 0), ({"training": TRAINING}, 0), ({"training": msgspec.structs.replace(TRAINING, beside=1)}, 1),
-        ({"compaction": COMPACTION}, None), ({"compaction": msgspec.structs.replace(COMPACTION, refine=9)}, 0),
-        ({"compaction": msgspec.structs.replace(COMPACTION, distill=9)}, 0),
+        ({}, 64, 0), ({"training": TRAINING}, 64, 0), ({"training": msgspec.structs.replace(TRAINING, beside=1)}, 64, 1),
+        ({"compaction": COMPACTION}, 66, None), ({"compaction": COMPACTION}, 128, 0), ({"compaction": COMPACTION}, 0, 0),
+        ({"compaction": msgspec.structs.replace(COMPACTION, refine=9)}, 64, 0),
+        ({"compaction": msgspec.structs.replace(COMPACTION, distill=9)}, 64, 0),
     ],
 )  # fmt: skip
-def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(
-    home: Home, about: dict[str, Any], company: int | None
+def test_what_a_cartridge_of_16_positions_was_made_for(
+    home: Home, about: dict[str, Any], tokens: int, company: int | None
 ) -> None:
-    path = Path(home.settings.home) / "c/t" / reading.MANIFEST
-    provenance = msgspec.structs.replace(home.manifests["trained"].provenance, **about)
-    path.write_bytes(msgspec.structs.replace(home.manifests["trained"], provenance=provenance).encode())
+    """`tokens` is the length of its document, 0 where that is not known."""
+    made = home.manifests["trained"]
+    provenance = msgspec.structs.replace(made.provenance, **about)
+    document = Tokens(tokens, "") if tokens else None
+    assert msgspec.structs.replace(made, provenance=provenance, document=document).company == company
+    assert home.manifests["a"].company is None, "a prefill's KV is a document's"
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2])
+def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(home: Home, beside: int) -> None:
+    path, made = Path(home.settings.home) / "c/t" / reading.MANIFEST, home.manifests["trained"]
+    training = msgspec.structs.replace(TRAINING, beside=beside)
+    provenance = msgspec.structs.replace(made.provenance, training=training)
+    path.write_bytes(msgspec.structs.replace(made, provenance=provenance).encode())
     assert home.resolve("trained").notice == home.resolve("a", "b").notice == ""
     refusing = Resolver(from_mapping(home.settings.model_dump() | {"on_made_alone": "error"}))
     assert refusing.resolve([Reference(id="trained")]).names == "trained@1"
     for others in (1, 2):
         names = ["a", "trained", "b"][: others + 1]
-        expected = company is None or company >= others
-        notice = "" if expected else f"made for fewer than {others} others: trained@1 ({company})"
+        notice = "" if beside >= others else f"made for fewer than {others} others: trained@1 ({beside})"
         assert home.resolve(*names).notice == notice
         chain = [Reference(id=name) for name in names]
-        if expected:
+        if not notice:
             assert refusing.resolve(chain).names
         else:
             refusal = _refusal(refusing.resolve, chain)

@@ -16,6 +16,8 @@ from .fingerprint import DTYPE_BYTES, Fingerprint
 FORMAT = "1.0"
 """Format of artefacts written here. A reader accepts its own major version and refuses others."""
 MAX_MANIFEST_BYTES = 64 << 20
+COMPANIONABLE = 4.5
+"""A compaction to fewer positions than its document's tokens over this is made for itself alone; see `Manifest.company`."""
 CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
 ENCODINGS = ("plain", "int8")
@@ -200,16 +202,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def company(self) -> int | None:
         """Beside how many other cartridges it was made to stand; None is any number.
 
-        KV of a prefill is a document's, and so are the keys of a compaction that no gradient step has moved: a chain
-        takes next to nothing from their answers (`docs/compaction.md`). Of KV that came from elsewhere nothing is known.
+        A prefill's KV is a document's. A compaction to a quarter of its document, or more, without gradient steps is as
+        good in a chain of three as alone; to a sixteenth it loses half of its answers (`benchmarks/chains.py`, nine
+        sheets). Of KV that came from elsewhere nothing is known.
         """
         about = self.provenance
         if self.kind != "trained":
             return None
         if about.training is not None:
             return about.training.beside
-        moved = about.compaction is None or about.compaction.refine or about.compaction.distill
-        return 0 if moved else None
+        if about.compaction is None or about.compaction.refine or about.compaction.distill or self.document is None:
+            return 0
+        return None if self.document.count <= COMPANIONABLE * self.positions else 0
 
     def chunk_length(self, chunk: int) -> int:
         """Return the number of positions in stored chunk `chunk`."""

@@ -37,7 +37,7 @@ def refine(
     """
     kv, layers = kv.clone(), layers_of(model)
     for number in range(len(layers)):
-        here = collect(model, kv, examples)
+        here = collect(model, kv.to(model.model.dtype), examples)
         kv[:, number] = _refined(model, kv[:, number], number, here, wanted, steps, rate, progress)
     return kv
 

@@ -22,8 +22,8 @@ from .lesson import Lesson
 from .packing import Example
 
 EACH = 8
-"""Questions on each neighbour in a forward pass. On the shipped model at 16x (400 steps, three sheets), sheets in a chain
-of three were answered 65% without any and 75% with them."""
+"""Questions on each neighbour in a forward pass. At 16x of the shipped model a chain of three lost 32 points without any, 20
+with 8, of other sheets; 16 did no better."""
 
 
 class Neighbour(NamedTuple):
