@@ -65,12 +65,10 @@ class Served(NamedTuple):
         until(lambda: replies.append(self.ask(ids, *args, **extra)) or replies[-1].cached_tokens == cached)
         return replies[-1]
 
-    def lmcache(self, method: str, path: str, **options: Any) -> Any:
+    def ask_lmcache(self, method: str, path: str) -> httpx.Response:
         """Ask LMCache's server over HTTP."""
         port = self.launch.lmcache[self.launch.lmcache.index("--http-port") + 1]
-        response = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=60, **options)
-        response.raise_for_status()
-        return response.json()
+        return httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=60).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +220,7 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
     named = tag_salt(load_manifest(_root(served, "trained")).digest, salt)
     until(lambda: len([*place.rglob(f"*@{named}.data")]) == 3)
     assert len([*place.rglob(f"*@{named}.data")]) == 3, "three chunks that were computed, and not the cartridge's own"
-    served.lmcache("POST", "/cache/clear")
+    served.ask_lmcache("POST", "/cache/clear")
     again = served.ask(ids, "trained", salt)
     assert again.cached_tokens == CHUNK + 768
     assert difference(again, computed) < NOISE
@@ -233,8 +231,7 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
 
 
 def test_lmcaches_metrics_and_ours_have_other_names(served: Served) -> None:
-    port = served.launch.lmcache[served.launch.lmcache.index("--prometheus-port") + 1]
-    theirs, ours = httpx.get(f"http://127.0.0.1:{port}/metrics").text, served.http.get("/metrics").text
+    ours, theirs = served.http.get("/metrics").text, served.ask_lmcache("GET", "/metrics").text
 
     def named(text: str, prefix: str) -> set[str]:
         return {line.split()[2] for line in text.splitlines() if line.startswith(f"# TYPE {prefix}")}
@@ -357,7 +354,7 @@ def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for
         assert crowded.http.post("/v1/cartridges/other/evict").is_success
         if name is None:  # for a prompt that names none, nothing waits until it is in memory
             until(lambda: crowded.http.post("/v1/cartridges/other/preload").status_code == 200)
-        crowded.lmcache("POST", "/cache/clear")
+        crowded.ask_lmcache("POST", "/cache/clear")
         ids = question if name else document + question
         with ThreadPoolExecutor(17) as pool:
             replies = list(pool.map(crowded.ask_now, repeat(ids), repeat(name), salts))
