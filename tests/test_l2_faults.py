@@ -43,8 +43,9 @@ def test_nothing_is_saved_of_a_request_whose_trained_cartridge_was_lost(
     broken: Callable[..., None],  # noqa: F811
     chunk: int,
 ) -> None:
-    """Its text is longer than a chunk, and all of it is scheduled in the step in which vLLM ends it."""
-    own = served.sound["prefill"].ids[1:201] + encode(ask(served.sound["trained"].facts[0], 0))
+    """Its text is longer than the cartridge, and all of it is scheduled in the step in which vLLM ends it."""
+    text = served.sound["prefill"].ids[1:]
+    own = text + text[:100] + encode(ask(served.sound["trained"].facts[0], 0))
     given = {"prompt": own, "cartridges": "trained", "cache_salt": f"lost-{chunk}"}
     broken(drop=chunk)
     with pytest.raises(openai.APIStatusError):
