@@ -63,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__, "inits")
     parser.add_argument("--sheets", type=int, help="sheets to train on (default 1, with --full 5)")
     parser.add_argument("--seed", default="inits", help="of the sheets (%(default)s)")
+    parser.add_argument("--size", choices=[size.name for size in SIZES], help="only this one")
     options = parser.parse_args(arguments)
-    sizes, tokens = SIZES, 1024
+    sizes, tokens = tuple(size for size in SIZES if options.size in (None, size.name)), 1024
     if options.smoke:
         sizes, tokens = (Size("4x", 32, 10),), 130
     torch.set_num_threads(1)
