@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         times_ms = measure(clients, prompts)
     rows = [
         {"server": name, "prompts": prompts}
-        | {f"{kind} ms": report.Spread.of(found[name]).text(1.0, 1) for kind, found in times_ms.items()}
+        | {f"{kind} ms": report.Spread.of(found[name]).text() for kind, found in times_ms.items()}
         for name in clients
     ]
     lines = []
