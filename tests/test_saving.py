@@ -15,7 +15,7 @@ import torch
 from blocks import Blocks, vllm_config
 from inprocess import CHUNK, lmcache_config, lmcache_engine, load, look_up, nothing_is_owed, plugin, tags
 from lmcache.v1.cache_engine import LMCacheEngine
-from making import Made, make_artifact
+from making import Made, heads_bytes, make_artifact
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
@@ -24,10 +24,12 @@ from waiting import until
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.backend import CartridgeBackend
-from lmcache_cartridge.engine.contract import GRANT, TAG, TENANT
+from lmcache_cartridge.engine.capture import captured
+from lmcache_cartridge.engine.contract import CAPTURE, GRANT, TAG, TENANT
 from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
 from lmcache_cartridge.engine.inject import EngineWriteConnector
-from lmcache_cartridge.engine.saving import Lost, keep_apart
+from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
+from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import DTYPES
@@ -331,6 +333,20 @@ def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartrid
     other = vllm_config(block_size=64, transfer={"kv_role": "kv_both"})
     with _saving(tmp_path, cartridges, other, block=64, **options) as saving:
         assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
+
+
+def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving: Saving) -> None:
+    ids = np.random.default_rng(9).integers(0, 640, 5 * CHUNK + 1).tolist()
+    slots = saving.slots(ids)
+    kv = saving.compute(slots)
+    saving.save(ids, slots, 0, {CAPTURE: "mine"} | tenant("mine"))
+    for chunk in range(5):
+        raw = captured("mine", ids, chunk)
+        assert raw == heads_bytes(kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+        for name, number in (("mine", chunk), ("other", 4), ("mine", 5)):
+            with pytest.raises(UnsupportedEngine, match="has not saved chunk"):
+                captured(name, ids, number)
+    assert not saving.hot
 
 
 # Who is kept apart, and what is not saved.

@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from recall.ward import Fact, ask, encode
 from waiting import until
 from wards import MODEL, Answer, Asker, Ward, patients, prefill, register, sure, write_ward
 
+from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -81,6 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(TRANSFER),
     ]  # fmt: skip
     text = YAML.read_text().replace("lmcache_cartridge.engine.backend", "faulty")
+    text += "  storage_plugin.cartridge.admin: true\n"
     assert "local_cpu: false" in text and "VLLM_PLUGINS" not in os.environ
     log = home / "log"
     with (
@@ -173,6 +178,29 @@ def test_a_clients_tag_for_saving_is_read_and_its_tenancy_is_not(served: Served)
         served.forget()
         extra = {"kv_transfer_params": {"lmcache.skip_save": skip}, "cache_salt": "z"}
         assert served.asker.complete([*own, 9], **extra).cached_tokens == found
+
+
+def test_a_conversations_kv_as_the_server_computes_it_becomes_a_cartridge(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What transformers computes differs by rounding only, and the answers are those of the conversation itself."""
+    words = write_ward(served.model, patients(1, 5), "conversation").document.text
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{"role": "user", "content": words}]))
+    home = ["--home", str(served.settings.home), "--format", "json"]
+    asked = ["--model", MODEL, "--from-server", str(served.asker.http.base_url), "--messages", str(file)]
+    assert main(["build", *home, *asked, "--id", "conversation"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    root = served.settings.cartridges_dir / "conversation" / "1"
+    manifest = load_manifest(root)
+    ids = load_token_ids(manifest, root).tolist()
+    assert told["positions"] == len(ids) == manifest.positions > 1024
+    made, kv = prefill(served.model, ids).float(), read_kv(manifest, root).float()
+    assert torch.equal(made[1, 0], kv[1, 0]), "layer 0 values depend on no attention and must agree exactly"
+    assert torch.nn.functional.cosine_similarity(made.flatten(2), kv.flatten(2), dim=2).min() > 0.999
+    facts = _sure(served, ids, write_ward(served.model, patients(1, 5), "conversation").document.facts)
+    replies = _right(served, ids, facts, lambda question: served.asker.complete(question, "conversation"))
+    assert {reply.cached_tokens for reply in replies} <= set(range(len(ids) // CHUNK * CHUNK, len(ids) + 1))
 
 
 def _break(served: Served, **fault: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..errors import CartridgeError
 from . import compact
 from .options import (
     NAME,
@@ -22,7 +24,9 @@ from .options import (
 from .show import bars, fields, show, size, warn, working
 
 if TYPE_CHECKING:
+    from ..artifact.manifest import Manifest
     from ..library.registry import Registry, RegistryEntry
+    from ..make.model import CausalModel
 
 USUAL_CHUNKS = 16, 256
 """Chunk sizes of servers: the smallest that is usual, and the default."""
@@ -37,7 +41,15 @@ def add(verb: Verb) -> None:
         "build --model ./llama --document handbook.txt --id handbook",
     )
     add_made(build)
-    build.add_argument("--document", required=True, type=Path, help="UTF-8 text file")
+    build.add_argument("--document", type=Path, help="UTF-8 text file")
+    build.add_argument(
+        "--messages", type=Path, metavar="FILE", help="with --from-server: a conversation, as JSON of chat messages"
+    )
+    build.add_argument(
+        "--from-server", metavar="URL",
+        help="have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
+        "with the setting admin. --model makes the canary. Its key is that in $OPENAI_API_KEY",
+    )  # fmt: skip
     build.add_argument("--canary", help="text after the document whose prediction must not change")
     compact.add_options(build)
 
@@ -85,8 +97,14 @@ def add(verb: Verb) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
+    if (arguments.document is None) == (arguments.messages is None):
+        raise CartridgeError("build needs a --document, or with --from-server the --messages of a conversation")
+    if arguments.from_server is None and arguments.messages is not None:
+        raise CartridgeError("--messages needs --from-server, whose chat template makes tokens of them")
     compact.check(arguments)
-    check_made(arguments, arguments.document)
+    check_made(arguments, arguments.document or arguments.messages)
+    if arguments.from_server is not None and compact.is_wanted(arguments):
+        raise CartridgeError("a compaction reads the document itself; leave --from-server out")
     if compact.is_wanted(arguments):
         compact.build(arguments, registry_of(arguments))
         return
@@ -94,12 +112,15 @@ def _build(arguments: argparse.Namespace) -> None:
     from ..make import prefill
 
     version, root = next_version(arguments, registry)
+    made: dict[str, Any] = {"cartridge_id": arguments.id, "version": version, "encoding": arguments.payload,
+                            "canary": arguments.canary or prefill.CANARY}  # fmt: skip
     with bars(arguments.format) as progress:
-        manifest = prefill.build(
-            model, arguments.document, root, cartridge_id=arguments.id, version=version,
-            chunk_tokens=arguments.chunk_size, canary=arguments.canary or prefill.CANARY, encoding=arguments.payload,
-            progress=progress,
-        )  # fmt: skip
+        if arguments.from_server is not None:
+            manifest = _from_server(arguments, model, root, made | {"progress": progress})
+        else:
+            manifest = prefill.build(
+                model, arguments.document, root, chunk_tokens=arguments.chunk_size, progress=progress, **made
+            )
     registry.register(root, promote=arguments.promote)
     canary = manifest.provenance.canary
     assert canary is not None, "build ran it"
@@ -111,6 +132,28 @@ def _build(arguments: argparse.Namespace) -> None:
     }
     warn(warnings, arguments.format)
     show(result | {"warnings": warnings}, fields(result | {"bytes": size(manifest.payload_bytes)}), arguments.format)
+
+
+def _from_server(arguments: argparse.Namespace, model: CausalModel, root: Path, made: dict[str, Any]) -> Manifest:
+    """Return the manifest of what a server computed of a document or a conversation."""
+    from blake3 import blake3
+
+    from ..make import capture
+    from ..make.document import read_document
+    from ..make.server import Server
+
+    file = arguments.document or arguments.messages
+    with Server(arguments.from_server) as server:
+        if arguments.document is not None:
+            ids = read_document(model, file).ids
+        else:
+            try:
+                messages = json.loads(file.read_text())
+            except ValueError as error:
+                raise CartridgeError(f"{file} is no JSON: {error}") from None
+            ids = capture.conversation_ids(server, messages)
+        facts = {"document": file.name, "document_blake3": blake3(file.read_bytes()).hexdigest()}
+        return capture.build(model, server, ids, root, **made, **facts)
 
 
 def _warnings_of(positions: int) -> list[str]:

@@ -9,6 +9,8 @@ COMPUTED = "computed"
 """A tag that no cartridge has: a request with it gets nothing injected."""
 TENANT = "lmcache.tag.cartridge-tenant"
 """The key in `kv_transfer_params` by which LMCache in-process keeps apart what it saves for requests of different salts."""
+CAPTURE = "lmcache.tag.capture"
+"""The key in `kv_transfer_params` of a request whose KV a client means to fetch, under a name of its own."""
 GRANT = "cartridge"
 """The key in `kv_transfer_params` that tells our connector of the request's claim: how many leading positions must be
 injected, not computed (`must_inject`), how many are in memory (`resident`), and the client's own `salt`."""

@@ -79,6 +79,12 @@ def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
     return getattr(store(), method)(*arguments)
 
 
+def _captured(*arguments: Any) -> bytes:
+    from .capture import captured  # loads LMCache
+
+    return captured(*arguments)
+
+
 def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     """Answer one client until it goes; its claims end with it.
 
@@ -87,6 +93,7 @@ def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     claims, sending, threads = _Claims(store), threading.Lock(), threading.BoundedSemaphore(_MAX_CALLS)
     at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
     methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS}
+    methods["captured"] = _captured
     methods["preload"] = lambda tag, places: store().preload(tag, _places(places))._asdict()
 
     def answer(number: Any, method: Any, call: Callable[[], Any]) -> None:

@@ -223,6 +223,11 @@ class EngineWriteConnector(GPUConnectorInterface):
         """Read one chunk; see `batched_from_gpu`."""
         self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
 
+    def canonical(self, chunk: MemoryObj) -> torch.Tensor:
+        """Return the KV `[2, L, T, H, D]` of a chunk in this layout; a new tensor on the CPU."""
+        shape, raw = self._bound(), _bytes(chunk)
+        return tiles.unpack(raw, shape, self.layout) if tiles.is_tiled(self.layout) else heads_view(raw, shape).clone()
+
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
         shape = self._bound()

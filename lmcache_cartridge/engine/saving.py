@@ -24,13 +24,17 @@ def keep_apart(request: Request) -> None:
         return
     params = request.kv_transfer_params or {}
     grant = params.get(GRANT) or {}
-    salt = grant.get("salt", request.cache_salt)
-    tenant = {TENANT: blake3(salt.encode()).hexdigest(16)} if salt else {}
-    params = {name: value for name, value in params.items() if name != TENANT} | tenant
+    params = {name: value for name, value in params.items() if name != TENANT}
+    params |= tenant(grant.get("salt", request.cache_salt))
     if params != (request.kv_transfer_params or {}):
         sampling = copy(request.sampling_params)
         sampling.extra_args = (sampling.extra_args or {}) | {"kv_transfer_params": params}
         request.sampling_params, request.kv_transfer_params = sampling, params
+
+
+def tenant(salt: str | None) -> dict[str, str]:
+    """Return the tags under which LMCache saves for requests of a `cache_salt`."""
+    return {TENANT: blake3(salt.encode()).hexdigest(16)} if salt else {}
 
 
 class Lost:

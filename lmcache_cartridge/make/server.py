@@ -65,6 +65,10 @@ class Server:
         """
         return self._ask("POST", path, read, json=body)
 
+    def content(self, path: str, body: dict[str, Any]) -> bytes:
+        """Return the bytes of a reply. Raises `SourceError` when the server cannot be reached or refuses."""
+        return self._request("POST", path, json=body).content
+
     def reply(self, content: str, *, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Return the reply to one user message; empty where the server sends none."""
         body = {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": tokens,
@@ -78,15 +82,21 @@ class Server:
             prompt = prompt.replace(f"{{{name}}}", text.replace("</", "< /"))
         return read_score(self.reply(prompt, tokens=16))
 
-    def _ask(self, method: str, path: str, read: Callable[[Any], T], **content: Any) -> T:
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **content)
             response.raise_for_status()
-            found = response.json()
         except httpx.HTTPStatusError as error:
             reply = error.response
             raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}") from error
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
+        return response
+
+    def _ask(self, method: str, path: str, read: Callable[[Any], T], **content: Any) -> T:
+        try:
+            found = self._request(method, path, **content).json()
+        except ValueError as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
         try:
             return read(found)

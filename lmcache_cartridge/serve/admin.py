@@ -6,8 +6,9 @@ import asyncio
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, FastAPI, Query, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError
 from ..library.quarantine import Quarantine
@@ -22,6 +23,14 @@ _ACTIONS = ("preload", "pin", "unpin", "evict")
 _UNREADABLE = Refusal(503, "the registry cannot be read now", retry_after_s=5)
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
+
+
+class Wanted(BaseModel):
+    """What KV a client fetches: so many tokens of the request that it named `name`. Without `chunk`: how many those are."""
+
+    name: str = Field("", max_length=128)
+    token_ids: list[int] = []
+    chunk: int | None = Field(None, ge=0)
 
 
 def add_routes(app: FastAPI, admission: Admission) -> None:
@@ -50,6 +59,18 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             return error(_UNREADABLE)
         ranks = await admission.client.ask("status")
         return (await asyncio.to_thread(_states, admission, ranks, [row]))[0]
+
+    @router.post("/capture")
+    async def capture(wanted: Wanted) -> Any:
+        if not admission.settings.admin:
+            return error(Refusal(403, "fetching KV is off; the setting `admin` switches it on"))
+        try:
+            if wanted.chunk is None:
+                return {"chunk_tokens": (await admission.client.ask("numbers"))[0]["chunk_tokens"]}
+            ranks = await admission.client.ask("captured", wanted.name, wanted.token_ids, wanted.chunk)
+        except CartridgeError as problem:
+            return error(Refusal(409, str(problem)))
+        return Response(b"".join(ranks), media_type="application/octet-stream")
 
     @router.post("/{name}/{action}")
     async def act(name: str, action: str) -> Any:

@@ -1,0 +1,109 @@
+"""Capture: a cartridge of KV as a running server computes it, in its dtype and with its kernels, fetched over HTTP.
+
+The server must run LMCache in-process and save (`serve MODEL --l1-bytes 4GiB --set admin=true`). It writes nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..artifact.manifest import Manifest, Provenance
+from ..engine.contract import CAPTURE
+from ..errors import ArtifactError, CanaryFailed, SourceError
+from ..memory.layout import DTYPES
+from .model import CausalModel
+from .prefill import CANARY, run_canary
+from .progress import Progress, silent
+from .server import Server
+from .write import write_kv
+
+LIKENESS = 0.99
+"""Least cosine of a token's values in the first layer, which no other token has a say in, between the server's and ours.
+Rounding leaves 0.9999; another model's have none."""
+
+
+def conversation_ids(server: Server, messages: Any) -> list[int]:
+    """Return the token ids of a conversation as the server's chat template renders it, without a turn to come.
+
+    Raises `SourceError` where the server does not take the messages.
+    """
+    body = {"model": server.model, "messages": messages, "add_generation_prompt": False}
+    return server.post("/tokenize", body, lambda reply: [int(token) for token in reply["tokens"]])
+
+
+def build(
+    model: CausalModel, server: Server, ids: list[int], root: Path, *, cartridge_id: str, version: int,
+    canary: str = CANARY, encoding: str = "plain", progress: Progress = silent, **facts: Any,
+) -> Manifest:  # fmt: skip
+    """Have the server compute the tokens `ids`, and write the KV that it has of them as an artefact at `root`.
+
+    `model` is the server's own: its canary is made here, and the first chunk compared. `facts` go into the provenance.
+    Raises `SourceError` where the server computes or hands out something else, and `CanaryFailed` as a build does; leaves
+    nothing then. Registers nothing.
+    """
+
+    def checked(kv: torch.Tensor) -> Provenance:
+        result = run_canary(model, ids, kv, canary)
+        if not result.top1_equal:
+            raise CanaryFailed(
+                f"cartridge {cartridge_id}: after the server's KV the model's next token differs from the one after the text "
+                f"itself (largest logit difference {result.max_abs_logit_difference:.3g}); nothing was registered"
+            )
+        return model.provenance("build --from-server", canary=result, **facts)
+
+    if not ids:
+        raise ArtifactError("there are no tokens to compute")
+    tokens = server.post("/v1/cartridges/capture", {}, lambda reply: int(reply["chunk_tokens"]))
+    return write_kv(
+        model, _computed(model, server, ids, tokens), root, checked, cartridge_id=cartridge_id, version=version,
+        positions=len(ids), token_ids=ids, chunk_tokens=tokens, encoding=encoding,
+        questions=[model.encode(canary, special=False)], progress=progress,
+    )  # fmt: skip
+
+
+def _computed(model: CausalModel, server: Server, ids: list[int], tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the canonical KV of `ids` in chunks of so many `tokens` as the server computes it."""
+    name = uuid.uuid4().hex
+    # LMCache saves whole chunks: the last is filled up with tokens that no earlier one sees.
+    whole = [*ids, *[ids[-1]] * (-len(ids) % tokens)]
+    body = {"model": server.model, "prompt": [*whole, ids[-1]], "max_tokens": 1, "temperature": 0, "cache_salt": name,
+            "kv_transfer_params": {CAPTURE: name}}  # fmt: skip
+    cached = server.post(
+        "/v1/completions", body, lambda r: (r["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+    )
+    if cached:
+        raise SourceError(f"{server.url} computed the text only from token {cached} on")
+    for chunk in range(len(whole) // tokens):
+        kv = _chunk(
+            model, server.content("/v1/cartridges/capture", {"name": name, "token_ids": whole, "chunk": chunk}), tokens
+        )
+        if chunk == 0:
+            _compare(model, server, ids[:tokens], kv)
+        yield kv[:, :, : len(ids) - chunk * tokens]
+
+
+def _chunk(model: CausalModel, raw: bytes, tokens: int) -> torch.Tensor:
+    """Return canonical KV of the heads that all ranks sent, one after the other; of a head that several have, the first."""
+    shape = model.fingerprint
+    each = 2 * shape.layers * tokens * shape.head_size * DTYPES[shape.dtype].itemsize
+    count, rest = divmod(len(raw), each)
+    if rest or count == 0 or count % shape.kv_heads:
+        raise SourceError(
+            f"the server sent {len(raw)} bytes for {tokens} tokens: it runs another model, or in another dtype"
+        )
+    heads = torch.frombuffer(bytearray(raw), dtype=DTYPES[shape.dtype])
+    heads = heads.view(count, 2, shape.layers, tokens, shape.head_size)[:: count // shape.kv_heads]
+    return heads.permute(1, 2, 3, 0, 4).contiguous()
+
+
+def _compare(model: CausalModel, server: Server, ids: list[int], kv: torch.Tensor) -> None:
+    """Raise `SourceError` unless the server's first layer has the model's values."""
+    own = next(iter(model.prefill(ids, len(ids))))[1, 0].flatten(1).float()
+    alike = torch.nn.functional.cosine_similarity(own, kv[1, 0, : len(ids)].flatten(1).float(), dim=1).min()
+    if not alike >= LIKENESS:
+        raise SourceError(f"{server.url} has other KV for the text than {model.name}: it runs another model")

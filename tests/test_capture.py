@@ -1,0 +1,130 @@
+"""A cartridge of KV that a server computed: what it sends is what is stored, and another model's is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
+from lmcache_cartridge.engine.contract import CAPTURE
+from lmcache_cartridge.errors import CanaryFailed, CartridgeError, SourceError
+from lmcache_cartridge.make import capture
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import pack, read_kv
+
+TOKENS = 256
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return CausalModel(str(MODEL_DIR))
+
+
+@pytest.fixture(scope="module")
+def ids(model: CausalModel) -> list[int]:
+    found = model.encode((SHEETS_DIR / "ward-a.txt").read_text(), special=True)
+    assert len(found) % TOKENS and len(found) > 2 * TOKENS
+    return found
+
+
+class FakeServer:
+    """A server that computes with transformers, whose KV `damage` changes, on `ranks` ranks of as many heads each."""
+
+    url, model = "http://fake", "m"
+
+    def __init__(
+        self, model: CausalModel, damage: Callable[[torch.Tensor], Any] = lambda kv: kv, copies: int = 1
+    ) -> None:
+        self._model, self._damage, self._copies, self.cached = model, damage, copies, 0
+        self.asked: dict[str, Any] = {}
+
+    def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
+        if path == "/v1/cartridges/capture":
+            return read({"chunk_tokens": TOKENS})
+        if path == "/tokenize":
+            assert body["add_generation_prompt"] is False
+            return read({"tokens": self._model.encode(body["messages"][0]["content"], special=True)})
+        assert path == "/v1/completions"
+        self.asked = body
+        return read({"usage": {"prompt_tokens_details": {"cached_tokens": self.cached}}})
+
+    def content(self, path: str, body: dict[str, Any]) -> bytes:
+        assert (body["name"],) * 2 == (self.asked["cache_salt"], self.asked["kv_transfer_params"][CAPTURE])
+        assert body["token_ids"] == self.asked["prompt"][:-1] and len(body["token_ids"]) % TOKENS == 0
+        first = body["chunk"] * TOKENS
+        kv = torch.cat(list(self._model.prefill(body["token_ids"], TOKENS)), dim=2)[:, :, first : first + TOKENS]
+        raw = bytes(pack(self._damage(kv), self._model.fingerprint))
+        heads = [raw[i : i + len(raw) // 2] for i in (0, len(raw) // 2)]
+        return b"".join(head for head in heads for _ in range(self._copies))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_the_server_sends_is_what_is_stored_of_each_token(
+    model: CausalModel, ids: list[int], tmp_path: Path, copies: int
+) -> None:
+    """Of four ranks two have the same head each."""
+    server: Any = FakeServer(model, copies=copies)
+    manifest = capture.build(model, server, ids, tmp_path / "a", cartridge_id="a", version=1, document="x.json")
+    assert (manifest.kind, manifest.positions, manifest.payload.chunk_tokens) == ("prefill", len(ids), TOKENS)
+    assert manifest.canary is not None and manifest.provenance.canary.top1_equal
+    assert "build --from-server" in manifest.provenance.tool
+    assert reading.load_token_ids(manifest, tmp_path / "a").tolist() == ids
+    stored = read_kv(manifest, tmp_path / "a")
+    whole = [*ids, *[ids[-1]] * (-len(ids) % TOKENS)]
+    assert torch.equal(stored, torch.cat(list(model.prefill(whole, TOKENS)), dim=2)[:, :, : len(ids)])
+    assert stored.shape[2] == len(ids), "what fills the last chunk up is not stored"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda kv: kv.flip(3), SourceError), (lambda kv: kv.flip(0), SourceError), (torch.zeros_like, SourceError),
+        (lambda kv: kv.roll(1, 2), SourceError), (lambda kv: kv[:, :, :100], SourceError),
+        (lambda kv: torch.cat([kv[:, :1], kv[:, 1:].flip(3)], dim=1), CanaryFailed),
+    ],
+    ids=["heads", "keys for values", "nothing", "a token late", "too little", "heads of later layers"],
+)  # fmt: skip
+def test_kv_of_another_model_is_refused_and_nothing_left(
+    model: CausalModel, ids: list[int], tmp_path: Path, damage: Any, error: type[CartridgeError]
+) -> None:
+    server: Any = FakeServer(model, damage)
+    with pytest.raises(error):
+        capture.build(model, server, ids, tmp_path / "a", cartridge_id="a", version=1)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_server_that_found_some_of_the_text_is_refused(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+    server: Any = FakeServer(model)
+    server.cached = 128
+    with pytest.raises(SourceError, match="only from token 128 on"):
+        capture.build(model, server, ids, tmp_path / "a", cartridge_id="a", version=1)
+
+
+def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
+    server: Any = FakeServer(model)
+    assert capture.conversation_ids(server, [{"role": "user", "content": "x"}]) == model.encode("x", special=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "needs a --document"), (["--messages", "m.json"], "needs --from-server"),
+        (["--document", "m.json", "--messages", "m.json", "--from-server", "http://x"], "needs a --document"),
+        (["--document", "m.json", "--from-server", "http://x", "--compact", "4x"], "leave --from-server out"),
+        (["--messages", "none.json", "--from-server", "http://x"], "no such file"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.json").write_text(json.dumps([]))
+    assert main(["build", "--home", str(tmp_path), "--model", str(MODEL_DIR), "--id", "a", *options])
+    assert reason in capsys.readouterr().err
