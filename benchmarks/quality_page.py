@@ -42,7 +42,7 @@ How to read it:
   those that will be asked. On sheets 0 to 4, where settings were chosen, two wordings more in training brought `sci` at 4x
   from 92 and 90% to 99% on the two worst. Averaging the KV over steps changed nothing.
 - **Other starts** (`random`, `vocab`, `first-k`) were on this page before, on sheets 100 to 104: 97.6, 97.1 and 99.4% at 4x, where
-  `sci` had 99.8%; 98.6, 98.2 and 93.6% at 16x, where `sci` had 99.6%. [inits.png](inits.png) shows how soon each is good.
+  `sci` had 99.8%; 98.6, 98.2 and 93.6% at 16x, where `sci` had 99.6%. `python benchmarks/inits.py` shows how soon each is good.
 - **By its defaults** `train` finds the rate and goes on until held-out questions get no better: on sheet 100, at 16x, 99.6%
   after 2,350 steps, where 1,400 steps as here reached 98.5%.
 - **int8** stores keys in steps of their channel and values in steps of their position, chunk by chunk: half the bytes of
