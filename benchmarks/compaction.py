@@ -43,7 +43,7 @@ TOKENS = 1024
 GIVEN, ASKED = (QUESTIONS[0], QUESTIONS[2]), QUESTIONS[1]
 """Wordings that are given to compaction, and the one that is asked."""
 SHEETS = {"dev": [f"compact dev {n}" for n in (0, 1, 24, 31)], "clean": [f"compact {n}" for n in range(200, 205)]}
-REFINE, DISTILL = 30, 100
+REFINE, DISTILL = 30, 200
 CHUNK = 32
 
 

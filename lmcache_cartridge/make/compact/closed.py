@@ -114,28 +114,35 @@ def _head(kv: torch.Tensor, asked: Layer, head: int) -> Head:
 def _compacted(head: Head, weights: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return keys and values `[p, D]`, and which share `[T]` of what the document gives each token they lack, squared."""
     each = weights.repeat(len(head.asked.queries) // len(weights))
-    taken = torch.zeros_like(head.keys[:, 0])
-    for at, attention in _attention(head, head.keys):
-        taken += each[at] @ attention.square()
-    group = torch.arange(len(taken), device=taken.device).clamp(max=FROZEN)
-    group[FROZEN:] += groups(head.values[FROZEN:], taken[FROZEN:], positions - FROZEN)
-    taken = taken / taken.max().clamp(min=torch.finfo(taken.dtype).tiny) + _SMALL
-    shares = torch.zeros(len(each), positions, device=taken.device)
+    group, taken = _grouped(head, each, positions)
+    shares, given = torch.zeros(len(each), positions, device=each.device), torch.empty_like(each)
     for at, attention in _attention(head, head.keys):
         shares[at] = shares[at].index_add(1, group, attention)
+        given[at] = (attention @ head.values).square().sum(1)
     keys, values = (means(plane, taken, group, plane[:positions]) for plane in (head.keys, head.values))
     keys[:FROZEN] = head.keys[:FROZEN]  # to the last bit
     keys = fitted_keys(keys, head.asked.queries, head.asked.own_mass, shares, each, BLOCK_QUERIES)
     values = _fit(head, keys, values, each)
-    error, given = torch.empty_like(each), torch.empty_like(each)
+    lacking = torch.empty_like(each)
     for at, attention in _attention(head, keys):
-        lacks = head.asked.wanted[at] - (1 - attention.sum(1))[:, None] * head.asked.own[at] - attention @ values
-        error[at] = lacks.square().sum(1)
-    for at, attention in _attention(head, head.keys):
-        given[at] = (attention @ head.values).square().sum(1)
-    error, given = (plane.view(-1, len(weights)).sum(0) for plane in (error, given))
+        lacking[at] = (_wanted(head, at, attention) - attention @ values).square().sum(1)
+    lacking, given = (plane.view(-1, len(weights)).sum(0) for plane in (lacking, given))
     # A token that gets hardly anything of the document lacks nothing of it.
-    return keys, values, (error / given.clamp(min=LEAST * float(given.mean()) + _SMALL)).clamp(max=1)
+    return keys, values, (lacking / given.clamp(min=LEAST * float(given.mean()) + _SMALL)).clamp(max=1)
+
+
+def _grouped(head: Head, weights: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of the compact positions stands for each of the document's, and what the latter weigh, both `[n]`.
+
+    A position weighs what a change of its value costs: the sum of its squared shares of the queries' attention.
+    """
+    taken = torch.zeros_like(head.keys[:, 0])
+    for at, attention in _attention(head, head.keys):
+        taken += weights[at] @ attention.square()
+    taken = taken / taken.max().clamp(min=torch.finfo(taken.dtype).tiny) + _SMALL
+    group = torch.arange(len(taken), device=taken.device).clamp(max=FROZEN)
+    group[FROZEN:] += groups(head.values[FROZEN:], taken[FROZEN:], positions - FROZEN)
+    return group, taken
 
 
 def _attention(head: Head, keys: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -145,6 +152,11 @@ def _attention(head: Head, keys: torch.Tensor) -> Iterator[tuple[slice, torch.Te
         scores = head.asked.queries[at] @ keys.T
         mass = torch.logaddexp(scores.logsumexp(1), head.asked.own_mass[at])
         yield at, (scores - mass[:, None]).exp()
+
+
+def _wanted(head: Head, at: slice, attention: torch.Tensor) -> torch.Tensor:
+    """Return what some queries are to get of positions with these shares, the rest being their questions' own tokens'."""
+    return head.asked.wanted[at] - (1 - attention.sum(1))[:, None] * head.asked.own[at]
 
 
 def _fit(head: Head, keys: torch.Tensor, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -157,10 +169,9 @@ def _fit(head: Head, keys: torch.Tensor, values: torch.Tensor, weights: torch.Te
         right = torch.zeros(width, values.shape[1], dtype=torch.double, device=keys.device)
         for at, shares in _attention(head, keys):
             attention = shares.double()
-            wanted = head.asked.wanted[at] - (1 - shares.sum(1))[:, None] * head.asked.own[at]
             weighted = attention[:, part] * weights[at][:, None]
             normal += weighted.T @ attention[:, part]
-            right += weighted.T @ (wanted.double() - attention @ values)
+            right += weighted.T @ (_wanted(head, at, shares).double() - attention @ values)
         normal.diagonal().add_(RIDGE * normal.diagonal().mean().clamp(min=1e-12))
         values[part] += torch.linalg.solve(normal, right)
     return values.float()

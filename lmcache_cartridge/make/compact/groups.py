@@ -9,16 +9,14 @@ ROUNDS = 16
 STEPS = 10
 BLOCK = 2048
 """Positions whose distances to all centres are held at a time: 32 MiB for 4,096 centres."""
-_SMALL = 1e-9
 
 
 def groups(values: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
     """Return for each of `values` `[n, D]` the number of its group, `[n]`, from 0 to `count` - 1; a group may be empty.
 
-    Weighted k-means: the sum of weight x squared distance to the group's mean is made small.
+    Weighted k-means, no weight being 0: the sum of weight x squared distance to the group's mean is made small.
     """
-    weights = weights / weights.max().clamp(min=torch.finfo(weights.dtype).tiny) + _SMALL
-    distance = (values - mean_of(values, weights)).square().sum(1)
+    distance = (values - (weights[:, None] * values).sum(0) / weights.sum()).square().sum(1)
     picked: list[torch.Tensor] = []
     while (left := count - sum(map(len, picked))) > 0:
         most = (weights * distance).topk(min(left, -(-count // ROUNDS))).indices
@@ -35,11 +33,6 @@ def means(values: torch.Tensor, weights: torch.Tensor, group: torch.Tensor, othe
     sums = torch.zeros_like(otherwise).index_add_(0, group, values * weights[:, None])
     total = torch.zeros_like(otherwise[:, 0]).index_add_(0, group, weights)[:, None]
     return torch.where(total > 0, sums / total.clamp(min=torch.finfo(sums.dtype).tiny), otherwise)
-
-
-def mean_of(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted mean of all."""
-    return (weights[:, None] * values).sum(0) / weights.sum()
 
 
 def _nearest(values: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
