@@ -151,10 +151,12 @@ SIZES = {"refine": (8, 16), "distill": (16,)}
 
 def measure(sheets: Sequence[Sheet], method: str, size: int) -> dict[str, Any]:
     """Return a row of the table."""
-    shares, int8, steps = [], [], []
+    shares, int8, steps, cpu = [], [], [], []
     for sheet in sheets:
         report.say(f"{sheet.name}: {method}, {size}x")
+        start = time.process_time()
         found = METHODS[method](sheet, size)
+        cpu.append(time.process_time() - start)
         kv = rounded(found.kv, sheet.model.fingerprint)
         shares.append(sheet.exact(kv, found.biases))
         if found.biases is None:
@@ -162,6 +164,7 @@ def measure(sheets: Sequence[Sheet], method: str, size: int) -> dict[str, Any]:
         steps.append(found.steps)
     return _row(f"{size}x, {method}", sheets, shares) | {
         "int8": _percent(statistics.mean(int8)) if int8 else "-",
+        "CPU s": f"{statistics.median(cpu):.1f}",
         "seconds": ", ".join(f"{name} {statistics.median(each[name] for each in steps):.1f}" for name in steps[0]),
         "_exact": shares,
     }
@@ -244,8 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sheets = [draw(model, name, tokens) for name in names]
     facts = {"": "facts"} | {sheet.name.rpartition(" ")[2]: len(sheet.asked) for sheet in sheets}
     whole = [sheet.exact(rounded(sheet.kv, model.fingerprint)) for sheet in sheets]
-    blank = {"mean": "", "int8": "", "seconds": ""}
-    prefill = {"int8": "", "seconds": f"prefill {statistics.median(sheet.seconds for sheet in sheets):.1f}"}
+    blank = {"mean": "", "int8": "", "CPU s": "", "seconds": ""}
+    prefill = {
+        "int8": "",
+        "CPU s": "",
+        "seconds": f"prefill {statistics.median(sheet.seconds for sheet in sheets):.1f}",
+    }
     rows = [facts | blank, _row("document", sheets, whole) | prefill]
     cases = [(method, size) for method in options.methods for size in SIZES.get(method, (4, 8, 16))]
     for method, size in [(method, 16) for method in ("questions", "bias")] if options.smoke else cases:

@@ -68,7 +68,7 @@ def collect(
     Of the tokens that predict an answer `MOST_QUERIES` are kept, evenly, and others until there are `ENOUGH`. Raises
     `UnsupportedModel` for attention that is no plain softmax over all positions.
     """
-    shape = model.fingerprint
+    shape, kv = model.fingerprint, kv.to(model.model.dtype)
     packed = pack_examples(examples, model.device)
     kept, answers = _kept(packed)
     found: list[list[Layer]] = [[] for _ in range(shape.layers)]
