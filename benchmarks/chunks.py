@@ -140,7 +140,7 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     registry = Registry(settings.registry_path)
     lm = lmcache_config(settings, case.chunk_tokens)
     metadata = lmcache_metadata(lm, config)
-    fingerprint = engines.fingerprint_of(config, metadata.kv_dtype, metadata.kv_shape[0])
+    fingerprint = engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
     root = scratch / "doc"
     manifest = write_artifact(root, fingerprint, case, seed=1)
     registry.register(root)

@@ -125,7 +125,8 @@ POLICIES: dict[str, Callable[[Sequence[int], int], int]] = {"LRU": lru, "LFU": l
 
 def ours(mix: Mix, requests: Sequence[int]) -> list[tuple[bool, float]]:
     """Return for each request whether the real store had its cartridge, and the seconds until it was resident."""
-    from lmcache_cartridge.memory.store import CartridgeStore, Engine
+    from lmcache_cartridge.memory.described import Engine
+    from lmcache_cartridge.memory.store import CartridgeStore
 
     with tempfile.TemporaryDirectory(prefix="cartridge-mix-") as scratch:
         home = Path(scratch)

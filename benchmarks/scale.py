@@ -38,7 +38,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 
 if TYPE_CHECKING:
-    from lmcache_cartridge.memory.store import Engine
+    from lmcache_cartridge.memory.described import Engine
 
 POSITIONS, CHUNK = 4096, 256
 SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, None, "00" * 32)
@@ -95,7 +95,7 @@ def settings_of(home: Path) -> Settings:
 
 def engine_of() -> Engine:
     """Return an engine that hashes as LMCache does."""
-    from lmcache_cartridge.memory.store import Engine
+    from lmcache_cartridge.memory.described import Engine
 
     return Engine(SHAPE, CHUNK, 0, 1, "heads", chain, pin_memory=False, allow_trained=True)
 

@@ -17,8 +17,8 @@ from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.index import Hasher
 from lmcache_cartridge.memory.codec import encode
+from lmcache_cartridge.memory.described import Engine
 from lmcache_cartridge.memory.layout import DTYPES, to_heads
-from lmcache_cartridge.memory.store import Engine
 
 VOCABULARY = 1000
 
@@ -117,11 +117,12 @@ def make_engine(
     world: int = 1,
     layout: str = "heads",
     allow_trained: bool = True,
+    layers: range | None = None,
 ) -> Engine:
     """Return an engine that hashes with `sha256_hasher`."""
     return Engine(
         fingerprint, chunk_tokens, rank, world, layout, sha256_hasher(chunk_tokens), pin_memory=False,
-        allow_trained=allow_trained,
+        allow_trained=allow_trained, layers=layers,
     )  # fmt: skip
 
 

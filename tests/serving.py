@@ -69,9 +69,14 @@ class Client:
         """Return the reply to a prompt; `tag` is the request's `lmcache.tag.cartridge`, which the request API refuses."""
         return self._ask(ids, {} if tag is None else {"lmcache.tag.cartridge": tag}, tokens)
 
-    def _ask(self, ids: list[int], params: dict[str, str], tokens: int) -> Reply:
+    def ask_with(self, cartridges: list[str], ids: list[int], tokens: int = 4) -> Reply:
+        """Return the reply to a prompt behind cartridges."""
+        return self._ask(ids, {}, tokens, cartridges=cartridges)
+
+    def _ask(self, ids: list[int], params: dict[str, str], tokens: int, **fields: Any) -> Reply:
         response = self.post(
             {"prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 20, "kv_transfer_params": params}
+            | fields
         )
         response.raise_for_status()
         body = response.json()

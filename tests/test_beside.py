@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from families import FAMILIES, make_model, write
 from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
 from lmcache_cartridge.artifact.identity import Identity
@@ -99,3 +101,63 @@ def test_speculation_answers_as_the_model_does(home: Home, tmp_path: Path, mode:
         assert_served(client, home.model)
         metrics = client.get("/metrics").text
         assert float(re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (.*)$", metrics, re.M)[1]) > 0
+
+
+def test_each_stage_of_a_pipeline_injects_its_own_layers(home: Home, tmp_path: Path) -> None:
+    """The shipped model has three layers: one stage has one, the other two. vLLM 0.32 on CPU runs no eager pipeline."""
+    stages = ("--no-enforce-eager", "--pipeline-parallel-size", "2")
+    with served(home, tmp_path, "in-process", *stages, VLLM_CPU_OMP_THREADS_BIND="nobind") as client:
+        assert_served(client, home.model)
+
+
+def test_each_of_several_engines_answers_from_cartridges(home: Home, tmp_path: Path) -> None:
+    with served(
+        home, tmp_path, "multiprocess", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="nobind"
+    ) as client:
+        assert_served(client, home.model)
+        own = question_ids(home.model, load_sheet("ward-a").questions[0].text)
+        with ThreadPoolExecutor(8) as pool:
+            body = {"prompt": own, "cartridges": ["trained"], "max_tokens": 4, "temperature": 0}
+            replies = list(pool.map(client.post, [body] * 24))
+        answer = load_sheet("ward-a").questions[0].answer
+        assert [reply.json()["choices"][0]["text"].strip() for reply in replies] == [answer] * 24
+        metrics = client.get("/metrics").text
+        finished = re.findall(
+            r'^vllm:request_success_total\{engine="(\d)",finished_reason="(?:stop|length)".*\} (.*)$', metrics, re.M
+        )
+        assert {engine for engine, count in finished if float(count)} == {"0", "1"}, "one of them had nothing to do"
+
+
+def test_stages_are_served_by_lmcaches_server_too_where_they_are_of_one_size(tmp_path: Path) -> None:
+    """Random weights of four layers: what is compared is the distribution after the document and after the cartridge."""
+    path = make_model(tmp_path / "model", FAMILIES["llama"]())
+    settings, model = from_mapping({"home": tmp_path / "home", "cpu_bytes": 64 << 20}), CausalModel(str(path))
+    documents = {name: [int(i) for i in np.random.default_rng(number).integers(5, 600, 768)] for number, name in
+                 enumerate(("a", "b"))}  # fmt: skip
+    for name, ids in documents.items():
+        write(model, settings.cartridges_dir / name, ids)
+        Registry(settings.registry_path).register(settings.cartridges_dir / name)
+    options = [
+        *SERVER_ARGS,
+        "--max-model-len",
+        "4096",
+        "--no-enforce-eager",
+        "--pipeline-parallel-size",
+        "2",
+        "--dtype",
+        "float32",
+    ]
+    launch = plan(str(path), settings, mode="multiprocess", vllm_args=options)
+    environment = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with (
+        ServerProcess(launch, tmp_path / "log", environment=environment) as server,
+        Client(server.url, str(path)) as client,
+    ):
+        own, found = list(range(400, 410)), {}
+        for name, ids in documents.items():
+            found[name] = client.ask_with([name], own)
+            assert found[name].cached_tokens == 768
+            found[name, "computed"] = client.computed(ids + own)
+        assert difference(found["a"], found["a", "computed"]) < 1e-2
+        assert difference(found["b"], found["b", "computed"]) < 1e-2
+        assert difference(found["a"], found["b"]) > 0.5, "nobody could tell the documents apart"

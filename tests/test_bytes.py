@@ -126,15 +126,20 @@ class _Travels:
 class _Way:
     """A store of an engine, with memory for one cartridge, so that each pushes out the one before."""
 
-    def __init__(self, travels: _Travels, home: Home, tokens: int, layout: str, **settings: object) -> None:
+    def __init__(
+        self, travels: _Travels, home: Home, tokens: int, layout: str, layers: range | None = None, **settings: object
+    ) -> None:
+        """`layers` are those of a pipeline's stage."""
         given = {
             "s3_endpoint_url": travels.server.endpoint, "s3_region": "us-east-1", "disk_dir": home.path / "cache",
             "reload_s": 0, "device_bytes": 0,
         }  # fmt: skip
         self._tokens, self._layout, self._chunks = tokens, layout, POSITIONS // tokens
+        self._layers = layers or range(MODEL.layers)
         self.store: CartridgeStore = home.open(
-            fingerprint=MODEL, chunks=self._chunks, chunk_tokens=tokens, layout=layout, settings=given | settings
-        )
+            fingerprint=MODEL, chunks=self._chunks, chunk_tokens=tokens, layout=layout, layers=layers,
+            settings=given | settings,
+        )  # fmt: skip
 
     def check(self, stored: _Stored, location: str, at_once: int) -> None:
         """Have a cartridge loaded, so many chunks at once, and compare each with what it must be."""
@@ -160,7 +165,8 @@ class _Way:
 
     def _compare(self, chunk_hash: int, tag: str, kv: torch.Tensor) -> None:
         with self.store.lend(chunk_hash, tag) as loan:
-            assert loan.bytes.numpy().tobytes() == _in_layout(kv, self._layout)
+            own = kv[:, self._layers.start : self._layers.stop]
+            assert loan.bytes.numpy().tobytes() == _in_layout(own, self._layout)
 
     def reads(self) -> int:
         return self.store.tiers()["source"]["reads"]
@@ -198,6 +204,15 @@ def test_from_a_directory(
         way = open_way(disk_local=local_copies, disk_bytes=1 << 30 if local_copies else 0)
         for each in stored:
             way.check(each, str(each.root), at_once)
+
+
+def test_a_stage_of_a_pipeline_gets_its_own_layers(
+    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str]
+) -> None:
+    for stage in range(MODEL.layers):
+        way = open_way(layers=range(stage, stage + 1), disk_local=True)
+        for each in travels.of(case[0]):
+            way.check(each, str(each.root), 99)
 
 
 def test_from_s3_from_its_copies_on_disk_and_after_a_restart(

@@ -27,7 +27,7 @@ from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.store import Engine
+from lmcache_cartridge.memory.described import Engine
 from lmcache_cartridge.settings import Settings, from_mapping
 
 ROPE = {
@@ -59,7 +59,7 @@ def _refused(
 
 def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
     metadata = lmcache_metadata(lmcache_config(settings), config)
-    return engines.fingerprint_of(config, metadata.kv_dtype, metadata.kv_shape[0])
+    return engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
 
 
 def test_the_configuration_that_serve_starts_is_accepted() -> None:
@@ -102,9 +102,6 @@ def _of_several_engines(**values: int) -> VllmConfig:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: _of_several_engines(data_parallel_size=2), ["data parallelism", "one server for each engine"]),
-        (lambda: _of_several_engines(data_parallel_index=1), ["data parallelism"]),
-        (lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}), ["data parallelism"]),
         (
             lambda: vllm_config(transfer={"kv_connector_extra_config": {"use_native": True}}),
             ["use_native", "remove it"],
@@ -112,7 +109,6 @@ def _of_several_engines(**values: int) -> VllmConfig:
         (_among_connectors, ["MultiConnector", "kv_both"]),
         (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
         (lambda: vllm_config(enable_lora=True), ["LoRA is enabled"]),
-        (lambda: vllm_config(pipeline_parallel_size=2), ["pipeline parallelism", "--tensor-parallel-size"]),
         (_of_several_prefill_ranks, ["context parallelism"]),
         (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
         (
@@ -130,6 +126,29 @@ def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make: Callable[[], V
     with pytest.raises(UnsupportedEngine) as refusal:
         engines.check_vllm(make())
     assert [word for word in words if word not in str(refusal.value)] == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _of_several_engines(data_parallel_size=2), lambda: _of_several_engines(data_parallel_index=1),
+        lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}),
+    ],
+)  # fmt: skip
+def test_one_engine_of_several_is_refused_inside_vllm(make: Callable[[], VllmConfig]) -> None:
+    engines.check_vllm(make())  # LMCache's server takes them
+    with pytest.raises(UnsupportedEngine, match="data parallelism: .* --mode multiprocess"):
+        engines.check_alone(make())
+
+
+def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
+    numbers = []
+    for engine in range(2):
+        config = vllm_config(tensor_parallel_size=2, transfer={"engine_id": f"8c7d_dp{engine}"})
+        for rank in range(2):
+            config.parallel_config.rank = rank
+            numbers.append(engines.worker_number(config))
+    assert numbers == [0, 1, 2, 3]
 
 
 def test_a_model_of_several_cache_groups_is_refused() -> None:
@@ -371,4 +390,4 @@ def test_a_change_of_the_config_is_another_model(settings: Settings, field: str,
 
 def test_an_engine_that_caches_layers_the_model_has_not_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="caches 4 layers, the model's config has 3"):
-        engines.fingerprint_of(vllm_config(), torch.bfloat16, 4)
+        engines.fingerprint_of(vllm_config(), torch.bfloat16, range(4))

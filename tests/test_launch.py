@@ -135,12 +135,12 @@ def test_the_key_is_no_argument_of_any_process(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--enable-lora": "adapter", "--pipeline-parallel-size 2": "tensor-parallel", "-pp 2": "tensor-parallel",
-    "--pipeline_parallel_size=2": "tensor-parallel", "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
-    "--data-parallel-size 2": "one server for each", "-dp 2": "one server for each", "-dp=2": "one server for each",
+    "--enable-lora": "adapter", 
+    "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
     '--speculative-config {"method":"eagle"}': "by eagle: other methods", "--speculative-config.method mtp": "by mtp",
     "-sc {}": "without a method", "--spec-model x": "without a method", "--spec-method eagle3": "suffix, draft_model",
     "--kv-cache-dtype fp8": "quantised", "--kv_cache_dtype=fp8_e4m3": "quantised",
+    "--data-parallel-size 2": "--mode multiprocess", "-dp 2": "--mode multiprocess", "-dp=2": "second engine",
     "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",
     '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
     '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_role 'kv_producer'",
@@ -165,7 +165,7 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize(
     "given",
-    ["-pp 1", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--no-enable-lora", "--max-lora-rank 8",
+    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--no-enable-lora", "--max-lora-rank 8",
      '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
      "--spec-method ngram",
      '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1"],
@@ -174,16 +174,20 @@ def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
     plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
 
 
+def test_several_engines_go_with_lmcaches_server(tmp_path: Path) -> None:
+    plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", vllm_args=["-dp", "2"])
+
+
 def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
     settings, file = from_mapping({"home": tmp_path}), tmp_path / "vllm.yaml"
     options = ["--config", str(file)]
-    for text, reason in (("enable-lora: true", "adapter"), ("data_parallel_size: 2", "one server for each"),
+    for text, reason in (("enable-lora: true", "adapter"), ("prefill_context_parallel_size: 2", "context"),
                          ("speculative-config:\n  method: eagle", "by eagle")):  # fmt: skip
         file.write_text(text)
         with pytest.raises(UnsupportedEngine, match=reason):
             plan("m", settings, vllm_args=options)
-    file.write_text("data-parallel-size: 2\nenable-lora: false\n")
-    plan("m", settings, vllm_args=[*options, "-dp", "1"])  # the command line holds over the file
+    file.write_text("decode-context-parallel-size: 2\nenable-lora: false\n")
+    plan("m", settings, vllm_args=[*options, "-dcp", "1"])  # the command line holds over the file
     file.write_text("kv-transfer-config:\n  kv_connector_extra_config: {mine: 1}\napi-key: [one]\n")
     launch = plan("m", settings, vllm_args=[*options, "--api-key", KEY])
     assert json.loads(_option(launch.command, "--kv-transfer-config"))["kv_connector_extra_config"] == {"mine": 1}

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv
+from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv, make_rope
 
 from lmcache_cartridge.artifact import check
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
@@ -428,3 +429,29 @@ def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(
 
     assert [looks(n) for n in (0, 0, 1, 1, 0, 2, 1, 2)] == [1, 0, 1, 0, 0, 1, 0, 0]
     assert looks(0) == 1, "the first of three was forgotten"
+
+
+@pytest.mark.parametrize("layout", sorted(VIEWS))
+@pytest.mark.parametrize("rotating", [(0, 1, 2, 3), (1, 3)])
+def test_stages_have_together_what_one_engine_has_in_a_chain_too(
+    tmp_path: Path, layout: str, rotating: tuple[int, ...]
+) -> None:
+    """Layers that rotate are known by their number in the model, whichever stage has them."""
+    rope = msgspec.structs.replace(make_rope(), pairing="half", layers=rotating)
+    model, root = msgspec.structs.replace(make_fingerprint(layers=4), rope=rope), tmp_path / "doc"
+    made = make_artifact(root, positions=POSITIONS, chunk_tokens=16, fingerprint=model)
+    cartridge = Cartridge(made.manifest, root, str(root))
+    chain = [Segment(cartridge, 0), Segment(cartridge, POSITIONS)]
+
+    def loaded(layers: range) -> torch.Tensor:
+        shape = ChunkShape(model.kv_heads, len(layers), 32, model.head_size, model.dtype)
+        loader = ChunkLoader(Sources(), shape, range(model.kv_heads), layout, layers=layers)
+        outs = [torch.full((shape.size_bytes,), 0xEE, dtype=torch.uint8) for _ in range(2 * POSITIONS // 32)]
+        for chunk, out in enumerate(outs):
+            loader.load(chain, chunk, out)
+        return torch.cat([VIEWS[layout](out, shape) for out in outs], dim=2)
+
+    whole = loaded(range(4))
+    assert torch.equal(torch.cat([loaded(range(1)), loaded(range(1, 4))], dim=1), whole)
+    moved = (whole[0, :, POSITIONS:] != whole[0, :, :POSITIONS]).flatten(1).any(1)
+    assert tuple(moved.nonzero().flatten().tolist()) == rotating

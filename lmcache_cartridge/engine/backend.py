@@ -29,8 +29,9 @@ from lmcache.v1.memory_management import (
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ..errors import UnsupportedEngine
+from ..memory.described import Engine
 from ..memory.layout import DTYPES, ChunkShape
-from ..memory.store import CartridgeStore, Engine
+from ..memory.store import CartridgeStore
 from ..memory.tier import Hold
 from ..settings import Settings, from_extra_config
 from . import contract, host, host_inprocess

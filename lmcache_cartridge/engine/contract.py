@@ -39,3 +39,7 @@ was injected, so it proposes less well there; the model itself decides on each t
 SPECULATION_OTHERWISE = (
     f"other methods add layers to the model's own, whose KV no cartridge has; use one of {', '.join(SPECULATION)}"
 )
+DATA_PARALLEL = (
+    "LMCache 0.5.6 inside vLLM does not start in the second engine of a server; use `serve --mode multiprocess`, or one "
+    "server for each engine and a router before them"
+)

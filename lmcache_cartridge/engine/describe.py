@@ -11,10 +11,10 @@ import torch
 
 from ..artifact import fingerprint
 from ..errors import UnsupportedEngine, UnsupportedModel
+from ..memory.described import Engine
 from ..memory.rope import default_frequencies
-from ..memory.store import Engine
 from . import host, host_inprocess
-from .contract import PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE
+from .contract import DATA_PARALLEL, PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+_NAME = re.compile(r"_dp(\d+)$")
+"""What vLLM's name of an engine ends in under data parallelism."""
 
 
 def transfer_of(config: VllmConfig) -> KVTransferConfig:
@@ -48,13 +52,6 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None,
         )
     if config.lora_config is not None and not adapters:
         raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise refuse("pipeline parallelism is not supported; use --tensor-parallel-size instead")
-    if _is_one_of_several(config):
-        raise refuse(
-            "data parallelism is not supported: vLLM lets the API server reach the first engine only, so the others would "
-            "have no cartridges. Start one server for each engine, and a router before them"
-        )
     if config.parallel_config.prefill_context_parallel_size > 1 or (
         config.parallel_config.decode_context_parallel_size > 1
     ):
@@ -89,13 +86,30 @@ def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None
     return replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
 
 
-def _is_one_of_several(config: VllmConfig) -> bool:
-    """Whether the engine is one of several under data parallelism.
+def check_alone(config: VllmConfig) -> None:
+    """Raise `UnsupportedEngine` for an engine of several, which LMCache inside vLLM is not made for."""
+    if config.parallel_config.data_parallel_size > 1 or engine_number(config) or _NAME.search(_name(config)):
+        raise UnsupportedEngine(f"data parallelism: {DATA_PARALLEL}")
 
-    Engines of dense models are told that they are alone; the name that vLLM gives each for KV transfer is what is left.
+
+def engine_number(config: VllmConfig) -> int:
+    """Return the number of this engine among those of one server, 0 for one alone.
+
+    Under data parallelism engines of dense models are told that they are alone. Then the name that vLLM gives each for
+    KV transfer tells.
     """
-    parallel, name = config.parallel_config, transfer_of(config).engine_id or ""
-    return parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0 or bool(re.search(r"_dp\d+$", name))
+    named = _NAME.search(_name(config))
+    return int(named[1]) if named else config.parallel_config.data_parallel_index
+
+
+def _name(config: VllmConfig) -> str:
+    return transfer_of(config).engine_id or ""
+
+
+def worker_number(config: VllmConfig) -> int:
+    """Return the number of this process among the workers of all engines of one server."""
+    parallel = config.parallel_config
+    return engine_number(config) * parallel.world_size + parallel.rank % parallel.world_size
 
 
 def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
@@ -146,19 +160,36 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
     if vllm_config is None:
         raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
     check_vllm(vllm_config)
+    check_alone(vllm_config)
     check_lmcache(config, metadata)
     parallel = vllm_config.parallel_config
-
+    layout = _layout(engine, vllm_config)
+    is_stage = parallel.pipeline_parallel_size > 1
+    layers = own_layers(vllm_config) if is_stage else range(metadata.kv_shape[0])
+    if len(layers) != metadata.kv_shape[0]:
+        raise UnsupportedEngine(f"this stage caches {len(layers)} layers, LMCache {metadata.kv_shape[0]}")
     return Engine(
-        fingerprint=fingerprint_of(vllm_config, metadata.kv_dtype, metadata.kv_shape[0]),
+        fingerprint=fingerprint_of(vllm_config, metadata.kv_dtype, None if is_stage else layers),
         chunk_tokens=config.chunk_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         world=parallel.tensor_parallel_size,
-        layout=_layout(engine, vllm_config),
+        layout=layout,
         hasher=host_inprocess.hasher(engine),
         pin_memory=torch.cuda.is_available(),
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
+        layers=layers,
+        worker=worker_number(vllm_config),
     )
+
+
+def own_layers(vllm_config: VllmConfig) -> range:
+    """Return the layers that this process has, in the order of the model. Raises `UnsupportedEngine` for gaps."""
+    names = [name for name in host.attention_layers(vllm_config) if not is_draft(name)]
+    numbers = sorted(map(host.layer_index, names))
+    layers = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+    if numbers != list(layers):
+        raise UnsupportedEngine(f"this process caches layers {numbers}, which are not all layers of a stage")
+    return layers
 
 
 def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
@@ -179,8 +210,12 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
     )
 
 
-def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, engine_layers: int) -> fingerprint.Fingerprint:
-    """Return what vLLM runs, with KV of `dtype` for so many layers. Raises `UnsupportedModel`."""
+def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | None) -> fingerprint.Fingerprint:
+    """Return what vLLM runs, with KV of `dtype`, in all its stages.
+
+    Raises `UnsupportedModel`, also where `layers`, those that this engine caches, are not the model's. A stage of several
+    gives None.
+    """
     model = vllm_config.model_config
     inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
     directory = fingerprint.model_directory(model.model)
@@ -191,8 +226,8 @@ def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, engine_layers: i
         attention_factor=attention_factor,
         weights=fingerprint.weights_digest(directory) if directory else None,
     )
-    if engine_layers != found.layers:
-        raise UnsupportedModel(f"the engine caches {engine_layers} layers, the model's config has {found.layers}")
+    if layers is not None and layers != range(found.layers):
+        raise UnsupportedModel(f"the engine caches {len(layers)} layers, the model's config has {found.layers}")
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SettingsError, UnsupportedEngine
@@ -96,6 +97,25 @@ def wrap_handlers(state: Any, engine_client: Any, renderer: Callable[[Any], Any]
     for serving in attribute(state, "_state").values():
         if getattr(serving, "engine_client", None) is engine_client:
             serving.engine_client = engine(engine_client)
+
+
+async def control_paths(engine_client: Any) -> list[str]:
+    """Return the control sockets of the workers of all engines that this API server may hand a request to.
+
+    `collective_rpc` asks all engines under data parallelism and returns the first one's answer alone (vLLM 0.32).
+    Raises `UnsupportedEngine` for an engine on another machine.
+    """
+    core = getattr(engine_client, "engine_core", None)
+    if len(getattr(core, "core_engines", ())) < 2:
+        return await engine_client.collective_rpc(CONTROL_METHOD)
+    ask = attribute(core, "call_utility_all_async")
+    paths = [path for engine in await ask("collective_rpc", CONTROL_METHOD, None, (), {}) for path in engine]
+    if away := [path for path in paths if not Path(path).exists()]:
+        raise UnsupportedEngine(
+            f"{len(away)} of {len(paths)} workers are on another machine, where this API server cannot claim cartridges; "
+            "start a server on each machine, and a router before them"
+        )
+    return list(dict.fromkeys(paths))
 
 
 async def check_handlers(state: Any) -> None:

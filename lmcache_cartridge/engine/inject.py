@@ -65,8 +65,9 @@ class EngineWriteConnector(GPUConnectorInterface):
         layer cannot be written to, or read.
         """
         names = sorted(kv_caches, key=host.layer_index)
-        if [host.layer_index(name) for name in names] != list(range(shape.layers)):
-            raise UnsupportedEngine(f"the engine's KV caches {names} are not those of layers 0 to {shape.layers - 1}")
+        numbers = [host.layer_index(name) for name in names]
+        if numbers != [numbers[0] + i for i in range(shape.layers)]:
+            raise UnsupportedEngine(f"the engine's KV caches {names} are not those of {shape.layers} layers in a row")
         for name in names:
             if not host.can_write(layers.get(name)):
                 raise UnsupportedEngine(f"the attention backend of layer {name} has no op to write its KV cache")

@@ -30,9 +30,10 @@ from ..artifact.reading import load_manifest, load_token_ids
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..library.index import Hasher
 from ..memory.claim import Claim
+from ..memory.described import Engine
 from ..memory.layout import DTYPES, rank_heads
 from ..memory.readiness import Readiness
-from ..memory.store import CartridgeStore, Engine
+from ..memory.store import CartridgeStore
 from ..memory.tiles import is_tiled
 from ..settings import from_mapping
 from . import host
@@ -144,18 +145,21 @@ class CartridgeL2Adapter(L2AdapterInterface):
             raise UnsupportedEngine(
                 f"KV in the layout {report.layout} cannot be made here; install one version on both sides"
             )
-        own = rank_heads(report.fingerprint.kv_heads, report.rank, report.world)
+        tensor_rank = report.rank % report.tensor_ranks
+        own = rank_heads(report.fingerprint.kv_heads, tensor_rank, report.tensor_ranks)
         if len(own) != report.heads:
             raise ModelMismatch(f"rank {report.rank} of {report.world} has {report.heads} KV heads, not {len(own)}")
         engine = Engine(
             fingerprint=report.fingerprint,
             chunk_tokens=report.chunk_tokens,
-            rank=report.rank,
-            world=report.world,
+            rank=tensor_rank,
+            world=report.tensor_ranks,
             layout=report.layout,
             hasher=_hasher(report.chunk_tokens),
             pin_memory=False,
             allow_trained=report.allow_trained,
+            layers=None if report.layers is None else range(report.first_layer, report.first_layer + report.layers),
+            worker=report.rank,
         )
         store = CartridgeStore(self._settings, engine)
         copies = L1Copies(self._http)

@@ -22,7 +22,7 @@ from . import host
 from .connector import check_api, positions_to_inject
 from .contract import CONTROL, GRANT, SKIP_SAVE
 from .control import offer
-from .describe import check_vllm, fingerprint_of, is_draft, transfer_of, without_draft
+from .describe import check_vllm, fingerprint_of, is_draft, own_layers, transfer_of, without_draft
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, key_salt
@@ -110,16 +110,19 @@ class CartridgeMPConnector(LMCacheMPConnector):
             raise
 
     def _confirm(self, layout: str) -> Confirmed:
-        parallel = self._config.parallel_config
+        parallel, layers = self._config.parallel_config, own_layers(self._config)
         report = Report(
             model_name=self._engine.key_name,
             fingerprint=self._engine.fingerprint,
             chunk_tokens=self.worker_adapter.lmcache_tokens_per_chunk,
             heads=self._engine.heads,
             layout=layout,
-            rank=parallel.rank % parallel.tensor_parallel_size,
-            world=parallel.tensor_parallel_size,
+            rank=parallel.rank % parallel.world_size,
+            world=parallel.world_size,
             allow_trained=self._engine.allow_trained,
+            stages=parallel.pipeline_parallel_size,
+            first_layer=layers.start,
+            layers=len(layers),
         )
         logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
         path = transfer_of(self._config).get_from_extra_config(CONTROL, None)
@@ -298,7 +301,13 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
     spec = group.kv_cache_spec
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
-    fingerprint = fingerprint_of(vllm_config, spec.dtype, len(group.layer_names))
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if (layers := vllm_config.model_config.get_total_num_hidden_layers()) % stages:
+        raise UnsupportedEngine(
+            f"LMCache's server has one size for the chunks of all stages, and {layers} layers do not divide among "
+            f"{stages}; serve in-process, or with another --pipeline-parallel-size"
+        )
+    fingerprint = fingerprint_of(vllm_config, spec.dtype, None if stages > 1 else range(len(group.layer_names)))
     allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
-    name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions())
+    name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages)
     return _EngineFacts(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)

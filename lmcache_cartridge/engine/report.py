@@ -51,8 +51,20 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     """How the engine was seen to write KV: `kv_2ltd`, `fused`, or one of `tiles`."""
     rank: int
+    """Number of this worker in its engine."""
     world: int
+    """Workers of the engine: tensor-parallel ranks times stages."""
     allow_trained: bool
+    stages: int = 1
+    """Stages of the pipeline."""
+    first_layer: int = 0
+    layers: int | None = None
+    """Layers of this worker's stage; None: all."""
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks among which the heads of a layer are divided; this one is `rank % tensor_ranks`."""
+        return self.world // self.stages
 
     @property
     def key(self) -> tuple[str, int]:

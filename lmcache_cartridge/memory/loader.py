@@ -46,8 +46,8 @@ class ChunkLoader:
     """Loads chunks of `shape.tokens` positions and the heads of one rank.
 
     Where the engine's chunk is a stored chunk of a cartridge at the head of the prompt, in the stored layout, the
-    bytes go from the source into the caller's buffer and nowhere else. Other chunk sizes and layouts and the later
-    cartridges of a chain are gathered through one scratch buffer; int8 chunks come through one of their own size.
+    bytes go from the source into the caller's buffer and nowhere else. Other chunk sizes and layouts, the later
+    cartridges of a chain and the stages of a pipeline are gathered through one scratch buffer; int8 chunks come through one of their own size.
     """
 
     def __init__(
@@ -59,13 +59,15 @@ class ChunkLoader:
         disk: DiskCache | None = None,
         *,
         keep_local: bool = False,
+        layers: range | None = None,
     ) -> None:
-        """`heads` are the KV heads of this rank, `layout` a key of `layout.VIEWS` or one of `tiles`.
+        """`heads` are the KV heads of this rank, `layers` the layers of its stage, all by default, `layout` a key of `layout.VIEWS` or one of `tiles`.
 
         `disk` keeps copies of what comes from remote sources, with `keep_local` of what comes from directories too.
         """
         self.shape, self._keep_local = shape, keep_local
         self._sources, self._heads, self._disk = sources, heads, disk
+        self._layers = layers or range(shape.layers)
         self._tiles = layout if tiles.is_tiled(layout) else None
         self._layout = "heads" if self._tiles else layout
         self._lock = threading.Lock()
@@ -156,6 +158,7 @@ class ChunkLoader:
             and end <= manifest.positions
             and _payload(manifest).chunk_tokens == self.shape.tokens
             and self._layout == "heads"
+            and len(self._layers) == manifest.fingerprint.layers
         )
 
     def _gather(self, segment: Segment, start: int, end: int, out: torch.Tensor) -> None:
@@ -163,11 +166,11 @@ class ChunkLoader:
         cartridge, offset = segment
         manifest = cartridge.manifest
         target = VIEWS[self._layout](out, self.shape)
-        stored_tokens = _payload(manifest).chunk_tokens
+        stored_tokens, own = _payload(manifest).chunk_tokens, slice(self._layers.start, self._layers.stop)
         first_needed, last_needed = max(start - offset, 0), min(end - offset, manifest.positions)
         for stored in range(first_needed // stored_tokens, -(-last_needed // stored_tokens)):
             first = stored * stored_tokens
-            piece = self.shape._replace(tokens=manifest.chunk_length(stored))
+            piece = self.shape._replace(tokens=manifest.chunk_length(stored), layers=manifest.fingerprint.layers)
             if piece.size_bytes > MAX_SCRATCH_BYTES:
                 raise OverBudget(
                     f"cartridge {manifest.name}: chunk {stored} is stored as {piece.size_bytes} bytes for this rank, more "
@@ -178,8 +181,9 @@ class ChunkLoader:
             low, high = max(first_needed, first), min(last_needed, first + piece.tokens)
             keys, values = heads_view(scratch, piece)[:, :, low - first : high - first]
             place = slice(low + offset - start, high + offset - start)
-            target[0, :, place] = shift_keys(keys, manifest.fingerprint.rope, offset) if offset else keys
-            target[1, :, place] = values
+            if offset:
+                keys = shift_keys(keys, manifest.fingerprint.rope, offset)  # all layers: it knows them by number
+            target[0, :, place], target[1, :, place] = keys[own], values[own]
 
     def _read_plain(self, cartridge: Cartridge, stored: int, out: torch.Tensor) -> None:
         """Fill `out`, flat uint8, with this rank's heads of a stored chunk, verified and in the model's dtype."""

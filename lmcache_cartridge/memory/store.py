@@ -8,15 +8,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..artifact.cartridge import Place
-from ..artifact.fingerprint import Fingerprint
 from ..errors import ArtifactError, CartridgeError
 from ..library.catalog import Catalog
-from ..library.index import ChunkKey, Hasher
+from ..library.index import ChunkKey
 from ..library.manifest_cache import ManifestCache
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
@@ -27,6 +26,7 @@ from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from .background import Background
 from .claim import Claim
+from .described import Engine
 from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
 from .loads import LoadRun, copy_and_wait, one_by_one
@@ -43,25 +43,6 @@ _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
 
-class Engine(NamedTuple):
-    """What the store must know of the engine it serves."""
-
-    fingerprint: Fingerprint
-    chunk_tokens: int
-    rank: int
-    """Tensor-parallel rank of this process."""
-    world: int
-    """Tensor-parallel ranks."""
-    layout: str
-    """How the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
-    hasher: Hasher
-    pin_memory: bool
-    allow_trained: bool
-    """False where the engine computes what it could not load, which would answer from identity tokens."""
-    device: str = "cpu"
-    """Where the device tier is, if there is one."""
-
-
 class CartridgeStore:
     """The registered cartridges that fit one engine and rank, and the tiers they are served from.
 
@@ -76,7 +57,8 @@ class CartridgeStore:
         """
         self.engine, self._settings, self._clock = engine, settings, clock
         shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
-        self.shape = ChunkShape(len(heads), shape.layers, engine.chunk_tokens, shape.head_size, shape.dtype)
+        layers = engine.layers or range(shape.layers)
+        self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, shape.dtype)
         self._sources = Sources(S3Source(**settings.s3))
         self._registry = Registry(settings.registry_path, read_only=True)
         self._catalog = Catalog(
@@ -93,7 +75,7 @@ class CartridgeStore:
         )
         self._disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
         self._loader = ChunkLoader(
-            self._sources, self.shape, heads, engine.layout, self._disk, keep_local=settings.disk_local
+            self._sources, self.shape, heads, engine.layout, self._disk, keep_local=settings.disk_local, layers=layers
         )
         self.cpu = MemoryTier(
             self.shape.size_bytes, settings.cpu_bytes, self._plan, pin_memory=engine.pin_memory,
@@ -318,7 +300,7 @@ class CartridgeStore:
         background = self._background.claims()
         started_at = [claim.started_at for claim in self._claims() if claim not in background]
         return {
-            "rank": self.engine.rank,
+            "rank": self.engine.worker,
             "chunk_tokens": self.engine.chunk_tokens,
             "served": served,
             "refused": refused,
@@ -395,7 +377,8 @@ class CartridgeStore:
         if self.engine.device == "cpu":
             return 0
         free, _ = torch.cuda.mem_get_info(self.engine.device)
-        largest = self._registry.largest_bytes() // self.engine.world
+        share = self.shape.layers / self.engine.fingerprint.layers / self.engine.world
+        largest = int(self._registry.largest_bytes() * share)
         return min(8 * largest, 1 << 30, free // 2)
 
     def _plan(self, key: ChunkKey) -> LoadRun:

@@ -13,8 +13,8 @@ from typing import Any
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
+from ..engine import host
 from ..engine.client import ControlClient
-from ..engine.contract import CONTROL_METHOD
 from ..errors import UnsupportedEngine
 from ..settings import Settings
 from ..sources.reads import Reads
@@ -48,7 +48,7 @@ class Admission:
     async def start(self, engine: EngineClient) -> None:
         """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges."""
         try:
-            paths = await engine.collective_rpc(CONTROL_METHOD)
+            paths = await host.control_paths(engine)
         except Exception as error:
             raise UnsupportedEngine(
                 f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve "

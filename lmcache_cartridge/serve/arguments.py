@@ -13,7 +13,14 @@ from typing import Any
 
 import yaml
 
-from ..engine.contract import PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE, WORKER_EXTENSION
+from ..engine.contract import (
+    DATA_PARALLEL,
+    PLAIN_CACHES,
+    REFUSED_EXTRA,
+    SPECULATION,
+    SPECULATION_OTHERWISE,
+    WORKER_EXTENSION,
+)
 from ..errors import SettingsError, UnsupportedEngine
 
 TRANSFER = "kv-transfer-config"
@@ -24,11 +31,8 @@ _SHORT = {
     "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size", "sc": "speculative-config",
 }  # fmt: skip
 _ONE_RANK = {
-    "pipeline-parallel-size": "pipeline parallelism is not supported; use --tensor-parallel-size instead",
     "prefill-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
     "decode-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
-    "data-parallel-size": "vLLM lets the API server reach the first engine only, so the others would have no "
-    "cartridges; start one server for each engine, and a router before them",
 }
 _NEVER = {
     "enable-lora": "LMCache's keys in-process ignore the adapter, so it would get the base model's KV; use --mode "
@@ -94,13 +98,12 @@ class Arguments:
         ]
         return left, key
 
-    def check(self, *, adapters: bool = False) -> None:
-        """Raise `UnsupportedEngine`, with the reason, for what `host.check_vllm` refuses once a model is loaded.
-
-        `adapters` says that the keys of the mode tell LoRA's adapters apart.
-        """
+    def check(self, *, in_process: bool) -> None:
+        """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
+        if in_process and (size := self.get("data-parallel-size")) not in (None, "1"):
+            raise UnsupportedEngine(f"--data-parallel-size {size}: {DATA_PARALLEL}")
         for name, why in _NEVER.items():
-            if adapters and name == "enable-lora":
+            if name == "enable-lora" and not in_process:
                 continue
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")

@@ -98,7 +98,7 @@ def plan(
     installed or not of a proven version, and for options of vLLM that do not go with cartridges.
     """
     arguments = Arguments(vllm_args)
-    arguments.check(adapters=mode == "multiprocess")
+    arguments.check(in_process=mode == "in-process")
     check_versions(unproven=settings.unproven_versions)
     in_process = mode == "in-process"
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)

@@ -1,0 +1,31 @@
+"""Described: what the store must know of the engine that it serves, as `engine/describe.py` finds it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..artifact.fingerprint import Fingerprint
+from ..library.index import Hasher
+
+
+class Engine(NamedTuple):
+    """What the store must know of the engine it serves."""
+
+    fingerprint: Fingerprint
+    chunk_tokens: int
+    rank: int
+    """Tensor-parallel rank of this process."""
+    world: int
+    """Tensor-parallel ranks."""
+    layout: str
+    """How the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
+    hasher: Hasher
+    pin_memory: bool
+    allow_trained: bool
+    """False where the engine computes what it could not load, which would answer from identity tokens."""
+    device: str = "cpu"
+    """Where the device tier is, if there is one."""
+    layers: range | None = None
+    """Layers of this process's stage under pipeline parallelism; None: all."""
+    worker: int = 0
+    """Number of this process among the workers of all engines that one server has."""
