@@ -138,7 +138,15 @@ def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make: Callable[[], V
 def test_one_engine_of_several_is_refused_inside_vllm(make: Callable[[], VllmConfig]) -> None:
     engines.check_vllm(make())  # LMCache's server takes them
     with pytest.raises(UnsupportedEngine, match="data parallelism: .* --mode multiprocess"):
-        engines.check_alone(make())
+        engines.check_inside(make())
+
+
+def test_a_pipeline_that_saves_is_refused_inside_vllm() -> None:
+    engines.check_inside(vllm_config(pipeline_parallel_size=2))
+    config = vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"})
+    engines.check_vllm(config)
+    with pytest.raises(UnsupportedEngine, match="saving in a pipeline: .* --mode multiprocess"):
+        engines.check_inside(config)
 
 
 def test_workers_of_all_engines_have_numbers_of_their_own() -> None:

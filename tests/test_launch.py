@@ -174,6 +174,14 @@ def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
     plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
 
 
+def test_a_pipeline_goes_where_nothing_that_a_stage_lost_can_be_saved(tmp_path: Path) -> None:
+    settings, options = from_mapping({"home": tmp_path}), ["-pp", "2"]
+    plan("m", settings, vllm_args=options)
+    plan("m", settings, mode="multiprocess", l1_bytes=1 << 30, vllm_args=options)
+    with pytest.raises(UnsupportedEngine, match="another could not load"):
+        plan("m", settings, l1_bytes=1 << 30, vllm_args=options)
+
+
 def test_several_engines_go_with_lmcaches_server(tmp_path: Path) -> None:
     plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", vllm_args=["-dp", "2"])
 

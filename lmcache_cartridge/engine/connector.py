@@ -34,12 +34,12 @@ class CartridgeConnector(LMCacheConnectorV1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         from . import host, host_inprocess
-        from .describe import check_alone, check_vllm, without_draft
+        from .describe import check_inside, check_vllm, without_draft
 
         host.start("in-process")
         kv_cache_config = without_draft(kv_cache_config) or kv_cache_config
         check_vllm(vllm_config, kv_cache_config)
-        check_alone(vllm_config)
+        check_inside(vllm_config)
         check_api(vllm_config, role)
         with host_inprocess.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)

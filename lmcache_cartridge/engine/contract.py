@@ -43,3 +43,7 @@ DATA_PARALLEL = (
     "LMCache 0.5.6 inside vLLM does not start in the second engine of a server; use `serve --mode multiprocess`, or one "
     "server for each engine and a router before them"
 )
+SAVING_STAGES = (
+    "LMCache inside vLLM would save what one stage computed from KV that another could not load; use `serve --mode "
+    "multiprocess`, or have nothing saved"
+)

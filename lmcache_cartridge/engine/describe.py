@@ -14,7 +14,7 @@ from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
 from . import host, host_inprocess
-from .contract import DATA_PARALLEL, PLAIN_CACHES, REFUSED_EXTRA, SPECULATION, SPECULATION_OTHERWISE
+from .contract import DATA_PARALLEL, PLAIN_CACHES, REFUSED_EXTRA, SAVING_STAGES, SPECULATION, SPECULATION_OTHERWISE
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -86,10 +86,12 @@ def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None
     return replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
 
 
-def check_alone(config: VllmConfig) -> None:
-    """Raise `UnsupportedEngine` for an engine of several, which LMCache inside vLLM is not made for."""
+def check_inside(config: VllmConfig) -> None:
+    """Raise `UnsupportedEngine` for what LMCache inside vLLM is not made for, and LMCache's server is."""
     if config.parallel_config.data_parallel_size > 1 or engine_number(config) or _NAME.search(_name(config)):
         raise UnsupportedEngine(f"data parallelism: {DATA_PARALLEL}")
+    if config.parallel_config.pipeline_parallel_size > 1 and transfer_of(config).kv_role != "kv_consumer":
+        raise UnsupportedEngine(f"saving in a pipeline: {SAVING_STAGES}")
 
 
 def engine_number(config: VllmConfig) -> int:
@@ -160,7 +162,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
     if vllm_config is None:
         raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
     check_vllm(vllm_config)
-    check_alone(vllm_config)
+    check_inside(vllm_config)
     check_lmcache(config, metadata)
     parallel = vllm_config.parallel_config
     layout = _layout(engine, vllm_config)

@@ -17,6 +17,7 @@ from ..engine.contract import (
     DATA_PARALLEL,
     PLAIN_CACHES,
     REFUSED_EXTRA,
+    SAVING_STAGES,
     SPECULATION,
     SPECULATION_OTHERWISE,
     WORKER_EXTENSION,
@@ -98,8 +99,10 @@ class Arguments:
         ]
         return left, key
 
-    def check(self, *, in_process: bool) -> None:
+    def check(self, *, in_process: bool, saves: bool = False) -> None:
         """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
+        if in_process and saves and (size := self.get("pipeline-parallel-size")) not in (None, "1"):
+            raise UnsupportedEngine(f"--pipeline-parallel-size {size}: {SAVING_STAGES}")
         if in_process and (size := self.get("data-parallel-size")) not in (None, "1"):
             raise UnsupportedEngine(f"--data-parallel-size {size}: {DATA_PARALLEL}")
         for name, why in _NEVER.items():

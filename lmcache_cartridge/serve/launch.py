@@ -98,9 +98,9 @@ def plan(
     installed or not of a proven version, and for options of vLLM that do not go with cartridges.
     """
     arguments = Arguments(vllm_args)
-    arguments.check(in_process=mode == "in-process")
-    check_versions(unproven=settings.unproven_versions)
     in_process = mode == "in-process"
+    arguments.check(in_process=in_process, saves=saves and l1_bytes > 0)
+    check_versions(unproven=settings.unproven_versions)
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)
     # Named by content: servers with other settings may share the home.
     path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
