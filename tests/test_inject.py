@@ -316,6 +316,16 @@ def test_an_engine_that_does_not_cache_each_layer_once_is_refused(blocks: Blocks
     assert "are not those of layers 0 to 2" in reason and all(name in reason for name in own)
 
 
+def test_a_stage_of_a_pipeline_has_its_own_layers_and_no_others(blocks: Blocks) -> None:
+    cache, layer = (next(iter(d.values())) for d in (blocks.caches, blocks.layers))
+    own = [f"model.layers.{number}.self_attn.attn" for number in (3, 4, 5)]
+    connector, caches, layers = EngineWriteConnector(), dict.fromkeys(own, cache), dict.fromkeys(own, layer)
+    for first in (0, 2, 4):
+        with pytest.raises(UnsupportedEngine, match=f"are not those of layers {first} to {first + 2}"):
+            connector.bind(caches, layers, blocks.shape(CHUNK), first_layer=first)
+    connector.bind(caches, layers, blocks.shape(CHUNK), first_layer=3)
+
+
 @pytest.mark.parametrize("layer", [None, SimpleNamespace(), SimpleNamespace(impl=SimpleNamespace())])
 def test_a_layer_that_cannot_write_its_cache_is_refused(blocks: Blocks, layer: object) -> None:
     """The layers are stand-ins: no attention backend of vLLM's for CPU lacks the op."""

@@ -87,7 +87,7 @@ class CartridgeConnector(LMCacheConnectorV1):
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
         from . import host
-        from .describe import transfer_of
+        from .describe import own_layers, transfer_of
         from .inject import EngineWriteConnector
 
         engine = self._lmcache.engine
@@ -97,7 +97,9 @@ class CartridgeConnector(LMCacheConnectorV1):
             engine.gpu_connector = EngineWriteConnector()
         shape = ChunkShape(heads, layers, tokens, head_size, dtype)
         saves = transfer_of(self._config).kv_role != "kv_consumer"
-        engine.gpu_connector.bind(kv_caches, host.attention_layers(self._config), shape, saves=saves)
+        is_stage = self._config.parallel_config.pipeline_parallel_size > 1
+        first = own_layers(self._config).start if is_stage else 0
+        engine.gpu_connector.bind(kv_caches, host.attention_layers(self._config), shape, saves=saves, first_layer=first)
         self._lmcache.name_layout(engine.gpu_connector.layout)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -58,16 +58,17 @@ class EngineWriteConnector(GPUConnectorInterface):
         shape: ChunkShape,
         *,
         saves: bool = False,
+        first_layer: int = 0,
     ) -> None:
         """Write to `kv_caches` from now on: one tensor a layer, by the name of its attention layer in `layers`.
 
-        `shape` is that of the chunks that will come; with `saves` they are read too. Raises `UnsupportedEngine` when a
-        layer cannot be written to, or read.
+        `shape` is that of the chunks that will come, from the model's layer `first_layer` on; with `saves` they are read
+        too. Raises `UnsupportedEngine` when a layer cannot be written to, or read.
         """
         names = sorted(kv_caches, key=host.layer_index)
-        numbers = [host.layer_index(name) for name in names]
-        if numbers != [numbers[0] + i for i in range(shape.layers)]:
-            raise UnsupportedEngine(f"the engine's KV caches {names} are not those of {shape.layers} layers in a row")
+        own = range(first_layer, first_layer + shape.layers)
+        if [host.layer_index(name) for name in names] != list(own):
+            raise UnsupportedEngine(f"the engine's KV caches {names} are not those of layers {own[0]} to {own[-1]}")
         for name in names:
             if not host.can_write(layers.get(name)):
                 raise UnsupportedEngine(f"the attention backend of layer {name} has no op to write its KV cache")

@@ -27,5 +27,10 @@ class Engine(NamedTuple):
     """Where the device tier is, if there is one."""
     layers: range | None = None
     """Layers of this process's stage under pipeline parallelism; None: all."""
-    worker: int = 0
-    """Number of this process among the workers of all engines that one server has."""
+    worker: int | None = None
+    """Number of this process among the workers of all engines that one server has; None: that of its rank."""
+
+    @property
+    def number(self) -> int:
+        """What tells this process from the other workers of its server."""
+        return self.rank if self.worker is None else self.worker

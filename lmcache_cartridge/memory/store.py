@@ -300,7 +300,7 @@ class CartridgeStore:
         background = self._background.claims()
         started_at = [claim.started_at for claim in self._claims() if claim not in background]
         return {
-            "rank": self.engine.worker,
+            "rank": self.engine.number,
             "chunk_tokens": self.engine.chunk_tokens,
             "served": served,
             "refused": refused,
