@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import report
 import torch
-from quality import ASKED, HELD_OUT, MODEL, RATE, TRAINED
+from quality import ASKED, COMPACT_RATE, HELD_OUT, MODEL, RATE, TRAINED
 from recall.ward import Document, write_document
 from transformers.utils.logging import disable_progress_bar
 
@@ -111,7 +111,8 @@ class School:
         made = time.monotonic() - started
         recipe = Recipe(
             steps=steps,
-            rate=RATE,
+            rate=COMPACT_RATE if init == COMPACT else RATE,
+            jitter=0 if init == COMPACT else 32,
             schedule="cosine",
             warmup=min(20, steps // 10),
             patience=0,
