@@ -35,7 +35,7 @@ from lmcache_cartridge.make.ask import ModelAsker
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, save
-from lmcache_cartridge.memory.rope import shift_keys
+from lmcache_cartridge.memory.rope import shift
 from lmcache_cartridge.settings import from_mapping
 
 SHEETS = 3
@@ -181,7 +181,7 @@ def ask(plan: Plan, model: CausalModel, kvs: Sequence[torch.Tensor], sheet: Shee
     """Return the share of a sheet's facts that are answered right after a chain."""
     chain, place = [], 0
     for kv in kvs:
-        chain.append(torch.stack([shift_keys(kv[0], model.fingerprint.rope, place), kv[1]]))
+        chain.append(shift(kv, model.fingerprint.rope, place))
         place += kv.shape[2]
     asked = evaluate.pick(sheet.asked, plan.limit)
     asker = ModelAsker(model, [], torch.cat(chain, dim=2), "chat")

@@ -16,7 +16,7 @@ import torch
 from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
-from ..memory.rope import rotate, shift_keys
+from ..memory.rope import rotate, shift
 from .model import CausalModel
 from .progress import Progress, silent
 
@@ -92,7 +92,7 @@ def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> 
         return []
     still = () if isinstance(rope.layers, msgspec.UnsetType) else rope.layers
     try:
-        moved = torch.cat([kv, torch.stack([shift_keys(kv[0], rope, positions), kv[1]])], dim=2)
+        moved = torch.cat([kv, shift(kv, rope, positions)], dim=2)
     except UnsupportedModel:
         return []
 

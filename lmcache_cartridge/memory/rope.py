@@ -35,6 +35,14 @@ def shift_keys(keys: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tens
     return moved
 
 
+def shift(kv: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tensor:
+    """Return canonical KV `[2, L, T, H, D]` of positions j as that of positions j + `offset`; a new tensor.
+
+    Values stay as they are. Raises as `shift_keys` does.
+    """
+    return torch.stack([shift_keys(kv[0], rope, offset), kv[1]])
+
+
 def rotate(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:
     """Return keys `[..., head_size]` of layers that rotate, moved by `offset`; a new tensor, same dtype.
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from ...artifact.fingerprint import check_shift
 from ...errors import CartridgeError
-from ...memory.rope import shift_keys
+from ...memory.rope import shift
 from ..model import CausalModel
 from .lesson import Lesson
 from .packing import Example
@@ -123,6 +123,6 @@ class Company:
     def _moved(self, kvs: Sequence[torch.Tensor], start: int) -> torch.Tensor | None:
         moved = []
         for kv in kvs:
-            moved.append(torch.stack([shift_keys(kv[0], self._rope, start), kv[1]]))
+            moved.append(shift(kv, self._rope, start))
             start += kv.shape[2]
         return torch.cat(moved, dim=2) if moved else None
