@@ -53,10 +53,10 @@ class CartridgeConnector(LMCacheConnectorV1):
 
         Raises `UnsupportedEngine` otherwise, which ends the server's start.
         """
-        from .describe import is_draft
+        from .describe import answering
 
         try:
-            self._register({name: cache for name, cache in kv_caches.items() if not is_draft(name)})
+            self._register(answering(kv_caches))
         except Exception:
             self._lmcache.end_storage()
             raise

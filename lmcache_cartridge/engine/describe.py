@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,13 @@ def is_draft(layer_name: str) -> bool:
     return layer_name.startswith("draft_model.")
 
 
-def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None:
+def answering(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the KV caches of the model that answers, without those of a draft model."""
+    return {name: cache for name, cache in kv_caches.items() if not is_draft(name)}
+
+
+def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None:
+    """Return which KV caches the model that answers has, without those of a draft model."""
     if kv_cache_config is None:
         return None
     groups = [

@@ -22,7 +22,7 @@ from . import host
 from .connector import check_api, positions_to_inject
 from .contract import CONTROL, GRANT, SKIP_SAVE
 from .control import offer
-from .describe import check_vllm, fingerprint_of, is_draft, own_layers, transfer_of, without_draft
+from .describe import answering, check_vllm, fingerprint_of, own_layers, transfer_of, without_draft
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, key_salt
@@ -100,7 +100,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
         try:
             host.verify("worker")
-            kv_caches = {name: cache for name, cache in kv_caches.items() if not is_draft(name)}
+            kv_caches = answering(kv_caches)
             layout = written_layout(kv_caches, host.attention_layers(self._config))
             super().register_kv_caches(kv_caches)
             self._confirmed = self._confirm(layout)
