@@ -85,7 +85,7 @@ class EngineWriteConnector(GPUConnectorInterface):
                 )
         check_writes(kv_caches, layers)
         self._offsets = []
-        for name in names * saves:
+        for name in names if saves else ():
             found = _offsets(places(name, kv_caches[name], layers[name]), kv_caches[name])
             same = self._offsets and torch.equal(found, self._offsets[-1])
             self._offsets.append(self._offsets[-1] if same else found)
