@@ -14,10 +14,10 @@ import torch
 
 from ..artifact.manifest import Manifest, Provenance
 from ..engine.contract import CAPTURE
-from ..errors import ArtifactError, CanaryFailed, SourceError
+from ..errors import ArtifactError, SourceError
 from ..memory.layout import DTYPES
 from .model import CausalModel
-from .prefill import CANARY, run_canary
+from .prefill import CANARY, passed_canary
 from .progress import Progress, silent
 from .server import Server
 from .write import write_kv
@@ -48,12 +48,7 @@ def build(
     """
 
     def checked(kv: torch.Tensor) -> Provenance:
-        result = run_canary(model, ids, kv, canary)
-        if not result.top1_equal:
-            raise CanaryFailed(
-                f"cartridge {cartridge_id}: after the server's KV the model's next token differs from the one after the text "
-                f"itself (largest logit difference {result.max_abs_logit_difference:.3g}); nothing was registered"
-            )
+        result = passed_canary(model, ids, kv, canary, cartridge_id)
         return model.provenance("build --from-server", canary=result, **facts)
 
     if not ids:

@@ -39,13 +39,7 @@ def build(
     read = read_document(model, document)
 
     def checked(kv: torch.Tensor) -> Provenance:
-        result = run_canary(model, read.ids, kv, canary)
-        if not result.top1_equal:
-            raise CanaryFailed(
-                f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
-                f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
-                "nearly tied, try another --canary text or --dtype float32; nothing was registered"
-            )
+        result = passed_canary(model, read.ids, kv, canary, cartridge_id)
         return model.provenance("build", document=document.name, document_blake3=read.blake3, canary=result)
 
     return write_kv(
@@ -53,6 +47,18 @@ def build(
         positions=len(read.ids), token_ids=read.ids, chunk_tokens=chunk_tokens, encoding=encoding,
         questions=[model.encode(canary, special=False)], progress=progress,
     )  # fmt: skip
+
+
+def passed_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, cartridge_id: str) -> Canary:
+    """Return what `run_canary` does. Raises `CanaryFailed` where the top token at the question's end is another."""
+    result = run_canary(model, ids, kv, question)
+    if not result.top1_equal:
+        raise CanaryFailed(
+            f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
+            f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
+            "nearly tied, try another --canary text or --dtype float32; nothing was registered"
+        )
+    return result
 
 
 def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str) -> Canary:
