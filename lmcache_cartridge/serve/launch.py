@@ -99,7 +99,8 @@ def plan(
     """
     arguments = Arguments(vllm_args)
     in_process = mode == "in-process"
-    arguments.check(in_process=in_process, saves=saves and l1_bytes > 0)
+    role = _role(arguments.mapping(TRANSFER).get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process))
+    arguments.check(in_process=in_process, saves=role == "kv_both")
     check_versions(unproven=settings.unproven_versions)
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)
     # Named by content: servers with other settings may share the home.
@@ -113,16 +114,16 @@ def plan(
     transfer: dict[str, Any] = {
         "kv_connector": "CartridgeConnector",
         "kv_connector_module_path": "lmcache_cartridge.engine.connector",
-        "kv_role": _role(arguments.mapping(TRANSFER).get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process)),
+        "kv_role": role,
         "kv_load_failure_policy": on_load_failure,
     }
     lmcache = None
     if mode == "multiprocess":
         port = lmcache_port or free_port()
-        saves = transfer["kv_role"] == "kv_both"
         lmcache = lmcache_command(
-            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=_on_cpu(), saves=saves, l2_adapters=l2_adapters
-        )
+            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=_on_cpu(), saves=role == "kv_both",
+            l2_adapters=l2_adapters,
+        )  # fmt: skip
         transfer |= {
             "kv_connector": "CartridgeMPConnector",
             "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
