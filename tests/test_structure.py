@@ -171,7 +171,7 @@ H()._mine(), x._own
 def test_the_root_has_three_files_and_the_rooms() -> None:
     assert sorted(path.name for path in ROOT.glob("*.py")) == ["__init__.py", "errors.py", "settings.py"]
     rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    assert rooms <= set(ROOMS) and rooms >= set(ROOMS) - {"errors", "settings", "fleet"}
+    assert rooms <= set(ROOMS) and rooms >= set(ROOMS) - {"errors", "settings"}
 
 
 @each("up", FILES)

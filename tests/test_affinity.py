@@ -1,0 +1,206 @@
+"""One key for one selection of cartridges, however it is named; and the callback by which a router hashes it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from lmcache_cartridge.fleet import affinity
+from lmcache_cartridge.fleet.affinity import Naming, affinity_key, model_ids, session_headers
+from lmcache_cartridge.serve.request import MAX_CHAIN, Refusal, Router, read_header
+from lmcache_cartridge.settings import Settings
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+MODELS = ("m", "org/model", "qwen:7b", "/models/llama")
+SETTINGS = {
+    "composites": {"both": ["a", "b@3"], "one": ["a"]},
+    "static": {"model:m": "by-model", f"key:{hashlib.sha256(b'sk-1').hexdigest()}": "by-key", "*": "for-all@2"},
+    "label_field": "bot",
+}
+IDS = st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,11}\Z") | st.sampled_from(["a", "b", "both", "s3://b/k", "/r/c"])
+VERSIONS = st.sampled_from(["", "@1", "@2", "@17"])
+CHAINS = st.lists(IDS, min_size=1, max_size=4)
+
+
+@given(ids=CHAINS, data=st.data())
+@examples(max_examples=500, deadline=None, derandomize=True, database=None)
+def test_every_way_of_naming_the_same_gives_the_same_key(ids: list[str], data: st.DataObject) -> None:
+    def versioned() -> list[str]:
+        return [one + data.draw(VERSIONS) for one in ids]
+
+    naming = Naming(models=MODELS)
+    blank = data.draw(st.sampled_from(["", " ", "  ", "\t"]))
+    keys = {
+        "list": affinity_key({"model": "m", "cartridges": versioned()}, naming=naming),
+        "objects": affinity_key({"cartridges": [{"id": one, "force_redownload": True} for one in versioned()]}),
+        "parameter": affinity_key({"kv_transfer_params": {"cartridge_id": versioned()}}),
+        "header": affinity_key(None, f"{blank},{blank}".join(versioned())),
+        "headers": affinity_key({}, versioned()),
+        "model": affinity_key(
+            {"model": f"{data.draw(st.sampled_from(MODELS))}:{','.join(versioned())}"}, naming=naming
+        ),
+        "alias": affinity_key({"model": "bot"}, naming=Naming(models=MODELS, model_aliases={"bot": versioned()})),
+        "session": session_headers(*versioned())["x-session-id"],
+    }
+    if len(ids) == 1:
+        keys["string"] = affinity_key({"cartridges": ids[0]})
+        keys["label"] = affinity_key({"bot": ids[0]}, naming=Naming("label", "bot"))
+    assert set(keys.values()) == {",".join(ids)}, keys
+
+
+def _same_or_not(ids: list[str], others: list[str]) -> None:
+    assert (affinity_key({"cartridges": ids}) == affinity_key({"cartridges": others})) == (ids == others)
+
+
+@given(CHAINS, CHAINS)
+@examples(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_other_cartridges_and_another_order_give_another_key(ids: list[str], others: list[str]) -> None:
+    _same_or_not(ids, others)
+    _same_or_not(ids, ids[::-1])
+
+
+_ODD: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(["a", "both", "a@1", "nope", "sk-1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["id", "source", "x"]), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+_REFERENCES = st.lists(IDS | st.builds(lambda one, v: {"id": one + v}, IDS, VERSIONS), max_size=MAX_CHAIN + 1)
+_BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.sampled_from(MODELS),
+        "cartridges": _REFERENCES | _ODD,
+        "kv_transfer_params": st.dictionaries(st.sampled_from(["cartridge_id", "x"]), IDS | _REFERENCES | _ODD) | _ODD,
+        "bot": st.sampled_from(["both", "one", "nope"]) | _ODD,
+    },
+)
+_HEADERS = st.lists(st.text(st.sampled_from("ab@1, \tz:/"), max_size=12) | IDS, max_size=2)
+
+
+@given(
+    _BODIES, _HEADERS, st.sampled_from(["explicit", "label", "composite", "static"]), st.sampled_from([None, "sk-1"])
+)
+@examples(max_examples=2000, deadline=None, derandomize=True, database=None)
+def test_the_key_is_of_the_cartridges_that_a_server_would_take(
+    body: dict[str, Any], header: list[str], router: Any, api_key: str | None
+) -> None:
+    settings = Settings(home=Path("/nowhere"), router=router, **SETTINGS)
+    named = {name: getattr(settings, name) for name in ("router", "label_field", "static", "composites")}
+    key = affinity_key(body, header, api_key=api_key, naming=Naming(**named, models=MODELS))
+    try:
+        taken = Router(settings).choose(
+            body, body.get("kv_transfer_params"), body.get("model"), api_key, read_header(header)
+        )
+    except Refusal:
+        return  # no server answers it; a key was had without an error
+    assert key == ",".join(re.sub("@[0-9]+$", "", reference.id) for reference in taken)
+
+
+@pytest.mark.parametrize("body", [None, [], 5, "x", {"cartridges": [[], 5, None, {"id": 5}, ""]}, {"model": 5}])
+def test_what_names_nothing_has_no_key(body: Any) -> None:
+    assert affinity_key(body) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "ids"),
+    [("m", []), ("m:a", ["a"]), ("m:a@2, b", ["a@2", "b"]), ("qwen:7b:a", ["a"]), ("m:s3://b/k", ["s3://b/k"]),
+     ("s3://bucket/model", []), ("org/m:a,s3://b/k", ["a", "s3://b/k"]), ("m:", []), (":a", [])],
+)  # fmt: skip
+def test_a_model_name_is_taken_apart_without_knowing_the_models(model: str, ids: list[str]) -> None:
+    assert model_ids(model) == ids
+
+
+def test_known_models_are_never_taken_apart_and_the_longest_goes_first() -> None:
+    naming = Naming(models=("qwen", "qwen:7b"))
+    assert model_ids("qwen:7b", naming) == []
+    assert model_ids("qwen:7b:a", naming) == ["a"]
+    assert model_ids("qwen:8b", naming) == ["8b"]
+    assert model_ids("other:a", naming) == []
+
+
+def test_the_file_stands_alone(tmp_path: Path) -> None:
+    """As in a router's pod: no package of ours, nor of anybody's."""
+    (tmp_path / "affinity.py").write_text(Path(affinity.__file__).read_text())
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import affinity; "
+        "print(affinity.affinity_key({'cartridges': ['a@1', {'id': 'b'}]})); "
+        "assert not [m for m in sys.modules.values() if 'site-packages' in (getattr(m, '__file__', None) or '')]"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("a,b\n", "")
+
+
+# The production stack's router.
+
+
+def _callback(monkeypatch: pytest.MonkeyPatch, naming: dict[str, Any]) -> ModuleType:
+    monkeypatch.setenv("CARTRIDGE_NAMING", json.dumps(naming))
+    spec = importlib.util.spec_from_file_location(
+        "cartridge_affinity", CONFIGS / "production-stack" / "cartridge_affinity.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _session(module: ModuleType, body: Any, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the dict as that router reads it after `pre_request` (routing by header or field `--session-key`)."""
+    request = SimpleNamespace(headers=Headers(headers or {}))
+    assert module.callbacks.pre_request(request, json.dumps(body).encode(), body) is None
+    return body
+
+
+def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _callback(monkeypatch, {"models": ["m", "qwen:7b"], "composites": {"both": ["a", "b"]}})
+    ways: list[tuple[Any, dict[str, str]]] = [
+        ({"model": "m", "cartridges": ["a", "b@2"]}, {}), ({"model": "m", "cartridges": ["both"]}, {}),
+        ({"model": "m"}, {"X-Cartridges": "a@7, b"}), ({"model": "m:a,b"}, {}), ({"model": "qwen:7b:both"}, {}),
+        ({"model": "m", "kv_transfer_params": {"cartridge_id": ["a", "b"]}}, {}),
+    ]  # fmt: skip
+    assert {_session(module, body, headers)["affinity_key"] for body, headers in ways} == {"a,b"}
+    assert _session(module, {"model": "m"}) == {"model": "m"}, "without a cartridge there is no session"
+    assert _session(module, {"model": "qwen:7b"}) == {"model": "qwen:7b"}
+    assert _session(module, [1]) == [1]
+
+
+def test_the_production_stack_finds_engines_that_list_the_base_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _callback(monkeypatch, {"models": ["m", "m:7b"]})
+    body = _session(module, {"model": "m:7b:a@2,b"})
+    assert body == {"model": "m:7b", "cartridges": ["a@2", "b"], "affinity_key": "a,b"}
+
+
+def test_a_key_of_the_router_is_none_of_our_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router may write the body anew from the dict, where it has an alias for the model."""
+    from lmcache_cartridge.serve import misnamed
+
+    module = _callback(monkeypatch, {})
+    assert misnamed.find({module.KEY: "a"}, ("cartridges",)) is None
+
+
+# Envoy's rewriting of the header.
+
+
+def test_envoy_rewrites_the_header_to_the_key() -> None:
+    """By RE2's rules as Python's `re` has them; `test_fleet` asks Envoy itself."""
+    listener = yaml.safe_load((CONFIGS / "envoy" / "envoy.yaml").read_text())["static_resources"]["listeners"][0]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    policy = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]["hash_policy"][0]["header"]
+    rewrite = policy["regex_rewrite"]
+    pattern, substitution = rewrite["pattern"]["regex"], rewrite["substitution"].replace("\\2", r"\g<2>")
+    for header in ("a", "a@2", "a,b", "a , b@3", "a@1,\tb@22 ,c", "a.b-c_d@9", "s3://b/k@2,x", "a@b"):
+        assert re.sub(pattern, substitution, header) == affinity_key(None, header), header
