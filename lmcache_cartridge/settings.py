@@ -106,6 +106,10 @@ class Settings(BaseModel):
     """Cartridge by `model:NAME` or `key:SHA256-OF-THE-API-KEY`, and `*` for everybody else."""
     composites: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
     """Names for chains of cartridges; a request may use such a name like a cartridge's."""
+    model_aliases: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
+    """Model names by which a request gets these cartridges; `MODEL:CARTRIDGE` needs no alias."""
+    listed_models: int = Field(default=0, ge=0, le=1000)
+    """How many cartridges `GET /v1/models` lists, the newest first, as `MODEL:ID`; with any, also the aliases."""
     required: bool = False
     """Whether a request without a cartridge, named or from the router, is refused with 400 on every route that
     generates."""

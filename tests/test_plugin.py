@@ -20,7 +20,7 @@ with quietly():
 
     from lmcache_cartridge.engine.connector import check_api
     from lmcache_cartridge.engine.contract import REQUEST_API
-    from lmcache_cartridge.engine.host import check_handlers
+    from lmcache_cartridge.engine.host import check_handlers, extend_models
     from lmcache_cartridge.serve.plugin import CartridgePlugin
 
 
@@ -60,6 +60,44 @@ def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(mon
     plugin = CartridgePlugin()
     with pytest.raises(SettingsError, match="LMCACHE_CONFIG_FILE"):
         asyncio.run(plugin.init_state(None, _state(), SimpleNamespace()))
+
+
+class _Models:
+    """As vLLM's own."""
+
+    base_model_paths = (SimpleNamespace(name="m"), SimpleNamespace(name="m:7b"))
+
+    def is_base_model(self, name: str) -> bool:
+        return name in ("m", "m:7b")
+
+    def model_name(self, lora_request: Any = None) -> str:
+        return "adapter" if lora_request else "m"
+
+    async def show_available_models(self) -> Any:
+        return SimpleNamespace(data=["m"])
+
+
+def test_model_names_are_added_to_those_of_the_server() -> None:
+    models, answered = _Models(), ["m:a"]
+
+    async def more() -> list[str]:
+        return ["m:a"]
+
+    names = extend_models(
+        SimpleNamespace(openai_serving_models=models), lambda name: name == "m:a", lambda: answered[-1], more
+    )
+    assert names == ["m", "m:7b"]
+    assert [models.is_base_model(name) for name in ("m", "m:7b", "m:a", "m:b")] == [True, True, True, False]
+    assert (models.model_name(), models.model_name("x")) == ("m:a", "adapter")
+    answered.append("")
+    assert models.model_name() == "m"
+    assert asyncio.run(models.show_available_models()).data == ["m", "m:a"]
+
+
+def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start() -> None:
+    state = SimpleNamespace(openai_serving_models=_Models(), openai_serving_chat=SimpleNamespace(models=_Models()))
+    with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
+        extend_models(state, lambda name: True, lambda: None, lambda: None)
 
 
 def _config(extra: dict[str, str]) -> Any:

@@ -27,7 +27,15 @@ from lmcache_cartridge.engine.contract import GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve.request import MAX_CHAIN, Reference, Refusal, Router, read_references, without_paths
+from lmcache_cartridge.serve.request import (
+    MAX_CHAIN,
+    Reference,
+    Refusal,
+    Router,
+    read_model,
+    read_references,
+    without_paths,
+)
 from lmcache_cartridge.serve.resolve import NeedsReading, Resolver, Selection
 from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.sources.s3 import S3Source
@@ -626,3 +634,43 @@ def test_the_static_router_goes_by_key_then_model_then_everybody() -> None:
 
 def test_a_static_entry_may_be_a_composite() -> None:
     assert _choose({"router": "static", "static": {"*": "both"}, "composites": CHAINS}, {}) == ["a", "b"]
+
+
+# Cartridges in `model`.
+
+
+@pytest.mark.parametrize(
+    ("model", "ids"),
+    [("m", ()), ("m:7b", ()), ("m:a", ("a",)), ("m:7b:a", ("a",)), ("m:a@2, b", ("a@2", "b")), ("bot", ("x", "y")),
+     ("m:s3://b/k", ("s3://b/k",)), ("other:a", ()), ("mm:a", ()), (None, ()), (5, ()), ("m:bot", ("bot",))],
+)  # fmt: skip
+def test_a_model_name_may_name_cartridges(model: Any, ids: tuple[str, ...]) -> None:
+    assert read_model(model, ("m", "m:7b"), {"bot": ["x", "y"], "m": ["never"]}) == ids
+
+
+@pytest.mark.parametrize("model", ["m:", "m:,", "m:a,", "m: ", "m:a b", "m:\n", "m:\ud800", "m:" + ",".join("a" * 17)])
+def test_a_model_name_that_names_cartridges_wrong_is_refused(model: str) -> None:
+    assert _refusal(read_model, model, ("m",), {}).status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "header"),
+    [({"cartridges": ["b"]}, "m:a", ()), ({}, "m:a", ("b",)), ({}, "m:a", ("a@1",)), ({"cartridges": ["a", "b"]}, "m:a", ()),
+     ({"cartridges": ["a"]}, "m:a", ("b",)), ({"cartridges": ["b"]}, "m:a", ("a",)), ({"cartridges": ["a"]}, "m", ("b",))],
+)  # fmt: skip
+def test_ways_of_naming_that_contradict_each_other_are_refused(
+    fields: dict[str, Any], model: str, header: tuple[str, ...]
+) -> None:
+    router = Router(from_mapping({}))
+    router.models = ("m",)
+    assert _refusal(router.choose, fields, None, model, None, header).status == 400
+    same = router.choose({"cartridges": ["a"]}, None, "m:a", None, ("a",))
+    assert [reference.id for reference in same] == ["a"]
+
+
+def test_the_newest_cartridges_come_first(home: Home) -> None:
+    registry = Registry(home.settings.registry_path)
+    with sqlite3.connect(home.settings.registry_path) as db:
+        db.execute("UPDATE cartridges SET registered = '2027-01-01T00:00:00Z' WHERE id = 'trained'")
+    assert [entry.name for entry in registry.newest(2)] == ["trained@1", "a@1"]
+    assert len(registry.newest(100)) == 5

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from serving import SERVER_ARGS
 from test_api import TAKING, UNAWARE
 from wards import MODEL, patients, register, write_ward
 
+from lmcache_cartridge.fleet.affinity import Naming, affinity_key
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
@@ -19,12 +26,15 @@ from lmcache_cartridge.settings import from_mapping
 
 HARMLESS = ("/tokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens")
 
+_NAMES: dict[str, Any] = {"model_aliases": {"ward": ["a"]}, "listed_models": 5}
+
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     home = tmp_path_factory.mktemp("home")
-    settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20, "required": True}), CausalModel(MODEL)
+    settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20, "required": True} | _NAMES), CausalModel(MODEL)
     register(model, settings, write_ward(model, patients(0, 4), "a").ids, name="a")
+    Registry(settings.registry_path).label("current", "a")
     launch = plan(MODEL, settings, vllm_args=[*SERVER_ARGS, "--enable-scale-out"])
     with ServerProcess(launch, home / "log") as server, httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
@@ -38,9 +48,16 @@ def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(
     body = TAKING[path] | {"stream": stream}
     reply = http.post(path, json=body)
     assert (reply.status_code, "`required`" in json.dumps(reply.json())) == (400, True), reply.text
-    for fields, headers in (({"cartridges": ["a"]}, {}), ({}, {"X-Cartridges": "a"})):
+    ways: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"cartridges": ["a"]}, {}), ({}, {"X-Cartridges": "a"}), ({"model": f"{MODEL}:a"}, {}), ({"model": "ward"}, {}),
+        ({"model": f"{MODEL}:a", "cartridges": ["a"]}, {"X-Cartridges": "a"}), ({"model": f"{MODEL}:current"}, {}),
+    ]  # fmt: skip
+    for fields, headers in ways:
         reply = http.post(path, json=body | fields, headers=headers)
         assert reply.status_code == 200, reply.text
+        model = (body | fields)["model"]
+        assert re.findall(r'"model": ?"([^"]*)"', reply.text), reply.text
+        assert set(re.findall(r'"model": ?"([^"]*)"', reply.text)) == {model}, "it is not what the client sent"
         positions, injected = (int(part.partition("=")[2]) for part in reply.headers["x-cartridges"].split(";")[1:])
         assert injected >= positions // 256 * 256 > 0
 
@@ -52,8 +69,70 @@ def test_other_routes_that_generate_refuse_and_those_that_do_not_answer(http: ht
         assert reply.status_code == 200
     else:
         assert (reply.status_code, "`required`" in reply.text) == (400, True)
+    for model in (f"{MODEL}:a", "ward"):
+        reply = http.post(path, json=UNAWARE[path] | {"model": model})
+        assert 400 <= reply.status_code < 500, "it is answered without the cartridge"
+
+
+@pytest.mark.parametrize("path", TAKING)
+def test_a_model_that_names_no_cartridge_or_another_is_refused(http: httpx.Client, path: str) -> None:
+    for model, fields, headers, status in (
+        ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:a@7", {}, {}, 404), (f"{MODEL}:", {}, {}, 400),
+        (f"{MODEL}:a,,a", {}, {}, 400), (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("no:a", {}, {}, 404),
+        (f"{MODEL}:a", {}, {"X-Cartridges": "a@1"}, 400), ("ward", {}, {"X-Cartridges": "b"}, 400),
+    ):  # fmt: skip
+        reply = http.post(path, json=TAKING[path] | {"model": model} | fields, headers=headers)
+        assert reply.status_code == status, (model, reply.text)
+
+
+def test_cartridges_are_listed_as_models_beside_the_base(http: httpx.Client) -> None:
+    cards = {card["id"]: (card["parent"], card["root"]) for card in http.get("/v1/models").json()["data"]}
+    assert cards == {MODEL: (None, MODEL), "ward": (MODEL, "a"), f"{MODEL}:a": (MODEL, "a@1")}
 
 
 @pytest.mark.parametrize("extra", [{"cartridges": None}, {"cartridges": ["nope"]}, {"kv_transfer_params": {}}])
 def test_naming_none_is_not_naming_one(http: httpx.Client, extra: dict[str, Any]) -> None:
     assert http.post("/v1/completions", json=TAKING["/v1/completions"] | extra).status_code in (400, 404)
+
+
+_NAMED = st.sampled_from(
+    ["a", "a@1", "current", "a@2", "nope", "s3://b/k", "/etc", "a:b", "", "A", "a@", "a@01", "x" * 1025]
+)
+_BYTES = st.binary(max_size=8).filter(lambda raw: not set(raw) & {*range(9), *range(10, 32), 127})
+_HEADER = st.lists(_NAMED.map(str.encode) | _BYTES, max_size=3).map(b",".join) | _BYTES.map(bytes.strip)
+
+
+def test_two_thousand_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges_they_name(
+    http: httpx.Client,
+) -> None:
+    statuses: Counter[int] = Counter()
+    newest = {"current": "a", "ward": "a"}
+
+    @examples(
+        max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    )
+    @given(
+        values=st.lists(_HEADER, max_size=2),
+        model=st.sampled_from([MODEL, MODEL, "ward"]) | _NAMED.map(lambda name: f"{MODEL}:{name}"),
+        named=st.none() | st.lists(_NAMED, max_size=2),
+        required=st.sampled_from([None, None, b"true", b"false", b"2", b"\xff"]),
+        path=st.sampled_from(sorted(TAKING)),
+    )
+    def one(values: list[bytes], model: str, named: list[str] | None, required: bytes | None, path: str) -> None:
+        headers = [(b"X-Cartridges", value.strip(b" \t")) for value in values]
+        headers += [] if required is None else [(b"X-Cartridges-Required", required)]
+        body = TAKING[path] | {"model": model} | ({} if named is None else {"cartridges": named})
+        reply = http.post(path, json=body, headers=headers)
+        statuses[reply.status_code] += 1
+        assert reply.status_code == 200 or 400 <= reply.status_code < 500, reply.text
+        if reply.status_code == 200:
+            used = [part.partition("@")[0] for part in reply.headers["x-cartridges"].split(", ")]
+            naming = Naming(models=[MODEL], model_aliases=_NAMES["model_aliases"])
+            key = affinity_key(body, [value.decode("latin-1") for value in values], naming=naming)
+            assert used == [newest.get(one, one) for one in key.split(",")]
+        else:
+            assert "x-cartridges" not in reply.headers
+
+    one()
+    assert sum(statuses.values()) >= 2000
+    assert min(statuses[200], statuses[400], statuses[404]) > 50, f"only one kind proves little: {statuses}"

@@ -6,7 +6,7 @@ renamed one is refused at once, by name, and never found by a request. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -97,6 +97,37 @@ def wrap_handlers(state: Any, engine_client: Any, renderer: Callable[[Any], Any]
     for serving in attribute(state, "_state").values():
         if getattr(serving, "engine_client", None) is engine_client:
             serving.engine_client = engine(engine_client)
+
+
+def extend_models(
+    state: Any,
+    takes: Callable[[str], bool],
+    answered: Callable[[], str | None],
+    more: Callable[[], Awaitable[list[Any]]],
+) -> list[str]:
+    """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
+
+    `answered` is what a request's answer calls the model in the place of the first name, `more` what `GET /v1/models`
+    lists beside those. Raises `UnsupportedEngine` where a handler asks for models elsewhere.
+    """
+    models = attribute(state, "openai_serving_models")
+    is_base, name, show = (attribute(models, n) for n in ("is_base_model", "model_name", "show_available_models"))
+    for handler in _HANDLERS:
+        if getattr(getattr(state, handler, None), "models", models) is not models:
+            raise changed(f"models of {handler}", "it has others than the server")
+
+    def model_name(lora_request: Any = None) -> str:
+        return (None if lora_request else answered()) or name(lora_request)
+
+    async def show_available_models() -> Any:
+        shown = await show()
+        shown.data.extend(await more())
+        return shown
+
+    models.is_base_model = lambda model: is_base(model) or takes(model)
+    models.model_name = model_name
+    models.show_available_models = show_available_models
+    return [path.name for path in attribute(models, "base_model_paths")]
 
 
 async def control_paths(engine_client: Any) -> list[str]:
@@ -338,6 +369,10 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**_CHAT),
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**_CHAT),
+        "vllm.entrypoints.serve.engine.protocol:ModelCard": lambda kind: (
+            kind(id="m:a", root="a@1", parent="m").parent == "m"
+        ),
+        "vllm.entrypoints.serve.engine.protocol:ModelPermission": lambda kind: kind(),
     },
     "worker": {
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": lambda names: (

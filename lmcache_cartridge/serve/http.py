@@ -79,16 +79,16 @@ class Gate:
         named = read_header(headers.getlist(_NAMES))
         required = any(read_flag(value, "the header X-Cartridges-Required") for value in headers.getlist(_REQUIRED))
         if named and path not in TAKES:
-            raise Refusal(400, _takes_none(path))
+            raise Refusal(400, takes_none(path))
         if (self._settings.required or required) and path in _ANSWERS:
-            raise Refusal(400, f"{REQUIRED}; {_takes_none(path)}")
+            raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
         if exchange is not None:
             exchange.named, exchange.is_required = named, required
 
     def _check_form(self, path: str, body: bytes) -> None:
         """Raise `Refusal` if a form has a field for cartridges: no route reads them there."""
         if _FORM_FIELD.search(body):
-            raise Refusal(400, _takes_none(path))
+            raise Refusal(400, takes_none(path))
 
     def _check(self, path: str, body: bytes) -> None:
         """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""
@@ -112,7 +112,7 @@ class Gate:
         exchange = _exchange.get()
         required = fields.get(REQUIRED_FIELD) is not None and read_flag(fields[REQUIRED_FIELD], f"`{REQUIRED_FIELD}`")
         if required and path in _ANSWERS:
-            raise Refusal(400, f"{REQUIRED}; {_takes_none(path)}")
+            raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
         if path in TAKES:
             if exchange is not None:
                 exchange.is_required |= required
@@ -121,10 +121,11 @@ class Gate:
         choose, params = self._router.choose, fields.get("kv_transfer_params")
         model, key = fields.get("model"), api_key()
         if choose(fields, params, model, key) != (choose({}, None, model, key) if path in COUNTS else []):
-            raise Refusal(400, _takes_none(path))
+            raise Refusal(400, takes_none(path))
 
 
-def _takes_none(path: str) -> str:
+def takes_none(path: str) -> str:
+    """Return why a request with cartridges is refused on a route that would ignore them."""
     return f"{path} does not take cartridges; these do: {', '.join(TAKES)}"
 
 
@@ -149,6 +150,7 @@ class _Exchange:
     def __init__(self, path: str, api_key: str | None) -> None:
         self.path, self.api_key = path, api_key
         self.named: tuple[str, ...] = ()
+        self.model: str | None = None
         self.is_required = False
         self.fields: dict[str, Any] = {}
         self.headers: dict[bytes, bytes] = {}
@@ -179,6 +181,18 @@ def named() -> tuple[str, ...]:
     """Return the cartridges that the current request's header names, in order."""
     exchange = _exchange.get()
     return exchange.named if exchange else ()
+
+
+def note_model(name: str) -> None:
+    """Call the model so in the answer to the current request."""
+    if exchange := _exchange.get():
+        exchange.model = name
+
+
+def model() -> str | None:
+    """Return what `note_model` was told; None without it."""
+    exchange = _exchange.get()
+    return exchange.model if exchange else None
 
 
 def dropped_fields() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .admin import add_routes
 from .admission import Admission
 from .http import Gate, ResponseHeaders
 from .metrics import StatusCollector, attach, follow, requests
+from .models import CartridgeModels
 from .wrap import CartridgeRenderer, GuardedEngine
 
 
@@ -64,6 +65,7 @@ class CartridgePlugin:
             lambda renderer: CartridgeRenderer(renderer, admission),
             lambda engine: GuardedEngine(engine, admission.settings),
         )
+        CartridgeModels(admission.settings, admission.router, state)
         with requests().paused():
             await host.check_handlers(state)
         self._following = asyncio.create_task(follow(self.collector, admission.numbers))

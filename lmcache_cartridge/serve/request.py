@@ -114,10 +114,31 @@ def read_header(values: Sequence[str]) -> tuple[str, ...]:
     """
     if not values:
         return ()
-    ids = tuple(name.strip() for name in ",".join(values).split(","))
+    ids = _ids(",".join(values), "the header X-Cartridges")
+    return tuple(reference.id for reference in _validated(ids, "the header X-Cartridges"))
+
+
+def _ids(text: str, what: str) -> list[str]:
+    ids = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isprintable() and " " not in name and name for name in ids):
-        raise Refusal(400, "the header X-Cartridges must be names of cartridges, with commas between them")
-    return tuple(reference.id for reference in _validated(list(ids), "the header X-Cartridges"))
+        raise Refusal(400, f"{what} must be names of cartridges, with commas between them")
+    return ids
+
+
+def read_model(model: Any, bases: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the ids in a model name `BASE:handbook,legal@2`, of those `bases` that are served, or of an alias.
+
+    A name that is served itself, and any other, has none. Raises `Refusal` for a base with a colon and no ids behind it.
+    """
+    if not isinstance(model, str) or model in bases:
+        return ()
+    if model in aliases:
+        return tuple(aliases[model])
+    base = max((base for base in bases if model.startswith(f"{base}:")), key=len, default=None)
+    if base is None:
+        return ()
+    names = _ids(model[len(base) + 1 :], "the cartridges in `model`")
+    return tuple(reference.id for reference in _validated(names, "`model`"))
 
 
 def read_flag(value: Any, what: str) -> bool:
@@ -161,6 +182,12 @@ class Router:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.models: Sequence[str] = ()
+        """The names of the model that is served."""
+
+    def named_by(self, model: Any) -> tuple[str, ...]:
+        """Return the ids of the cartridges that a model name stands for. Raises `Refusal` as `read_model`."""
+        return read_model(model, self.models, self._settings.model_aliases)
 
     def choose(
         self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None, api_key: str | None,
@@ -169,12 +196,15 @@ class Router:
         """Return the references of a request, with composites taken apart; empty if it gets no cartridge.
 
         `fields` are the request fields that vLLM does not know, `header` the ids that a header names. Raises `Refusal`
-        for malformed ones, and where header and body name different cartridges.
+        for malformed ones, and where header, model and body name different cartridges.
         """
-        named = read_references(fields, kv_params)
-        if header and named and [reference.id for reference in named] != list(header):
-            raise Refusal(400, "the header X-Cartridges and the body name different cartridges")
-        named = named or [Reference(id=name) for name in header] or self._default(fields, model, api_key)
+        named, by_model = read_references(fields, kv_params), self.named_by(model)
+        for what, ids in (("the header X-Cartridges", header), ("`model`", by_model)):
+            if ids and named and [reference.id for reference in named] != list(ids):
+                raise Refusal(400, f"{what} and the body name different cartridges")
+        if header and by_model and tuple(header) != by_model:
+            raise Refusal(400, "the header X-Cartridges and `model` name different cartridges")
+        named = named or [Reference(id=name) for name in header or by_model] or self._default(fields, model, api_key)
         chain = [part for reference in named for part in self._parts(reference)]
         if len(chain) > MAX_CHAIN:
             raise Refusal(400, f"{len(chain)} cartridges in one request; at most {MAX_CHAIN}")

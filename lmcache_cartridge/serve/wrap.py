@@ -66,9 +66,10 @@ class CartridgeRenderer:
         if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
             raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
         fields = http.dropped_fields() | (getattr(request, "model_extra", None) or {})
-        references = self._admission.router.choose(
-            fields, params, getattr(request, "model", None), http.api_key(), http.named()
-        )
+        model, router = getattr(request, "model", None), self._admission.router
+        if router.named_by(model) and (path := http.path()) not in (None, *http.TAKES):
+            raise Refusal(400, http.takes_none(str(path)))  # vLLM looks at no model names where it was told so
+        references = router.choose(fields, params, model, http.api_key(), http.named())
         if references:
             return await self._admission.resolve(references)
         if (self._admission.settings.required or http.is_required()) and http.path() not in http.COUNTS:
