@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+from blake3 import blake3
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from .artifact.location import parse
+from .artifact.location import SCHEME, parse
 from .errors import SettingsError
 
 HOME_VARIABLE = "LMCACHE_CARTRIDGE_HOME"
@@ -70,7 +71,10 @@ class Settings(BaseModel):
     load_threads: int = Field(default=4, ge=1, le=256)
     """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
-    """Time between two looks for changes of the registry; 0 means never."""
+    """Time between two looks for changes of the registry, and of the `library`; 0 means never."""
+    library: str | None = None
+    """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory that
+    machines share. It is followed every `reload_s` and never written to."""
 
     unproven_versions: bool = Field(
         default_factory=lambda: os.environ.get(UNPROVEN_VARIABLE, "") not in ("", "0", "false")
@@ -141,6 +145,16 @@ class Settings(BaseModel):
             raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
         return url
 
+    @field_validator("library")
+    @classmethod
+    def _check_library(cls, library: str | None) -> str | None:
+        if library is None or library.startswith(SCHEME):
+            parse(library or f"{SCHEME}bucket/x")
+            return library
+        if not library.startswith("/") or "\0" in library:
+            raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")
+        return os.path.normpath(library)
+
     @field_validator("buckets")
     @classmethod
     def _check_buckets(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
@@ -156,8 +170,11 @@ class Settings(BaseModel):
 
     @property
     def registry_path(self) -> Path:
-        """The registry file."""
-        return self.home / "registry.sqlite"
+        """The registry file; of a `library` the copy that this machine follows."""
+        if self.library is None:
+            return self.home / "registry.sqlite"
+        whose = blake3(f"{self.s3_endpoint_url or ''} {self.library}".encode()).hexdigest(8)
+        return self.cache_dir / "libraries" / f"{whose}.sqlite"
 
     @property
     def cartridges_dir(self) -> Path:

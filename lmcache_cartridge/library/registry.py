@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.manifest import Manifest, check_id
-from ..errors import CartridgeExists, CartridgeNotFound, RegistryError
+from ..errors import CartridgeNotFound, RegistryError
+from .changes import Added, Change, Labelled, Promoted, Removed, Unlabelled, apply
 
 _VERSION = 4
 """Of the schema, in `PRAGMA user_version`."""
@@ -114,12 +115,14 @@ class Registry:
             with self._connect() as db:
                 self._create(db)
 
-    def register(self, root: Path, location: str | None = None, *, promote: bool = True) -> Manifest:
+    def register(
+        self, root: Path, location: str | None = None, *, promote: bool = True, label: str | None = None
+    ) -> Manifest:
         """Add the artefact at `root` under the id and version of its manifest, and return that.
 
         With `location` the payload lies there, and `root` holds a copy of its manifest and token ids only. Without
-        `promote` a new version is had by its `id@version` alone, until `promote()`; the id means what it meant. The same
-        artefact again is no change, or a change of its location. Raises `CartridgeExists` if other content has this id
+        `promote` a new version is had by its `id@version` alone, until `promote()`; the id means what it meant. `label` is pointed at
+        it in the same step. The same artefact again is no change, or a change of its location. Raises `CartridgeExists` if other content has this id
         and version, or a label this name, `ManifestError` or `ArtifactError` if the artefact is not sound.
         """
         from ..artifact import reading  # here, since `list` would wait for numpy
@@ -129,26 +132,13 @@ class Registry:
         reading.load_token_ids(manifest, root)
         if location is None:
             reading.check_local_header(manifest, root)
-        with self._connect() as db:
-            db.execute("BEGIN IMMEDIATE")  # nobody else may take the version between the look and the write
-            row = db.execute(
-                "SELECT digest FROM cartridges WHERE id = ? AND version = ?", (manifest.id, manifest.version)
-            ).fetchone()
-            if row and row[0] != manifest.digest:
-                raise CartridgeExists(
-                    f"{manifest.name} is registered with other content (digest {row[0][:16]}...); "
-                    "versions never change. Build the cartridge again to get a new version"
-                )
-            if db.execute("SELECT 1 FROM labels WHERE label = ?", (manifest.id,)).fetchone():
-                raise CartridgeExists(f"{manifest.id} is a label already and cannot be the id of a cartridge too")
-            db.execute(
-                "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location, promoted) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
-                (
-                    manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
-                    manifest.payload_bytes, location or str(root), promote,
-                ),
-            )  # fmt: skip
+        self._change(
+            Added(
+                manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
+                manifest.payload_bytes, location or str(root), promote,
+            ),
+            *([Labelled(check_id(label), manifest.id, manifest.version)] if label else []),
+        )  # fmt: skip
         return manifest
 
     def promote(self, name: str) -> RegistryEntry:
@@ -156,12 +146,8 @@ class Registry:
 
         Raises `CartridgeNotFound`.
         """
-        target = self.find(name)
-        with self._connect() as db:
-            mine = (target.id, target.version)
-            db.execute("UPDATE cartridges SET promoted = 0 WHERE id = ? AND version > ? AND promoted", mine)
-            if not db.execute("UPDATE cartridges SET promoted = 1 WHERE id = ? AND version = ?", mine).rowcount:
-                raise CartridgeNotFound(f"{target.name} was removed at this moment")
+        target = self._target(name)
+        self._change(Promoted(target.id, target.version))
         return target
 
     def remove(self, name: str) -> RegistryEntry:
@@ -169,21 +155,13 @@ class Registry:
 
         Raises `CartridgeNotFound`, and `RegistryError` while labels point at it.
         """
-        target = self.find(name)
-        with self._connect() as db:
-            db.execute("BEGIN IMMEDIATE")
-            mine = (target.id, target.version)
-            rows = db.execute("SELECT label FROM labels WHERE id = ? AND version = ? ORDER BY label", mine)
-            if labels := [label for (label,) in rows]:
-                raise RegistryError(f"{target.name} has the label {', '.join(labels)}; point it elsewhere first")
-            db.execute("DELETE FROM cartridges WHERE id = ? AND version = ?", mine)
+        target = self._target(name)
+        self._change(Removed(target.id, target.version))
         return target
 
     def unlabel(self, label: str) -> None:
         """Remove a label. Raises `CartridgeNotFound` if there is none of this name."""
-        with self._connect() as db:
-            if not db.execute("DELETE FROM labels WHERE label = ?", (label,)).rowcount:
-                raise CartridgeNotFound(f"there is no label {label!r}")
+        self._change(Unlabelled(label))
 
     def label(self, label: str, name: str, *, warm: bool = False) -> RegistryEntry:
         """Point `label` at the cartridge `name` stands for now, in one step, and return that cartridge.
@@ -191,19 +169,8 @@ class Registry:
         What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
         """
         check_id(label)
-        target = self.find(name)
-        with self._connect() as db:
-            db.execute("BEGIN IMMEDIATE")
-            if db.execute("SELECT 1 FROM cartridges WHERE id = ?", (label,)).fetchone():
-                raise CartridgeExists(f"{label} is the id of a cartridge and cannot be a label too")
-            mine = (target.id, target.version)
-            if not db.execute("SELECT 1 FROM cartridges WHERE id = ? AND version = ?", mine).fetchone():
-                raise CartridgeNotFound(f"{target.name} was removed at this moment")
-            db.execute(
-                "INSERT INTO labels VALUES (?, ?, ?, ?) "
-                "ON CONFLICT DO UPDATE SET id = excluded.id, version = excluded.version, warm = excluded.warm",
-                (label, target.id, target.version, warm),
-            )
+        target = self._target(name)
+        self._change(Labelled(label, target.id, target.version, warm))
         return target
 
     def find(self, name: str) -> RegistryEntry:
@@ -320,6 +287,17 @@ class Registry:
             row = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (cartridge_id,)).fetchone()
         there = () if directory is None else (directory / cartridge_id).glob("[1-9]*")
         return max([row[0] or 0, *(int(path.name) for path in there if _parts(f"@{path.name}")[1])]) + 1
+
+    def _target(self, name: str) -> RegistryEntry:
+        """Return what a change that is made now is about. Raises `CartridgeNotFound`."""
+        return self.find(name)
+
+    def _change(self, *changes: Change) -> None:
+        """Do some changes, all of them or none. Raises what `apply` does."""
+        with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")  # nobody else may change anything between the look and the write
+            for change in changes:
+                apply(db, change)
 
     def _select(self, rest: str, *values: object) -> list[RegistryEntry]:
         with self._connect() as db:

@@ -91,6 +91,27 @@ class S3Source:
             parts = TransferConfig(multipart_threshold=16 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
             client.upload_fileobj(data, target["Bucket"], target["Key"], Callback=progress, Config=parts)
 
+    def create(self, location: str, file: str, data: bytes) -> bool:
+        """Store a small object only where there is none (`If-None-Match: *`); return whether that was done.
+
+        False also where another one is being stored at this moment.
+        """
+        from botocore.exceptions import ClientError
+
+        with self._uploading(location, file) as (client, target):
+            try:
+                client.put_object(**target, Body=data, IfNoneMatch="*")
+            except ClientError as error:
+                if _status_of(error) in (409, 412):
+                    return False
+                raise
+            return True
+
+    def host(self, location: str) -> str:
+        """Return the host name of the server that a location is on. Asks nobody."""
+        with self._uploading(location, "") as (client, _):
+            return urlsplit(client.meta.endpoint_url).hostname or ""
+
     def delete(self, location: str, file: str) -> None:
         """Remove an object; no change if there is none."""
         with self._uploading(location, file) as (client, target):

@@ -1,0 +1,135 @@
+"""Published libraries, put together: opened to publish, followed by a server, and cartridges published to them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from ..artifact.location import is_remote
+from ..artifact.manifest import Manifest
+from ..errors import CartridgeError, SettingsError, SourceNotFound
+from ..library.log import place
+from ..library.published import Following, Published
+from ..settings import Settings
+from .s3 import S3Source
+from .shelf import DirectoryShelf, S3Shelf
+from .sources import Sources
+from .transfer import Progress
+
+logger = logging.getLogger(__name__)
+
+_SHARE = 0.9
+"""Part of `reload_s` within which one look does for all processes of a machine."""
+_LOOK_S = 10.0
+"""Longest time that a look may wait for a byte."""
+
+
+class Library:
+    """A published library, open to read and to publish to. A context manager."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Open the one that `settings.library` names. Asks nobody yet. Raises `SettingsError` where it names none."""
+        location = _location(settings)
+        self._source = Sources(S3Source(**settings.s3))
+        self._shelf = S3Shelf(location, S3Source(**settings.s3)) if is_remote(location) else DirectoryShelf(location)
+        self.registry = Published(settings.registry_path, location, self._source, self._shelf)
+        """What is published; its `label`, `promote`, `unlabel` and `remove` are seen by every server that follows."""
+
+    def __enter__(self) -> Library:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def publish(
+        self, root: Path, *, label: str | None = None, promote: bool = True, progress: Progress = lambda *_: None
+    ) -> Manifest:
+        """Store the artefact at `root` and let everybody see it, with `label` pointing at it, whole or not at all.
+
+        `promote` as for `Registry.register`. Blocks as long as it takes. The same again is no change. Raises
+        `CartridgeExists` where other content has this id and version: of two publishers the second is told.
+        """
+        from ..artifact import reading
+
+        manifest = reading.load_manifest(root)
+        self.registry.check_free(manifest)
+        file = place(manifest.id, manifest.version, manifest.digest)
+        self._shelf.store(root, file, progress)
+        return self.registry.register(root, f"{self.registry.location}/{file}", promote=promote, label=label)
+
+    def close(self) -> None:
+        """Give back connections and threads."""
+        self._source.close()
+        self._shelf.close()
+
+
+class Follower:
+    """Keeps this machine's copy of a library up to date, in a thread, until it is closed."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Look once, and every `reload_s` from then on. Blocks for the first look.
+
+        Raises `CartridgeError` where that failed and nothing is known from earlier. A library where nothing was published
+        yet is an empty one.
+        """
+        location = _location(settings)
+        timeout_s = min(_LOOK_S, settings.s3_timeout_s)
+        self._source = Sources(S3Source(**settings.s3 | {"connections": 1, "timeout_s": timeout_s}))
+        self._every_s, self._complaint = settings.reload_s, ""
+        self._library = Published(settings.registry_path, location, self._source)
+        try:
+            self._library.follow(max_age_s=_SHARE * self._every_s if self._library.is_known else 0.0)
+        except CartridgeError as error:
+            if not self._library.is_known and (not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)):
+                self._source.close()
+                raise
+            self._complain(error)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cartridge-library", daemon=True)
+        if self._every_s:
+            self._thread.start()
+
+    def state(self) -> Following:
+        """Return how far the library is followed. Reads a local file."""
+        return self._library.following()
+
+    def close(self) -> None:
+        """Stop following. Blocks for a look that is under way, for some seconds at most."""
+        self._stopping.set()
+        self._source.close()
+        if self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._every_s):
+            try:
+                self._library.follow(max_age_s=_SHARE * self._every_s, wait=False)
+                self._complaint = ""
+            except Exception as error:  # whatever it is, later changes must be followed
+                if not self._stopping.is_set():
+                    self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        if str(error) != self._complaint:
+            is_bug = not isinstance(error, CartridgeError)
+            logger.warning("what is known of the library is served on: %s", error, exc_info=is_bug)
+        self._complaint = str(error)
+
+
+def look(settings: Settings) -> None:
+    """Bring this machine's copy of the library up to date, where settings name one. Raises `CartridgeError`."""
+    if settings.library is not None:
+        with Library(settings) as library:
+            library.registry.follow()
+
+
+def follower_of(settings: Settings) -> Follower | None:
+    """Return what follows the library that settings name, the caller's to close; None where they name none."""
+    return None if settings.library is None else Follower(settings)
+
+
+def _location(settings: Settings) -> str:
+    if settings.library is None:
+        raise SettingsError("no library is named; write s3://BUCKET/PREFIX or an absolute directory")
+    return settings.library
