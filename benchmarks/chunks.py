@@ -528,7 +528,7 @@ def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str,
     server, digest, keys, settings = at.s3
     from lmcache_cartridge.artifact.location import parse
     from lmcache_cartridge.library.registry import Registry
-    from lmcache_cartridge.sources.s3 import make_client
+    from lmcache_cartridge.sources.s3_client import make_client
 
     location = Registry(settings.registry_path, read_only=True).find("remote").location
     bucket, prefix = parse(location)

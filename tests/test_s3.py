@@ -17,7 +17,8 @@ from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.artifact.location import allowed, parse
 from lmcache_cartridge.errors import MalformedLocation, SettingsError, SourceDenied, SourceError
 from lmcache_cartridge.settings import from_mapping
-from lmcache_cartridge.sources.s3 import S3Source, make_client
+from lmcache_cartridge.sources.s3 import S3Source
+from lmcache_cartridge.sources.s3_client import make_client
 
 MALFORMED = [
     "", "s3://", "s3:///key", "s3://bucket", "s3://bucket/", "s3://bucket/key/", "s3://bucket//key", "s3://bucket/a//b",

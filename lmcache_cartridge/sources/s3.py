@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from ..artifact.bytesource import ByteRange, Seen, SmallFile
 from ..artifact.location import parse
 from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound, SourceTimeout, TruncatedPayload
+from .s3_client import make_client
 
 T = TypeVar("T")
 
@@ -155,35 +156,6 @@ class S3Source:
                 self._clients[purpose] = make_client(*self._server, **options)
             client = self._clients[purpose]
         return client, {"Bucket": bucket, "Key": f"{key}/{file}"}, f"{location}/{file} at {client.meta.endpoint_url}"
-
-
-def make_client(endpoint_url: str | None, region: str | None, **options: Any) -> Any:
-    """Return a boto3 client with these `botocore.config.Config` options. Raises `SourceError` where none can be made."""
-    try:
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
-    except ImportError as error:
-        raise SourceError(f"S3 needs boto3 ({error}): pip install lmcache-cartridge[s3]") from error
-    # Checksums of whole objects are of no use to ranges, and botocore's newer defaults are refused by older servers
-    # (Ceph, Swift); a chunk has its own.
-    options |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
-    try:
-        session = boto3.session.Session()
-        where = {"endpoint_url": endpoint_url, "region_name": region}
-        probe = session.client("s3", **where)
-        # Few servers but AWS's have a host name for each bucket.
-        host = urlsplit(probe.meta.endpoint_url).hostname or ""
-        probe.close()
-        if not re.search(r"\.amazonaws\.com(\.cn)?$", host):
-            options["s3"] = {"addressing_style": "path"}
-        return session.client("s3", config=Config(**options), **where)
-    except (BotoCoreError, ValueError) as error:
-        # A message may quote a line of a file of credentials.
-        raise SourceError(
-            f"no S3 client can be made ({type(error).__name__}); check AWS_PROFILE, the files under ~/.aws, "
-            "s3_endpoint_url and s3_region"
-        ) from None
 
 
 def _head(call: _Call) -> dict[str, Any]:
