@@ -499,7 +499,7 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
     assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
     assert [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"] == [
-        "Requests", "Tiers", "Loads", "Sources"
+        "Requests", "Tiers", "Loads", "Sources", "Published library"
     ]  # fmt: skip
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)

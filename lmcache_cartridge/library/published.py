@@ -62,8 +62,8 @@ class Following(NamedTuple):
     location: str
     position: int
     """Number of the last record that was taken in."""
-    age_s: float | None
-    """Time since a look that went well, None where there was none."""
+    seen_s: float | None
+    """Unix time of the last look that went well, None where there was none."""
     problem: str | None
     """Why the last look went wrong; what was known is served on."""
 
@@ -136,8 +136,8 @@ class Published(Registry):
                 looked_at = _read_looks(descriptor)[1]
             finally:
                 os.close(descriptor)
-        age_s = max(0.0, self._clock() - looked_at) if looked_at else None
-        return Following(self.location, max(0, state.position) if state else 0, age_s, state.problem if state else None)
+        position, problem = (max(0, state.position), state.problem) if state else (0, None)
+        return Following(self.location, position, looked_at or None, problem)
 
     def check_free(self, manifest: Manifest) -> None:
         """Look, begin a library where there is none, and raise `CartridgeExists` where other content has an id and version.
@@ -259,6 +259,8 @@ class Published(Registry):
         else:
             snapshot = log.Snapshot(log.FORMAT, 0, log.mark(log.GENESIS), (), ())
         state = _State(snapshot.position, snapshot.mark, "")
+        if not self._is_there(state):  # else all that is known would be forgotten for a log that is away
+            raise RegistryError(f"{self.location}/{log.record_file(state.position)} is not there, or not what {name} names")
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             _replace(db, self._rows(snapshot), snapshot.labels)

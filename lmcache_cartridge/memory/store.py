@@ -21,6 +21,7 @@ from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings
 from ..sources.disk_cache import DiskCache
+from ..sources.published import follower_of
 from ..sources.reads import Reads
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
@@ -60,6 +61,7 @@ class CartridgeStore:
         layers = engine.layers or range(shape.layers)
         self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, shape.dtype)
         self._sources = Sources(S3Source(**settings.s3))
+        self._follower = follower_of(settings)
         self._registry = Registry(settings.registry_path, read_only=True)
         self._catalog = Catalog(
             self._registry,
@@ -341,6 +343,8 @@ class CartridgeStore:
         """Stop loading. Loans stay valid."""
         self._stopping.set()
         self._keeper.join()
+        if self._follower is not None:
+            self._follower.close()
         self._catalog.close()
         for tier in self._memory.values():
             tier.close()

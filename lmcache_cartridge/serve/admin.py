@@ -124,7 +124,11 @@ def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: 
         name: max(rank[key] for rank in ranks) for name, key in (("open", "claims"), ("oldest_s", "oldest_claim_s"))
     }
     last = rows[-1].name if rows else None
-    return {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
+    page = {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
+    if (library := admission.library) is not None:
+        problem = library.problem and without_paths(library.problem, {library.location: "the library"})
+        page["library"] = {"position": library.position, "seen": library.seen_s, "problem": problem}
+    return page
 
 
 def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[RegistryEntry]) -> list[dict[str, Any]]:

@@ -16,7 +16,9 @@ from vllm.logger import init_logger
 from ..engine import host
 from ..engine.client import ControlClient
 from ..errors import UnsupportedEngine
+from ..library.published import Following
 from ..settings import Settings
+from ..sources.published import follower_of
 from ..sources.reads import Reads
 from .canary import Canaries
 from .claim import Claim
@@ -39,6 +41,8 @@ class Admission:
     def __init__(self, settings: Settings, *, max_reads: int = MAX_READS) -> None:
         """At most `max_reads` manifests are read at once."""
         self.settings = settings
+        self.follower = follower_of(settings)
+        """What follows the published library, where settings name one."""
         self.router, self.resolver = Router(settings), Resolver(settings)
         self.secret = secrets.token_bytes(32)
         """Makes the salts of this server's requests differ from all that a client can send."""
@@ -64,7 +68,14 @@ class Admission:
     def close(self) -> None:
         """Disconnect from the workers, which ends every claim."""
         self.client.close()
+        if self.follower is not None:
+            self.follower.close()
         self._pool.shutdown()
+
+    @property
+    def library(self) -> Following | None:
+        """How far the published library is followed; None where settings name none. Does not block."""
+        return None if self.follower is None else self.follower.latest
 
     async def numbers(self) -> list[Any]:
         """Return every worker's numbers; cartridges whose text came in prompts that do not name them are tried."""

@@ -21,6 +21,7 @@ from ..engine.versions import check_versions
 from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
 from ..settings import Settings
+from ..sources.published import look
 from .arguments import TRANSFER, Arguments, redacted
 
 PLUGIN = "cartridge"
@@ -294,6 +295,7 @@ def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _largest_bytes(settings: Settings) -> int:
+    look(settings)
     return max((row.bytes for row in Registry(settings.registry_path, read_only=True).all()), default=0)
 
 

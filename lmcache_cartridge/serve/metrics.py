@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
+    from ..library.published import Following
+
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.metrics")
 
 PREFIX = "lmcache_cartridge_"
@@ -79,6 +81,12 @@ SERVER_NUMBERS = (
     Number("status_age_seconds", "gauge", "Age of the numbers that have a rank. More than some seconds: workers hang."),
 )  # fmt: skip
 """Of the API server itself."""
+LIBRARY_NUMBERS = (
+    Number("library_position", "gauge", "Number of the published library's last change that this server knows."),
+    Number("library_age_seconds", "gauge", "Time since the published library was last looked at with success. Above some `reload_s`: S3 cannot be reached, or the log is damaged."),
+    Number("library_failing", "gauge", "1 where the last look at the published library failed; what was known is served on, and `/v1/cartridges` says why."),
+)  # fmt: skip
+"""Of the published library, where one is followed."""
 _OUTCOMES = {
     "requests": ("used", "document"),
     "lost_prompts": ("document", "error"),
@@ -91,6 +99,7 @@ def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
     """Return name, kind, labels and help of everything exported, with the names as queries have them."""
     rows: list[tuple[Number, tuple[str, ...]]] = [(row, ("tier", "rank")) for row in (*TIER_NUMBERS, LOADS)]
     rows += [(row, ("rank",)) for row in RANK_NUMBERS]
+    rows += [(row, ()) for row in LIBRARY_NUMBERS]
     rows += [(row, ("outcome",) * (row.name in _OUTCOMES)) for row in SERVER_NUMBERS]
     return [(PREFIX + row.name + "_total" * (row.kind == "counter"), row.kind, of, row.help) for row, of in rows]
 
@@ -118,9 +127,10 @@ class StatusCollector:
         *,
         clock: Callable[[], float] = time.monotonic,
         registry: CollectorRegistry | None = None,
+        library: Callable[[], Following | None] = lambda: None,
     ) -> None:
         """`load_bounds` are those of `load_counts`: `loads.LOAD_SECONDS`. It does not register itself."""
-        self._bounds, self._clock = tuple(load_bounds), clock
+        self._bounds, self._clock, self._library = tuple(load_bounds), clock, library
         self._families: list[Metric] = []
         self._updated_at: float | None = None
         self._failures = _metric("status_failures", registry)
@@ -144,6 +154,20 @@ class StatusCollector:
         if self._updated_at is not None:
             age.add_metric([], self._clock() - self._updated_at)
         yield age
+        known = self._library()
+        for row in LIBRARY_NUMBERS:
+            number = GaugeMetricFamily(PREFIX + row.name, row.help)
+            if known is not None and (value := _of_library(row.name, known)) is not None:
+                number.add_metric([], value)
+            yield number
+
+
+def _of_library(name: str, known: Following) -> float | None:
+    if name == "library_position":
+        return known.position
+    if name == "library_failing":
+        return known.problem is not None
+    return None if known.seen_s is None else max(0.0, time.time() - known.seen_s)
 
 
 def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> list[Metric]:

@@ -47,7 +47,7 @@ class CartridgePlugin:
         app.add_middleware(Gate, settings=self._admission.settings)
         app.add_middleware(ResponseHeaders)
         add_routes(app, self._admission)
-        self.collector = StatusCollector(LOAD_SECONDS)
+        self.collector = StatusCollector(LOAD_SECONDS, library=lambda: self._admission.library)
         attach(app, self.collector)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:

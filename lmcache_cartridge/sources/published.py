@@ -10,7 +10,7 @@ from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SettingsError, SourceNotFound
 from ..library.log import place
-from ..library.published import Following, Published
+from ..library.published import Published
 from ..settings import Settings
 from .s3 import S3Source
 from .shelf import DirectoryShelf, S3Shelf
@@ -85,14 +85,12 @@ class Follower:
                 self._source.close()
                 raise
             self._complain(error)
+        self.latest = self._library.following()
+        """How far the library is followed, as of the last look of this process."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cartridge-library", daemon=True)
         if self._every_s:
             self._thread.start()
-
-    def state(self) -> Following:
-        """Return how far the library is followed. Reads a local file."""
-        return self._library.following()
 
     def close(self) -> None:
         """Stop following. Blocks for a look that is under way, for some seconds at most."""
@@ -105,10 +103,11 @@ class Follower:
         while not self._stopping.wait(self._every_s):
             try:
                 self._library.follow(max_age_s=_SHARE * self._every_s, wait=False)
-                self._complaint = ""
+                self.latest, self._complaint = self._library.following(), ""
             except Exception as error:  # whatever it is, later changes must be followed
                 if not self._stopping.is_set():
                     self._complain(error)
+                    self.latest = self.latest._replace(problem=str(error))
 
     def _complain(self, error: Exception) -> None:
         if str(error) != self._complaint:
@@ -118,10 +117,9 @@ class Follower:
 
 
 def look(settings: Settings) -> None:
-    """Bring this machine's copy of the library up to date, where settings name one. Raises `CartridgeError`."""
-    if settings.library is not None:
-        with Library(settings) as library:
-            library.registry.follow()
+    """Bring this machine's copy of the library up to date, where settings name one. Raises what `Follower` does."""
+    if (follower := follower_of(settings.model_copy(update={"reload_s": 0}))) is not None:
+        follower.close()
 
 
 def follower_of(settings: Settings) -> Follower | None:

@@ -1,0 +1,133 @@
+"""A store that follows a published library: what is published is served, what is removed is not, and one fault is one cartridge's."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from homes import CHUNK, Home, Prompt, assert_served
+from making import Made, make_artifact, make_ids, sha256_hasher
+from s3 import S3Server, both
+from waiting import until
+
+from lmcache_cartridge.artifact.reading import load_token_ids
+from lmcache_cartridge.errors import SourceNotFound
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory.store import CartridgeStore
+from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.sources.published import Library
+from lmcache_cartridge.sources.s3 import S3Source
+from lmcache_cartridge.sources.shelf import S3Shelf
+
+
+class Fleet:
+    """An author's machine, and servers that follow what it publishes."""
+
+    def __init__(self, home: Home, path: Path, location: str) -> None:
+        self._home, self._path, self.location = home, path, location
+        self.library = Library(Settings(home=path / "author", disk_dir=path / "author", library=location))
+
+    def make(self, name: str, **options: Any) -> Made:
+        root = self._path / "made" / name / str(options.get("version", 1))
+        made = make_artifact(root, cartridge_id=name, positions=72, **options)
+        self.library.publish(root)
+        return made
+
+    def prompt(self, made: Made) -> Prompt:
+        root = self._path / "made" / made.manifest.id / str(made.manifest.version)
+        ids = load_token_ids(made.manifest, root).tolist()
+        return Prompt(list(sha256_hasher(CHUNK)(ids + make_ids(2 * CHUNK, 99))), 72 // CHUNK, None)
+
+    def server(self, name: str = "server", **settings: Any) -> CartridgeStore:
+        own = {"disk_dir": self._path / name, "library": self.location, "reload_s": 0.05}
+        return self._home.open(settings=own | settings)
+
+
+@pytest.fixture
+def fleet(home: Home, tmp_path: Path) -> Any:
+    fleet = Fleet(home, tmp_path, str(tmp_path / "shared"))
+    yield fleet
+    fleet.library.close()
+
+
+def test_servers_serve_what_is_published_and_stop_with_what_is_removed(fleet: Fleet, home: Home) -> None:
+    one = fleet.make("one")
+    home.make("local", seed=9)
+    servers = [fleet.server(f"server-{n}") for n in range(2)]
+    for server in servers:
+        until(lambda server=server: server.names() == ["one@1"])
+        assert_served(server, one, fleet.prompt(one))
+    two = fleet.make("two", seed=1)
+    newer = fleet.make("one", version=2, seed=2)
+    for server in servers:
+        until(lambda server=server: len(server.names()) == 3)
+        assert_served(server, two, fleet.prompt(two))
+        assert_served(server, newer, fleet.prompt(newer))
+    fleet.library.registry.remove("one@1")
+    for server in servers:
+        until(lambda server=server: "one@1" not in server.names())
+        assert server.lookup(fleet.prompt(one).hashes) == 0
+        assert_served(server, newer, fleet.prompt(newer))
+
+
+def test_what_was_known_is_served_after_a_restart_without_the_library(fleet: Fleet, tmp_path: Path) -> None:
+    made = fleet.make("one")
+    fleet.server().close()
+    log = Path(fleet.location) / "log"
+    log.rename(tmp_path / "away")
+    assert_served(fleet.server(), made, fleet.prompt(made))
+    with pytest.raises(Exception, match="log") as error:
+        fleet.server("fresh")
+    assert not isinstance(error.value, SourceNotFound)
+
+
+@pytest.fixture
+def s3_fleet(home: Home, tmp_path: Path, s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_credentials.endpoint)
+    monkeypatch.setattr(S3Shelf, "settle", lambda self: False)  # nobody else publishes here
+    fleet = Fleet(home, tmp_path, f"s3://{bucket}/library")
+    yield fleet
+    fleet.library.close()
+
+
+@both
+def test_an_artefact_that_is_gone_costs_its_cartridge_only(
+    s3_fleet: Fleet, s3_credentials: S3Server, bucket: str
+) -> None:
+    gone, stays = s3_fleet.make("gone"), s3_fleet.make("stays", seed=1)
+    place = s3_fleet.library.registry.find("gone").location
+    key = place.removeprefix(f"s3://{bucket}/")
+    for file in ("manifest.json", "payload.safetensors"):
+        s3_credentials.client.delete_object(Bucket=bucket, Key=f"{key}/{file}")
+    server = s3_fleet.server()
+    until(lambda: "gone@1" in server.refused() and server.names() == ["stays@1"])
+    assert "no such object" in server.refused()["gone@1"] and place in server.refused()["gone@1"]
+    assert_served(server, stays, s3_fleet.prompt(stays))
+    assert server.lookup(s3_fleet.prompt(gone).hashes) == 0
+
+
+def test_a_directory_of_the_library_that_is_gone_costs_its_cartridge_only(fleet: Fleet) -> None:
+    gone, stays = fleet.make("gone"), fleet.make("stays", seed=1)
+    shutil.rmtree(fleet.library.registry.find("gone").location)
+    server = fleet.server()
+    until(lambda: "gone@1" in server.refused() and server.names() == ["stays@1"])
+    assert_served(server, stays, fleet.prompt(stays))
+    assert server.lookup(fleet.prompt(gone).hashes) == 0
+
+
+def test_a_server_writes_nothing_to_the_library(s3_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = s3_fleet.make("one")
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a server wrote")
+
+    for name in ("upload", "create", "delete"):
+        monkeypatch.setattr(S3Source, name, refuse)
+    server = s3_fleet.server()
+    until(lambda: server.names() == ["one@1"])
+    assert_served(server, made, s3_fleet.prompt(made))
+    with pytest.raises(AssertionError):  # the test would see it
+        s3_fleet.library.registry.label("current", "one")
+    assert Registry(s3_fleet.library.registry.path, read_only=True).labels() == {}
