@@ -260,7 +260,9 @@ class Published(Registry):
             snapshot = log.Snapshot(log.FORMAT, 0, log.mark(log.GENESIS), (), ())
         state = _State(snapshot.position, snapshot.mark, "")
         if not self._is_there(state):  # else all that is known would be forgotten for a log that is away
-            raise RegistryError(f"{self.location}/{log.record_file(state.position)} is not there, or not what {name} names")
+            raise RegistryError(
+                f"{self.location}/{log.record_file(state.position)} is not there, or not what {name} names"
+            )
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             _replace(db, self._rows(snapshot), snapshot.labels)
