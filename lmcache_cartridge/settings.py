@@ -125,6 +125,9 @@ class Settings(BaseModel):
     the header `X-Cartridges-Notice`, or 400."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """How long a request waits in the API server until its cartridges are in memory."""
+    retry_status: Literal[503, 425] = 503
+    """Status of an answer that says when to ask again. Take 425 behind a router that retries 503 or shuts a server out
+    after several; both say `Retry-After`, and `X-Should-Retry: true`, by which the stock OpenAI client asks again."""
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
     that carry no questions."""

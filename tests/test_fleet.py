@@ -39,11 +39,11 @@ def _ways(name: str) -> list[Named]:
     ]  # fmt: skip
 
 
-def _chosen(http: httpx.Client, requests: list[Named]) -> dict[str, set[str]]:
+def _chosen(http: httpx.Client, requests: list[Named], path: str = "/v1/completions") -> dict[str, set[str]]:
     """Send shuffled requests; return by affinity key which stubs answered."""
     chosen: dict[str, set[str]] = {}
     for body, headers in random.Random(7).sample(requests, len(requests)):
-        reply = http.post("/v1/completions", json=body, headers=headers)
+        reply = http.post(path, json=body, headers=headers)
         assert reply.status_code == 200, reply.text
         header = [value for name, value in headers.items() if name == "X-Cartridges"]
         chosen.setdefault(affinity_key(body, header), set()).add(reply.json()["stub"])
@@ -93,6 +93,7 @@ def test_vllm_router_sends_a_session_to_one_server(three: list[Stub], tmp_path_f
             for turn, version in enumerate(("", "@1", "@2"))
         ]
         chosen = _chosen(http, requests)
+        assert chosen == _chosen(http, requests[:30], "/v1/responses") | _chosen(http, requests[30:], "/v1/messages")
         assert set(chosen) == set(names)
         assert all(len(servers) == 1 for servers in chosen.values()), chosen
         assert {server for servers in chosen.values() for server in servers} == {"0", "1", "2"}

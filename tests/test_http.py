@@ -203,6 +203,7 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
 
     reply = post(app, "/")
     assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
+    assert reply.headers["x-should-retry"] == "true"
     assert "x-cartridges-notice" not in reply.headers
     assert http.api_key() is None, "outside a request there is none"
 

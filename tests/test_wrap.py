@@ -84,13 +84,19 @@ def _selection(home: Path, kind: str) -> Selection:
 
 
 def _guarded(
-    tmp_path: Path, kind: str, engine: _Engine, *, on_miss: str = "error", document: bool = False, **params: Any
+    tmp_path: Path,
+    kind: str,
+    engine: _Engine,
+    *,
+    document: bool = False,
+    settings: dict[str, Any] | None = None,
+    **params: Any,
 ) -> list[tuple[int, str]]:
     """Ask with a cartridge; return index and text of all that is sent. Its memory must be let go, whatever comes."""
     selection = _selection(tmp_path, kind)
     if document:
         selection = selection._replace(document_ids=(1, 2, 3))
-    claim, guard = _Noted(selection), GuardedEngine(engine, from_mapping({"home": tmp_path, "on_miss": on_miss}))
+    claim, guard = _Noted(selection), GuardedEngine(engine, from_mapping({"home": tmp_path} | (settings or {})))
     given = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, **params)
 
     async def collect() -> list[tuple[int, str]]:
@@ -113,7 +119,7 @@ async def _plain(engine: _Engine, params: Any, **settings: Any) -> list[str | No
 @pytest.mark.parametrize("on_miss", ["error", "document"])
 def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_path: Path, on_miss: str) -> None:
     engine = _Engine(LOST)
-    assert _guarded(tmp_path, "prefill", engine, on_miss=on_miss) == [(0, "answer")]
+    assert _guarded(tmp_path, "prefill", engine, settings={"on_miss": on_miss}) == [(0, "answer")]
     assert engine.prompts[0] == engine.prompts[1]
     assert GRANT not in engine.transfers()[1]
 
@@ -203,7 +209,7 @@ def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_
 
 def test_a_lost_trained_cartridge_is_replaced_by_its_document_if_the_settings_say_so(tmp_path: Path) -> None:
     engine = _Engine(LOST)
-    assert _guarded(tmp_path, "trained", engine, on_miss="document", document=True) == [(0, "answer")]
+    assert _guarded(tmp_path, "trained", engine, document=True, settings={"on_miss": "document"}) == [(0, "answer")]
     assert engine.prompts[1] == [1, 2, 3, 7, 8]
 
 
@@ -218,10 +224,14 @@ def test_a_lost_trained_cartridge_is_replaced_by_its_document_if_the_settings_sa
 def test_what_can_neither_be_computed_nor_go_on_is_an_error(
     tmp_path: Path, kind: str, events: list[Any], on_miss: str, document: bool
 ) -> None:
-    engine = _Engine(*events)
-    with pytest.raises(RetryableRequestError, match="ask again"):
-        _guarded(tmp_path, kind, engine, on_miss=on_miss, document=document, n=1 + max(index for index, _ in events))
-    assert len(engine.prompts) == 1
+    for retry_status in (503, 425):
+        engine, n = _Engine(*events), 1 + max(index for index, _ in events)
+        with pytest.raises(RetryableRequestError, match="ask again") as caught:
+            _guarded(
+                tmp_path / f"{retry_status}", kind, engine, document=document, n=n,
+                settings={"on_miss": on_miss, "retry_status": retry_status},
+            )  # fmt: skip
+        assert (caught.value.status_code, len(engine.prompts)) == (retry_status, 1)
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,9 @@ def is_noted() -> bool:
 
 
 def retry_after(seconds: float) -> None:
-    """Send `Retry-After` with the response of the current request."""
+    """Send `Retry-After` with the response of the current request, and what has OpenAI's client heed it."""
     if exchange := _exchange.get():
+        exchange.headers[b"x-should-retry"] = b"true"
         exchange.headers[b"retry-after"] = str(max(1, round(seconds))).encode()
 
 

@@ -50,7 +50,7 @@ class CartridgeRenderer:
 
     async def _render(self, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
         """Render a request; `inputs` returns the engine's inputs of what `render` returned."""
-        with requests().request() as outcome, _refusals_as_http():
+        with requests().request() as outcome, _refusals_as_http(self._admission.settings):
             selection = await self._select(request)
             if selection is not None:
                 return await self._render_with(selection, partial(render, request, **kwargs), request, inputs, outcome)
@@ -141,7 +141,7 @@ class GuardedEngine:
         elif isinstance(transfer, Computed):
             outputs = self._inner.generate(prompt, params, request_id, **kwargs)
         else:
-            with _refusals_as_http():
+            with _refusals_as_http(self._settings):
                 check_params(transfer)
                 if "cartridge_id" in (transfer or ()):
                     raise Refusal(400, "kv_transfer_params.cartridge_id is not read here; name cartridges at the top")
@@ -187,7 +187,9 @@ class GuardedEngine:
         if is_broken or selection.document_ids is None or not may_compute:
             http.retry_after(1)
             requests().lost("error")
-            raise RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
+            error = RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
+            error.status_code = HTTPStatus(self._settings.retry_status)
+            raise error
         http.note(selection.replaced)
         requests().lost("document")
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
@@ -262,14 +264,16 @@ def _lost(output: Any) -> list[int]:
 
 
 @contextmanager
-def _refusals_as_http() -> Iterator[None]:
-    """Raise vLLM's own errors in the place of ours."""
+def _refusals_as_http(settings: Settings) -> Iterator[None]:
+    """Raise vLLM's own errors in the place of ours, with the setting's status where the client is told to ask again."""
     try:
         yield
     except Refusal as refusal:
+        status = refusal.status
         if refusal.retry_after_s is not None:
+            status = settings.retry_status
             http.retry_after(refusal.retry_after_s)
-        raise GracefulHTTPError(str(refusal), HTTPStatus(refusal.status)) from None
+        raise GracefulHTTPError(str(refusal), HTTPStatus(status)) from None
     except CartridgeError:
         logger.exception("a request's cartridges could not be prepared")
         raise GracefulHTTPError("cartridges are not available", HTTPStatus.SERVICE_UNAVAILABLE) from None

@@ -1,0 +1,175 @@
+"""Cartridges that are not in memory yet, behind routers: which answer is tried again, and which shuts a server out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+from faulty_proxy import FaultyProxy
+from prometheus_client.parser import text_string_to_metric_families
+from recall.ward import ask, write_document
+from routers import Reply, Request, envoy, stubs, vllm_router
+from s3 import MotoServer
+from test_s3_served import CHUNK, POSITIONS, Gate
+from waiting import until
+from wards import MODEL, Ward, patients, prefill, save, sure
+
+from lmcache_cartridge.fleet.affinity import session_headers
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+ASKED = 15
+BREAKER = "circuit_breaker"
+"""Stands in vllm-router's log when a breaker changes its state."""
+
+
+class Tried(NamedTuple):
+    """What came of asking for a cartridge that is not ready."""
+
+    attempts: int
+    """Requests that reached a server."""
+    statuses: set[int]
+    waits: set[str | None]
+    """What `Retry-After` said."""
+    shut_out: int
+    """Of ten sessions, those that a healthy server answered before, and then not any more."""
+    is_broken: bool
+    """Whether the router's log tells of a breaker."""
+
+
+def _run(router: str, urls: list[str], directory: Path) -> AbstractContextManager[str]:
+    return envoy(urls, directory) if router == "envoy" else vllm_router(urls, directory)
+
+
+def _tried(router: str, status: int, directory: Path) -> Tried:
+    """Ask a router for a cartridge that two stubs answer with a status and `Retry-After: 3`."""
+    state = {"status": 200}
+
+    def answer(request: Request) -> Reply:
+        return Reply(state["status"], {} if state["status"] == 200 else {"Retry-After": "3"})
+
+    with (
+        stubs(2, answer) as servers,
+        _run(router, [server.url for server in servers], directory) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+
+        def ask(name: str) -> httpx.Response:
+            return http.post("/v1/completions", json={"model": "m", "prompt": "x"}, headers=session_headers(name))
+
+        names = [f"doc-{number}" for number in range(10)]
+        homes = {name: ask(name).json()["stub"] for name in names}
+        before = sum(len(server.requests) for server in servers)
+        state["status"] = status
+        replies = [ask(names[0]) for _ in range(ASKED)]
+        attempts = sum(len(server.requests) for server in servers) - before
+        state["status"] = 200
+        now = {name: ask(name) for name in names}
+        lost = sum(reply.status_code != 200 or reply.json()["stub"] != homes[name] for name, reply in now.items())
+    logs = "".join(log.read_text(errors="replace") for log in directory.glob("*.log"))
+    seen = {reply.status_code for reply in replies}, {reply.headers.get("retry-after") for reply in replies}
+    return Tried(attempts, *seen, lost, BREAKER in logs)
+
+
+def test_425_passes_vllm_router_at_once_and_503_shuts_out_healthy_servers(tmp_path: Path) -> None:
+    assert _tried("vllm-router", 425, tmp_path / "425") == Tried(ASKED, {425}, {"3"}, 0, False)
+    tried = _tried("vllm-router", 503, tmp_path / "503")
+    assert (tried.shut_out, tried.is_broken) == (10, True), "it may be the default, if the router has learned better"
+
+
+@pytest.mark.parametrize("status", [425, 503])
+def test_envoy_as_configured_passes_both_at_once(tmp_path: Path, status: int) -> None:
+    assert _tried("envoy", status, tmp_path) == Tried(ASKED, {status}, {"3"}, 0, False)
+
+
+# A real server.
+
+
+class Cold(NamedTuple):
+    url: str
+    wards: dict[str, Ward]
+    gate: Gate
+    proxy: FaultyProxy
+
+    def counted(self, outcome: str) -> float:
+        """Return how many requests ended so."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "lmcache_cartridge_requests_total" and sample.labels["outcome"] == outcome
+        )
+
+
+@pytest.fixture(scope="module")
+def cold(moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cold]:
+    """A server of trained cartridges on an S3 server that keeps their payloads back until a gate opens."""
+    home, model, wards, gate = tmp_path_factory.mktemp("home"), CausalModel(MODEL), {}, Gate()
+    moto_server.client.create_bucket(Bucket="cold")
+    with FaultyProxy(moto_server.port) as proxy, pytest.MonkeyPatch.context() as environment:
+        for name, value in (moto_server.environment | {"AWS_ENDPOINT_URL_S3": proxy.endpoint}).items():
+            environment.setenv(name, value)
+        settings = from_mapping({"home": home, "cpu_bytes": 16 << 20, "disk_bytes": 0, "ready_timeout_s": 0.3,
+                                 "retry_status": 425})  # fmt: skip
+        for number, name in enumerate(("slow", "warm")):
+            document = write_document(random.Random(name), POSITIONS, patients(number, 2))
+            ids = model.encode(document.text, special=True)[:POSITIONS]
+            wards[name] = Ward(document, ids, sure(model, prefill(model, ids), document.facts[:40]))
+            root = settings.cartridges_dir / name
+            save(model, root, ids, name=name, kind="trained", chunk_tokens=CHUNK)
+            if name == "slow":
+                for path in root.iterdir():
+                    moto_server.client.upload_file(str(path), "cold", f"{name}/{path.name}")
+            Registry(settings.registry_path).register(root, f"s3://cold/{name}" if name == "slow" else None)
+        args = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
+                "--served-model-name", "m"]  # fmt: skip
+        launch = plan(MODEL, settings, chunk_tokens=CHUNK, vllm_args=args)
+        proxy.always = gate
+        with ServerProcess(launch, home / "log") as server:
+            yield Cold(server.url, wards, gate, proxy)
+        gate.open.set()
+
+
+def test_a_cold_trained_cartridge_behind_vllm_router_is_loaded_once_and_everybody_answered(
+    cold: Cold, tmp_path: Path
+) -> None:
+    """By the stock client, which asks again by itself when it is told to."""
+    clients = 8
+
+    def answer(name: str, url: str, **options: Any) -> str:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, **options)
+        with client:
+            reply = client.completions.create(
+                model="m", prompt=ask(cold.wards[name].facts[0], 0), max_tokens=1, temperature=0,
+                extra_body={"cartridges": [name]}, extra_headers=session_headers(name),
+            )  # fmt: skip
+        return reply.choices[0].text.split()[-1]
+
+    with vllm_router([cold.url], tmp_path) as url, ThreadPoolExecutor(clients) as pool:
+        waiting = [pool.submit(answer, "slow", url, max_retries=50) for _ in range(clients)]
+        until(lambda: cold.counted("refused_425") >= 2 * clients, timeout_s=200)
+        with pytest.raises(openai.APIStatusError) as caught:
+            answer("slow", url, max_retries=0)
+        told = caught.value.response
+        assert (told.status_code, told.headers["x-should-retry"]) == (425, "true")
+        assert 1 <= int(told.headers["retry-after"]) <= 60
+        for _ in range(3):
+            assert answer("warm", url, max_retries=50) == cold.wards["warm"].facts[0].value, "others are in its way"
+        cold.gate.open.set()
+        value = cold.wards["slow"].facts[0].value
+        assert [future.result(timeout=200) for future in waiting] == [value] * clients
+        assert cold.counted("refused_503") == 0
+    ranges = [wanted for wanted in cold.proxy.requests if wanted]
+    assert len(ranges) == len(set(ranges)) > 0, "its bytes were read more than once"
+    assert BREAKER not in (tmp_path / "router.log").read_text(errors="replace")
