@@ -1,9 +1,10 @@
-"""What LMCache's own saving costs with our adapter and connector in, beside LMCache as it is: both in one run.
+"""What LMCache's own saving costs with our adapter and connector in, beside LMCache as it is: all in one run.
 
     python benchmarks/saving.py [--full] [--prompts 40] [--out DIR]
 
-Two vLLM servers with an LMCache server each, one of them without anything of ours. Every plain prompt is asked of both,
-in turns, twice: first it is computed and saved, then, with vLLM's prefix cache reset, loaded.
+Three vLLM servers: two with an LMCache server each, one of them without anything of ours, and one with LMCache inside
+vLLM. Every plain prompt is asked of all, in turns, twice: first it is computed and saved, then, with vLLM's prefix cache
+reset, loaded. LMCache as it is does not run inside vLLM on CPU (0.5.6), so that the third has no rival of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 TOKENS, L1_BYTES = 6144, 1 << 30
+OURS, ALONE, INSIDE = "with cartridges", "LMCache alone", "with cartridges, in-process"
 ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
 
 
@@ -38,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         ours = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
         other = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
+        inside = plan(MODEL, from_mapping({"home": scratch}), vllm_args=ARGS, l1_bytes=L1_BYTES)
         clients = {}
-        for name, launch in (("with cartridges", ours), ("LMCache alone", stock(other))):
+        for name, launch in ((OURS, ours), (ALONE, stock(other)), (INSIDE, inside)):
             environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
             server = ServerProcess(launch, Path(scratch) / f"{name}.log", environment=environment)
             url = stack.enter_context(server).url
@@ -50,10 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         | {f"{kind} ms": report.Spread.of(found[name]).text() for kind, found in times_ms.items()}
         for name in clients
     ]
-    lines = []
-    for kind, found in times_ms.items():
-        first, second = (report.Spread.of(found[name]).median for name in clients)
-        lines.append(f"{kind}: with cartridges / LMCache alone {first / second:.3f}, medians of {prompts}")
+    medians = {(kind, name): report.Spread.of(found[name]).median for kind, found in times_ms.items() for name in found}
+    lines = [
+        f"{kind}: {name} / {ALONE} {medians[kind, name] / medians[kind, ALONE]:.3f}, medians of {prompts}"
+        for kind in times_ms
+        for name in (OURS, INSIDE)
+    ]
     report.publish("saving", rows, options, machine, details=times_ms, lines=lines)
 
 
@@ -79,7 +84,7 @@ def measure(clients: dict[str, httpx.Client], prompts: int) -> dict[str, dict[st
     times: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in clients} for kind in ("save", "load")}
     for number in range(-2, prompts):  # the first two warm up
         ids = [rng.randrange(10, 640) for _ in range(TOKENS)]
-        order = list(clients) if number % 2 else list(clients)[::-1]
+        order = rng.sample(list(clients), len(clients))
         for kind in times:
             for name in order:
                 elapsed_ms, cached = ask(clients[name], ids, whole=kind == "load")
