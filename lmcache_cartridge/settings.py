@@ -17,6 +17,8 @@ from .errors import SettingsError
 
 HOME_VARIABLE = "LMCACHE_CARTRIDGE_HOME"
 CACHE_VARIABLE = "LMCACHE_CARTRIDGE_CACHE"
+SECRET_VARIABLE = "LMCACHE_CARTRIDGE_SALT_SECRET"
+_LEAST_SECRET_BYTES = 32
 UNPROVEN_VARIABLE = "LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS"
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -131,6 +133,10 @@ class Settings(BaseModel):
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
     that carry no questions."""
+    salt_secret_file: Path | None = None
+    """File with the secret, of 32 bytes or more, that a fleet's servers share, so that vLLM's block hashes of one cartridge
+    agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, or else each API server has one of its own. Who knows
+    it and a digest can read the KV of others' requests for that cartridge."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
 
@@ -164,6 +170,24 @@ class Settings(BaseModel):
         for bucket in buckets:
             parse(f"s3://{bucket}/x")
         return buckets
+
+    def salt_secret(self) -> bytes | None:
+        """Return the secret that salts are made with; None where each server makes one. Raises `SettingsError`."""
+        if self.salt_secret_file is not None:
+            where = f"salt_secret_file {self.salt_secret_file}"
+            try:
+                secret = self.salt_secret_file.read_bytes().strip()
+            except OSError as error:
+                raise SettingsError(f"{where} cannot be read: {error.strerror}") from None
+        else:
+            where, secret = f"${SECRET_VARIABLE}", os.environ.get(SECRET_VARIABLE, "").encode()
+            if not secret:
+                return None
+        if len(secret) < _LEAST_SECRET_BYTES:
+            raise SettingsError(
+                f"{where} has {len(secret)} bytes; a secret has {_LEAST_SECRET_BYTES} or more: openssl rand -hex 32"
+            )
+        return secret
 
     @property
     def s3(self) -> dict[str, Any]:

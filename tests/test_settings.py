@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from lmcache_cartridge.errors import SettingsError
-from lmcache_cartridge.settings import HOME_VARIABLE, Settings, default_home, from_mapping, parse_bytes
+from lmcache_cartridge.settings import (
+    HOME_VARIABLE, SECRET_VARIABLE, Settings, default_home, from_mapping, parse_bytes,
+)  # fmt: skip
 
 PREFIX = "storage_plugin.cartridge."
 
@@ -96,3 +98,24 @@ def test_a_relative_home_in_the_environment_is_made_absolute(monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(HOME_VARIABLE, "here")
     assert default_home() == tmp_path / "here"
+
+
+def test_the_secret_of_a_fleet_comes_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("f" * 64 + "\n")
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    assert from_mapping({}).salt_secret() is None
+    monkeypatch.setenv(SECRET_VARIABLE, "e" * 32)
+    assert from_mapping({}).salt_secret() == b"e" * 32
+    assert from_mapping({"salt_secret_file": str(file)}).salt_secret() == b"f" * 64, "the file goes first"
+
+
+def test_a_secret_that_is_none_is_refused_without_telling_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "short-and-private")
+    with pytest.raises(SettingsError, match=f"{SECRET_VARIABLE} has 17 bytes") as caught:
+        from_mapping({}).salt_secret()
+    assert "private" not in str(caught.value)
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        from_mapping({"salt_secret_file": str(tmp_path / "nothing")}).salt_secret()

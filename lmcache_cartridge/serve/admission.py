@@ -39,12 +39,12 @@ class Admission:
     canaries: Canaries
 
     def __init__(self, settings: Settings, *, max_reads: int = MAX_READS) -> None:
-        """At most `max_reads` manifests are read at once."""
+        """At most `max_reads` manifests are read at once. Raises `SettingsError` for a secret that is none."""
         self.settings = settings
         self.follower = follower_of(settings)
         """What follows the published library, where settings name one."""
         self.router, self.resolver = Router(settings), Resolver(settings)
-        self.secret = secrets.token_bytes(32)
+        self.secret = settings.salt_secret() or secrets.token_bytes(32)
         """Makes the salts of this server's requests differ from all that a client can send."""
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Reads(max_reads)
