@@ -103,15 +103,13 @@ TAKING = {
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
     "/v1/messages": _CHAT,
 }
+SHOWING = {f"{path}/render": body for path, body in TAKING.items()} | {"/tokenize": {"model": MODEL, "prompt": "x"}}
 UNAWARE = {
     "/v1/chat/completions/batch": {**_CHAT, "messages": [_CHAT["messages"]]},
-    "/v1/chat/completions/render": _CHAT,
-    "/v1/completions/render": {"model": MODEL, "prompt": "x"},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": _CHAT["messages"]},
     "/inference/v1/generate": {"model": MODEL, "token_ids": [5, 6], "sampling_params": {"max_tokens": 1}},
     "/generative_scoring": {"model": MODEL, "query": "a", "items": ["b"], "label_token_ids": [5, 6]},
     "/invocations": _CHAT,
-    "/tokenize": {"model": MODEL, "prompt": "x"},
 }
 
 
@@ -381,11 +379,54 @@ class ApiTests:
             assert reply.status_code == 400, reply.text
             assert "cartridge" in reply.json()["error"]["message"]
 
-    @pytest.mark.parametrize("path", [*TAKING, *UNAWARE])
+    @pytest.mark.parametrize("path", SHOWING)
+    @pytest.mark.parametrize("name", ["a", "both"])
+    def test_a_route_that_shows_tokens_shows_those_that_the_engine_gets(
+        self, served: Served, path: str, name: str
+    ) -> None:
+        def tokens(extra: dict[str, Any]) -> list[int]:
+            reply = served.asker.http.post(path, json=SHOWING[path] | extra).raise_for_status()
+            named = reply.headers.get("x-cartridges", "")
+            assert [one.split("@")[0] for one in named.split(", ") if one] == (
+                ["a", "b"][: 1 + (name == "both")] if extra else []
+            )
+            shown = reply.json()
+            shown = shown[0] if isinstance(shown, list) else shown
+            return shown["tokens"] if path == "/tokenize" else shown["token_ids"]
+
+        head = Resolver(served.settings).resolve(
+            [Reference(id=one) for one in (["a", "b"] if name == "both" else ["a"])]
+        )
+        own = tokens({})
+        while own[0] == served.model.tokenizer.bos_token_id:  # /v1/responses renders two (vLLM 0.32)
+            own = own[1:]
+        assert tokens({"cartridges": [name]}) == [*head.token_ids, *own]
+        if path in ("/v1/completions/render", "/v1/chat/completions/render"):
+            used = served.asker.http.post(
+                path.removesuffix("/render"), json=SHOWING[path] | {"cartridges": [name]}
+            ).json()
+            assert used["usage"]["prompt_tokens"] == len(head.token_ids) + len(own), "as many as the engine had"
+
+    def test_what_was_shown_cannot_be_generated_from(self, served: Served) -> None:
+        for path in SHOWING:
+            if path == "/tokenize":
+                continue
+            for extra, status in (({}, 200), ({"cartridges": ["a"]}, 400), ({"cartridges": ["b"]}, 400)):
+                shown = served.asker.http.post(path, json=SHOWING[path] | extra).raise_for_status().json()
+                shown = shown[0] if isinstance(shown, list) else shown
+                reply = served.asker.http.post("/inference/v1/generate", json=shown | {"stream": False})
+                assert reply.status_code == status, (path, extra, reply.text)
+
+    @pytest.mark.parametrize("path", SHOWING)
+    def test_a_name_that_nobody_has_is_refused_where_tokens_are_shown(self, served: Served, path: str) -> None:
+        for named, status in (({"cartridges": ["nope"]}, 404), ({"cartridges": 5}, 400)):
+            assert served.asker.http.post(path, json=SHOWING[path] | named).status_code == status
+
+    @pytest.mark.parametrize("path", [*TAKING, *UNAWARE, *SHOWING])
     def test_a_slip_is_refused_on_every_route_and_never_answered_without_the_document(
         self, served: Served, path: str
     ) -> None:
-        body = (TAKING | UNAWARE)[path]
+        body = (TAKING | UNAWARE | SHOWING)[path]
         assert served.asker.http.post(path, json=body).status_code == 200, "the control: without any it answers"
         for named in ({"cartridge": ["a"]}, {"cartridge": "a"}, {"cartridge_ids": ["a"]}, {"cartridge_id": "a"}, {"Cartridges": ["a"]},
                       {"catridges": ["a"]}, {"cartrigdes": ["a"]}, {"cartridge_label": "a"}, {"metadata": {"cartridges": "a"}},
@@ -413,8 +454,11 @@ class ApiTests:
         taken = {*TAKING, "/v1/cartridges/{name}/{action}", "/v1/cartridges/capture"}
         harmless = {"/detokenize", "/ping", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel",
                     "/v1/systemone", "/inference/v1/abort_requests"}  # fmt: skip
-        derendering = {path for path in paths if path.endswith(("render", "derender"))}
-        assert paths <= taken | harmless | derendering | set(UNAWARE), "a new route: does it take cartridges?"
+        derendering = {path for path in paths if path.endswith("derender")}
+        assert set(SHOWING) <= paths
+        assert paths <= taken | harmless | derendering | set(UNAWARE) | set(SHOWING), (
+            "a new route: does it take cartridges?"
+        )
 
     @pytest.mark.parametrize(
         "params",

@@ -179,14 +179,22 @@ def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
 def test_handlers_that_cannot_be_wrapped_are_refused() -> None:
     client = object()
     sound = SimpleNamespace(online_renderer="theirs", engine_client=client)
-    state = SimpleNamespace(_state={"a": sound, "b": object()}, openai_serving_chat=sound, serving_tokens=None)
-    host.wrap_handlers(state, client, lambda renderer: ["ours", renderer], lambda engine: ["guard", engine])
+    showing = SimpleNamespace(online_renderer="theirs")
+    state = SimpleNamespace(
+        _state={"a": sound, "b": object()}, openai_serving_chat=sound, serving_tokens=None, serving_render=showing
+    )
+    host.wrap_handlers(
+        state, client, lambda inner: ["ours", inner], lambda engine: ["guard", engine], lambda inner: ["shown", inner]
+    )
     assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
+    assert showing.online_renderer == ["shown", "theirs"]
     for broken in (SimpleNamespace(engine_client=client), SimpleNamespace(online_renderer=1, engine_client=object())):
         with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
-            host.wrap_handlers(SimpleNamespace(openai_serving_chat=broken), client, list, list)
+            host.wrap_handlers(SimpleNamespace(openai_serving_chat=broken), client, list, list, list)
     with pytest.raises(UnsupportedEngine, match="_state"):
-        host.wrap_handlers(SimpleNamespace(), client, list, list)
+        host.wrap_handlers(SimpleNamespace(), client, list, list, list)
+    with pytest.raises(UnsupportedEngine, match="online_renderer"):
+        host.wrap_handlers(SimpleNamespace(serving_render=object()), client, list, list, list)
 
 
 def test_a_connector_that_vllm_does_not_know_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,13 +223,19 @@ def _host_imports(source: str, module: str) -> list[tuple[str, str]]:
 def _inherited_private(source: str) -> set[str]:
     """Return the private names that classes use of themselves and do not define: their base's."""
     found: set[str] = set()
+    known: dict[str, set[str]] = {}
     for kind in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]:
         uses = [n for n in ast.walk(kind) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name | ast.Call)]
         mine = [n for n in uses if ast.unparse(n.value) in ("self", "cls", "super()") and _is_private(n.attr)]
         own = {n.attr for n in mine if isinstance(n.ctx, ast.Store)}
         own |= {n.name for n in ast.walk(kind) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
         own |= {n.id for n in ast.walk(kind) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        found |= {n.attr for n in mine if n.attr not in own or ast.unparse(n.value) == "super()"}
+        bases = [known[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in known]
+        inherited = set().union(*bases)  # from a class of the same file, which is ours
+        known[kind.name] = own | inherited
+        found |= {
+            n.attr for n in mine if n.attr not in own | inherited or (ast.unparse(n.value) == "super()" and not bases)
+        }
     return found
 
 
@@ -239,6 +253,8 @@ def f():
     from vllm.inner import _y
 class C(Base):
     def _own(self): self._mine = self._theirs; super()._own(); self._own(); self._mine
+class D(C):
+    def f(self): self._mine = super()._own(); self._own()
 """
     assert _host_imports(source, HOSTS[0]) == [("vllm", "vllm"), ("lmcache.v1", "x"), ("vllm.inner", "_y")]
     assert _inherited_private(source) == {"_theirs", "_own"}

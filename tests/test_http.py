@@ -46,7 +46,7 @@ def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body: bytes) 
     assert (reply.status_code, reply.json()["body"].encode("latin-1")) == (200, body)
 
 
-@pytest.mark.parametrize("path", http.TAKES)
+@pytest.mark.parametrize("path", [*http.TAKES, *http.SHOWS])
 def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
     reply = post(_app(), path, json={"cartridges": ["a"]})
     assert (reply.status_code, reply.json()["body"]) == (200, '{"cartridges":["a"]}')
@@ -150,8 +150,8 @@ def test_a_label_is_refused_where_it_would_be_dropped() -> None:
     assert post(app, "/v1/completions", json=labelled).status_code == 200
     assert post(_app(), "/v1/completions", json=labelled).status_code == 400, "without that router nothing reads it"
     other = {"ward": "x"}
-    assert post(_app(router="label", label_field="ward"), "/tokenize", json=other).status_code == 400
-    assert post(_app(), "/tokenize", json=other).status_code == 200, "without that router it is no label"
+    assert post(_app(router="label", label_field="ward"), "/detokenize", json=other).status_code == 400
+    assert post(_app(), "/detokenize", json=other).status_code == 200, "without that router it is no label"
     twice = b'{"ward": "x", "ward": "y"}'
     assert post(_app(router="label", label_field="ward"), "/v1/completions", content=twice).status_code == 400
 
@@ -160,8 +160,8 @@ def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> N
     app = _app(router="static", static={"*": "a"})
     assert post(app, "/generative_scoring", json={}).status_code == 400
     assert post(app, http.MESSAGES, json={}).status_code == 200, "messages get it"
-    assert post(app, "/tokenize", json={}).status_code == 200, "nothing is generated"
-    assert post(app, "/tokenize", json={"cartridges": ["b"]}).status_code == 400
+    assert post(app, "/detokenize", json={}).status_code == 200, "nothing is generated"
+    assert post(app, "/detokenize", json={"cartridges": ["b"]}).status_code == 400
 
 
 def test_a_route_that_takes_no_cartridges_does_not_answer_where_one_is_required() -> None:

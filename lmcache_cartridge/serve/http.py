@@ -23,6 +23,9 @@ MESSAGES = "/v1/messages"
 """Its request model drops fields that it does not know, so the gate keeps them for the renderer."""
 TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
 """Routes whose prompts our renderer sees; checked at start."""
+RENDER = "/render"
+SHOWS = (*(route + RENDER for route in TAKES), "/tokenize")
+"""Routes that show the tokens of a prompt, those of its cartridges before it: for routers that place by tokens."""
 COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
 _ANSWERS = (
@@ -78,7 +81,7 @@ class Gate:
         exchange = _exchange.get()
         named = read_header(headers.getlist(_NAMES))
         required = any(read_flag(value, "the header X-Cartridges-Required") for value in headers.getlist(_REQUIRED))
-        if named and path not in TAKES:
+        if named and path not in (*TAKES, *SHOWS):
             raise Refusal(400, takes_none(path))
         if (self._settings.required or required) and path in _ANSWERS:
             raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
@@ -94,7 +97,7 @@ class Gate:
         """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""
         settings = self._settings
         labels = [settings.label_field] if settings.router in ("label", "composite") else []
-        for_everybody = settings.router == "static" and path not in (*TAKES, *COUNTS)
+        for_everybody = settings.router == "static" and path not in (*TAKES, *SHOWS, *COUNTS)
         if not for_everybody and not misnamed.may_name(body, *labels):
             return
         read = ("cartridges", REQUIRED_FIELD, *labels)
@@ -113,10 +116,11 @@ class Gate:
         required = fields.get(REQUIRED_FIELD) is not None and read_flag(fields[REQUIRED_FIELD], f"`{REQUIRED_FIELD}`")
         if required and path in _ANSWERS:
             raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
-        if path in TAKES:
+        if path in (*TAKES, *SHOWS):
             if exchange is not None:
                 exchange.is_required |= required
-                exchange.fields = {name: fields[name] for name in read if path == MESSAGES and name in fields}
+                drops = path.removesuffix(RENDER) == MESSAGES
+                exchange.fields = {name: fields[name] for name in read if drops and name in fields}
             return
         choose, params = self._router.choose, fields.get("kv_transfer_params")
         model, key = fields.get("model"), api_key()

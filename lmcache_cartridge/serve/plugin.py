@@ -23,7 +23,7 @@ from .admission import Admission
 from .http import Gate, ResponseHeaders
 from .metrics import StatusCollector, attach, follow, requests
 from .models import CartridgeModels
-from .wrap import CartridgeRenderer, GuardedEngine
+from .wrap import CartridgeRenderer, GuardedEngine, ShowingRenderer
 
 
 class CartridgePlugin:
@@ -64,6 +64,7 @@ class CartridgePlugin:
             engine_client,
             lambda renderer: CartridgeRenderer(renderer, admission),
             lambda engine: GuardedEngine(engine, admission.settings),
+            lambda renderer: ShowingRenderer(renderer, admission),
         )
         CartridgeModels(admission.settings, admission.router, state)
         with requests().paused():

@@ -18,12 +18,14 @@ from . import http
 from .admission import Admission
 from .claim import Claim, Computed, Grant
 from .metrics import Outcome, requests
-from .request import REQUIRED, Refusal, check_params
+from .request import REQUIRED, Refusal, Router, check_params
 from .resolve import Selection
 
 logger = init_logger("vllm.lmcache_cartridge.serve.wrap")
 
 
+SHOWN = {"cartridge_id": "these token ids were shown; name the cartridge where an answer is wanted"}
+"""KV transfer parameters of a rendered request, which `GuardedEngine` refuses."""
 _ADAPTER = "cartridges are made with the base model, and a LoRA adapter computes other KV; ask the base model"
 
 
@@ -66,8 +68,8 @@ class CartridgeRenderer:
         if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
             raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
         fields = http.dropped_fields() | (getattr(request, "model_extra", None) or {})
-        model, router = getattr(request, "model", None), self._admission.router
-        if router.named_by(model) and (path := http.path()) not in (None, *http.TAKES):
+        model, router = getattr(request, "model", None), self._router()
+        if router.named_by(model) and (path := http.path()) not in (None, *http.TAKES, *http.SHOWS):
             raise Refusal(400, http.takes_none(str(path)))  # vLLM looks at no model names where it was told so
         references = router.choose(fields, params, model, http.api_key(), http.named())
         if references:
@@ -75,6 +77,9 @@ class CartridgeRenderer:
         if (self._admission.settings.required or http.is_required()) and http.path() not in http.COUNTS:
             raise Refusal(400, REQUIRED)
         return None
+
+    def _router(self) -> Router:
+        return self._admission.router
 
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
         async with self._admission.admit(selection, partial(check_request, request)) as claim:
@@ -96,11 +101,17 @@ class CartridgeRenderer:
 
     def _prepend(self, engine_input: dict[str, Any], request: Any, claim: Claim) -> None:
         """Put the claim's token ids, or its documents' text, before a prompt, and bind vLLM's own cache to them."""
-        if engine_input.get("type") != "token":
-            raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
-        selection, own = claim.selection, engine_input["prompt_token_ids"]
+        selection = claim.selection
         head = selection.document_ids if claim.is_text else selection.token_ids
         assert head is not None  # a claim is on the text only where there is one
+        self._join(head, engine_input)
+        engine_input["cache_salt"] = selection.salt(getattr(request, "cache_salt", None), self._admission.secret)
+
+    def _join(self, head: Sequence[int], engine_input: dict[str, Any]) -> None:
+        """Put token ids before a prompt. Raises `GracefulHTTPError` where they do not go together."""
+        if engine_input.get("type") != "token":
+            raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
+        own = engine_input["prompt_token_ids"]
         bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
         while own and own[0] == bos:  # /v1/responses renders two where the chat template has one (vLLM 0.32)
             own = own[1:]
@@ -113,8 +124,41 @@ class CartridgeRenderer:
                 f"{limit}", HTTPStatus.BAD_REQUEST,
             )  # fmt: skip
         engine_input["prompt_token_ids"] = [*head, *own]
-        engine_input["cache_salt"] = selection.salt(getattr(request, "cache_salt", None), self._admission.secret)
         engine_input.pop("prompt_token_offsets", None)
+
+
+class ShowingRenderer(CartridgeRenderer):
+    """vLLM's renderer for routes that show tokens and generate nothing: it puts a selection's token ids before a prompt.
+
+    It claims nothing and waits for no KV. What comes of a request for tokens cannot be sent back to be generated from:
+    token ids of a trained cartridge say nothing without its KV.
+    """
+
+    async def preprocess_chat(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Render a chat for `/tokenize`."""
+        render = partial(self._inner.preprocess_chat, request, *args)
+        return await self._render(lambda _, **own: render(**own), request, kwargs, lambda result: result[1])
+
+    async def preprocess_completion(self, request: Any, **kwargs: Any) -> Any:
+        """Render a prompt for `/tokenize`."""
+        return await self._render(self._inner.preprocess_completion, request, kwargs, lambda result: result)
+
+    def _router(self) -> Router:
+        settings = self._admission.settings
+        if http.path() in http.COUNTS and settings.router == "static":
+            return Router(settings.model_copy(update={"router": "explicit"}))
+        return self._admission.router
+
+    async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
+        if hasattr(request, "kv_transfer_params"):
+            request.kv_transfer_params = None
+        result = await render()
+        for engine_input in inputs(result) if not hasattr(result, "error") else ():
+            self._join(selection.token_ids, engine_input)
+        if hasattr(request, "kv_transfer_params"):
+            request.kv_transfer_params = SHOWN
+        http.note(selection.used())
+        return result
 
 
 class GuardedEngine:
