@@ -133,6 +133,9 @@ class Settings(BaseModel):
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
     that carry no questions."""
+    resident_names: int = Field(default=0, ge=0, le=1024)
+    """How many cartridges that are whole in memory `/metrics` names, for routers that place by it: the most recently used
+    ones. Each change of what is named is a new time series."""
     salt_secret_file: Path | None = None
     """File with the secret, of 32 bytes or more, that a fleet's servers share, so that vLLM's block hashes of one cartridge
     agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, or else each API server has one of its own. Who knows

@@ -20,20 +20,30 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from making import sha256_hasher
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from recall.ward import ask
 from serving import SERVER_ARGS
 from wards import MODEL, Asker, patients, register, write_ward
-from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
+from watching import CHUNK, CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
 
 from lmcache_cartridge.artifact.local import LocalSource
+from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape
 from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector, follow, metrics_table
+from lmcache_cartridge.serve.metrics import (
+    PREFIX,
+    RESIDENT_LABELS,
+    RESIDENTS,
+    RequestMetrics,
+    StatusCollector,
+    follow,
+    metrics_table,
+)
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
@@ -59,6 +69,50 @@ WITHOUT_DEVICE = pytest.mark.parametrize("watched", [False], indirect=True, ids=
 
 
 # Stores.
+
+
+def _residents(watched: Watched) -> list[tuple[list[str], list[str], int]]:
+    """Return what the gauge of residents says: the names that are whole, those that come, and how many there is room for."""
+    families = text_string_to_metric_families(watched.exposition())
+    found = [one.labels for family in families for one in family.samples if one.name == f"{PREFIX}resident_names"]
+    assert all(one.keys() == set(RESIDENT_LABELS) for one in found)
+    return [
+        ([*filter(None, one["running_lora_adapters"].split(","))],
+         [*filter(None, one["waiting_lora_adapters"].split(","))], int(one["max_lora"]))
+        for one in found
+    ]  # fmt: skip
+
+
+def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_first(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, device=False, resident_names=3)
+    watched.collector.model = "m"
+    try:
+        assert _residents(watched) == [([], [], 1)]
+        for seed, name in enumerate("abc"):
+            watched.look_up(watched.make(name, seed=seed), name)
+        assert _residents(watched) == [(["m:c", "m:b", "m:a"], [], 4)], "room for one more of their size"
+        last = watched.make("d", seed=9)
+        keys = list(sha256_hasher(CHUNK)(load_token_ids(last.manifest, tmp_path / "cartridges" / "d" / "1").tolist()))
+        assert watched.stores[0].lookup(keys) == 4
+        assert [whole for whole, _, _ in _residents(watched)] == [["m:c", "m:b"]], (
+            "d is on one rank only, and three are told"
+        )
+        assert sum(watched.stores[0].release(key) for key in keys) == 4
+        watched.look_up(last, "d")
+        assert [whole for whole, _, _ in _residents(watched)] == [["m:d", "m:c", "m:b"]]
+        for store in watched.stores:
+            store.evict(last.manifest.digest)
+        assert [whole for whole, _, _ in _residents(watched)] == [["m:c", "m:b", "m:a"]], (
+            "what is evicted is told no more"
+        )
+    finally:
+        watched.close()
+
+
+def test_nothing_is_told_by_name_unless_it_was_asked_for(watched: Watched) -> None:
+    watched.look_up(watched.make("a"), "a")
+    assert "resident_names{" not in watched.exposition()
+    assert watched.value("free_bytes", tier="cpu", rank="0") == (CPU_CHUNKS - 4) * CHUNK_BYTES
 
 
 def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched: Watched) -> None:
@@ -460,7 +514,9 @@ def test_the_table_of_metrics_is_what_is_exported(watched: Watched) -> None:
         for family in text_string_to_metric_families(watched.exposition())
         if not family.name.endswith("_created")
     }
-    assert {(name, kind, frozenset(labels), text) for name, kind, labels, text in metrics_table()} == exported
+    told = PREFIX + RESIDENTS.name  # by those alone that were asked to
+    table = [row for row in metrics_table() if row[0] != told]
+    assert {(name, kind, frozenset(labels), text) for name, kind, labels, text in table} == exported
 
 
 def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched: Watched) -> None:

@@ -9,7 +9,12 @@ import pytest
 
 from lmcache_cartridge.errors import SettingsError
 from lmcache_cartridge.settings import (
-    HOME_VARIABLE, SECRET_VARIABLE, Settings, default_home, from_mapping, parse_bytes,
+    HOME_VARIABLE,
+    SECRET_VARIABLE,
+    Settings,
+    default_home,
+    from_mapping,
+    parse_bytes,
 )  # fmt: skip
 
 PREFIX = "storage_plugin.cartridge."

@@ -160,6 +160,11 @@ async def control_paths(engine_client: Any) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
+def served_name(state: Any) -> str:
+    """Return the first name that requests give the model by."""
+    return attribute(attribute(state, "openai_serving_models"), "base_model_paths")[0].name
+
+
 async def check_handlers(state: Any) -> None:
     """Ask every handler that takes cartridges for one that cannot be, and see that it is refused.
 
@@ -171,7 +176,7 @@ async def check_handlers(state: Any) -> None:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.exceptions import GracefulHTTPError
 
-    model = state.openai_serving_models.base_model_paths[0].name
+    model = served_name(state)
     chat: Any = {"model": model, **_CHAT}
     nothing: Any = {"cartridges": [""]}
     asked: dict[str, Callable[[Any], Any]] = {

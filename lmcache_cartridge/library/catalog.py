@@ -186,6 +186,16 @@ class Catalog:
         with self._lock:
             return self._entries.names(self.quarantined)
 
+    def names_of(self, digest: str) -> tuple[str, ...]:
+        """Return every `id@version` that has a digest; none for one that is not registered."""
+        entry = self._entries.get(digest)
+        return () if entry is None else entry.names
+
+    def chunks_of(self, digest: str) -> int | None:
+        """Return how many chunks a cartridge that can be served has; None for any other."""
+        row = self._entries.row(digest)
+        return None if row is None else row.positions // self.index.chunk_tokens
+
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
         with self._lock:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ _POLL_S = 0.1
 """How often claims in the background are polled."""
 _PROMOTE_S = 30.0
 """How long a chunk on its way to the device may take from the cpu tier."""
+_RECENT = 1 << 13
+"""Chunks that are looked at to name what is whole in memory: less than a millisecond, for which hits wait."""
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -299,7 +301,7 @@ class CartridgeStore:
     def numbers(self) -> dict[str, Any]:
         """Return counts, at a cost that does not grow with what they count. Polls every claim that is open."""
         served, refused = self._catalog.counts()
-        background = self._background.claims()
+        background, waiting = self._background.claims(), self._waiting()
         started_at = [claim.started_at for claim in self._claims() if claim not in background]
         return {
             "rank": self.engine.number,
@@ -308,11 +310,26 @@ class CartridgeStore:
             "refused": refused,
             "quarantined": len(self._catalog.quarantined),
             "pinned": len(self._background.pinned()),
-            "loading": len(self._waiting()),
+            "loading": len(waiting),
             "untried": len(self._untried),
             "claims": len(started_at),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
+        } | self._named(self._settings.resident_names, waiting)
+
+    def _named(self, limit: int, waiting: Iterable[str]) -> dict[str, Any]:
+        """Return `id@version` of up to `limit` cartridges that are whole in memory, the last used first, and of those
+        among the `waiting` tags; nothing where the limit is 0."""
+        if not limit:
+            return {}
+        counts: dict[str, int] = {}
+        for tier in self._memory.values():
+            for digest, count in tier.resident_by_digest(_RECENT).items():
+                counts[digest] = max(count, counts.get(digest, 0))
+        whole = [digest for digest, count in counts.items() if self._catalog.chunks_of(digest) == count]
+        kinds = {"whole": whole, "coming": waiting}
+        return {
+            kind: [n for d in digests for n in self._catalog.names_of(d)][:limit] for kind, digests in kinds.items()
         }
 
     def tiers(self) -> dict[str, dict[str, Any]]:

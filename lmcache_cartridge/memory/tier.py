@@ -250,10 +250,11 @@ class MemoryTier:
             self._drop(*mine)
             return len(mine)
 
-    def resident_by_digest(self) -> dict[str, int]:
-        """Return how many chunks of each digest are resident, at a cost that grows with them; no side effects."""
+    def resident_by_digest(self, most: int | None = None) -> dict[str, int]:
+        """Return how many chunks of each digest are resident, the last used first; of the `most` last used chunks only."""
         with self._lock:
-            return dict(Counter(key.digest for key, entry in self._entries.items() if entry.state == "resident"))
+            newest = islice(reversed(self._entries.values()), most)
+            return dict(Counter(entry.key.digest for entry in newest if entry.state == "resident"))
 
     def stats(self) -> TierStats:
         """Return counters and totals, at a cost that does not grow with the chunks; no side effects."""

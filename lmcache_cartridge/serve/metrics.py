@@ -52,6 +52,7 @@ TIER_NUMBERS = (
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
     Number("resident_bytes", "gauge", "Bytes a tier holds now, never above its budget. The disk tier's ranks share one directory: take max, not sum.", "resident_bytes"),
     Number("budget_bytes", "gauge", "Bytes a tier may hold. The disk tier's ranks share one directory: take max, not sum.", "budget_bytes"),
+    Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in. What nobody relies on makes room for more.", "free_bytes"),
     Number("loading_chunks", "gauge", "Loads into a tier in flight or queued.", "loading"),
     Number("held_chunks", "gauge", "Chunks that may not be evicted now: claimed by a request, pin or preload, leased, or lent.", "held"),
     Number("leased_chunks", "gauge", "Leases of chunks, promised to the scheduler for a request that has not come for them yet.", "leased"),
@@ -70,6 +71,13 @@ RANK_NUMBERS = (
 """By rank."""
 LOADS = Number("load_seconds", "histogram", "Time a load of one chunk into a tier took, failed ones too.")
 """By tier and rank."""
+RESIDENTS = Number(
+    "resident_names", "gauge",
+    "Which cartridges are whole in the memory of every rank, the last used first, and which are being loaded, as names for the field `model`; how many memory has room for. The value is the time in seconds. Only with `resident_names`.",
+)  # fmt: skip
+"""By lists of names, with the labels of vLLM's own gauge for adapters."""
+RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
+"""What llm-d's `lora-affinity-scorer` reads of the metric that `engineConfigs[].loraSpec` names (llm-d-router 0.10)."""
 SERVER_NUMBERS = (
     Number("requests", "counter", "Requests that named cartridges, by outcome: used, document (its text took their place), refused_STATUS, failed (vLLM refused the rest of it), abandoned (the client left)."),
     Number("lost_prompts", "counter", "Prompts counted as used whose KV the engine lost after all, by outcome: document (its text took their place) or error."),
@@ -98,7 +106,7 @@ _OUTCOMES = {
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
     """Return name, kind, labels and help of everything exported, with the names as queries have them."""
     rows: list[tuple[Number, tuple[str, ...]]] = [(row, ("tier", "rank")) for row in (*TIER_NUMBERS, LOADS)]
-    rows += [(row, ("rank",)) for row in RANK_NUMBERS]
+    rows += [(row, ("rank",)) for row in RANK_NUMBERS] + [(RESIDENTS, RESIDENT_LABELS)]
     rows += [(row, ()) for row in LIBRARY_NUMBERS]
     rows += [(row, ("outcome",) * (row.name in _OUTCOMES)) for row in SERVER_NUMBERS]
     return [(PREFIX + row.name + "_total" * (row.kind == "counter"), row.kind, of, row.help) for row, of in rows]
@@ -131,13 +139,16 @@ class StatusCollector:
     ) -> None:
         """`load_bounds` are those of `load_counts`: `loads.LOAD_SECONDS`. It does not register itself."""
         self._bounds, self._clock, self._library = tuple(load_bounds), clock, library
+        self.model = ""
+        """The name under which the model is served; what is resident is told as `MODEL:ID`."""
         self._families: list[Metric] = []
         self._updated_at: float | None = None
         self._failures = _metric("status_failures", registry)
 
     def update(self, ranks: Iterable[Mapping[str, Any]]) -> None:
         """Take in the statuses of all ranks. Where one is not as it should be it raises, and the last ones stay."""
-        self._families = _families(ranks, self._bounds)
+        ranks = list(ranks)
+        self._families = _families(ranks, self._bounds) + _residents(ranks, self.model)
         self._updated_at = self._clock()
 
     def fail(self) -> None:
@@ -189,6 +200,8 @@ def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> li
             if (value := status.get(row.key)) is not None:
                 metric.add_metric([rank], float(value) if isinstance(value, int | float) else len(value))
         for tier, counters in status["tiers"].items():
+            if "budget_bytes" in counters:
+                counters = counters | {"free_bytes": counters["budget_bytes"] - counters["resident_bytes"]}
             for row, metric in by_tier:
                 if (value := counters.get(row.key)) is not None:
                     metric.add_metric([tier, rank], float(value))
@@ -196,6 +209,23 @@ def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> li
                 buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))
                 loads.add_metric([tier, rank], buckets, float(counters["load_seconds"]))
     return [metric for _, metric in (*by_tier, *by_rank)] + [loads]
+
+
+def _residents(ranks: Sequence[Mapping[str, Any]], model: str) -> list[Metric]:
+    """Return the gauge of what is resident; none where the workers do not say."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    if not ranks or any("whole" not in rank for rank in ranks):
+        return []
+    whole = [name for name in ranks[0]["whole"] if all(name in rank["whole"] for rank in ranks)]
+    coming = [name for name in dict.fromkeys(name for rank in ranks for name in rank["coming"]) if name not in whole]
+    lists = [dict.fromkeys(f"{model}:{name.rpartition('@')[0]}" for name in names) for names in (whole, coming)]
+    cpu = ranks[0]["tiers"]["cpu"]
+    mean_bytes = cpu["resident_bytes"] / len(whole) if whole else cpu["budget_bytes"]
+    room = int((cpu["budget_bytes"] - cpu["resident_bytes"]) / mean_bytes) if mean_bytes else 0
+    metric = GaugeMetricFamily(PREFIX + RESIDENTS.name, RESIDENTS.help, labels=RESIDENT_LABELS)
+    metric.add_metric([",".join(lists[0]), ",".join(lists[1]), str(sum(map(len, lists)) + room)], time.time())
+    return [metric]
 
 
 class Outcome:
