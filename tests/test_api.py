@@ -401,6 +401,7 @@ class ApiTests:
         while own[0] == served.model.tokenizer.bos_token_id:  # /v1/responses renders two (vLLM 0.32)
             own = own[1:]
         assert tokens({"cartridges": [name]}) == [*head.token_ids, *own]
+        assert tokens({"model": f"{MODEL}:{name}"}) == [*head.token_ids, *own]
         if path in ("/v1/completions/render", "/v1/chat/completions/render"):
             used = served.asker.http.post(
                 path.removesuffix("/render"), json=SHOWING[path] | {"cartridges": [name]}

@@ -80,8 +80,8 @@ class _Models:
 def test_model_names_are_added_to_those_of_the_server() -> None:
     models, answered = _Models(), ["m:a"]
 
-    async def more() -> list[str]:
-        return ["m:a"]
+    async def more() -> dict[str, str]:
+        return {"m:a": "a@2"}
 
     names = extend_models(
         SimpleNamespace(openai_serving_models=models), lambda name: name == "m:a", lambda: answered[-1], more
@@ -91,7 +91,9 @@ def test_model_names_are_added_to_those_of_the_server() -> None:
     assert (models.model_name(), models.model_name("x")) == ("m:a", "adapter")
     answered.append("")
     assert models.model_name() == "m"
-    assert asyncio.run(models.show_available_models()).data == ["m", "m:a"]
+    first, *others = asyncio.run(models.show_available_models()).data
+    assert first == "m"
+    assert [(card.id, card.root, card.parent) for card in others] == [("m:a", "a@2", "m")]
 
 
 def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start() -> None:

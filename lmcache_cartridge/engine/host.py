@@ -114,14 +114,17 @@ def extend_models(
     state: Any,
     takes: Callable[[str], bool],
     answered: Callable[[], str | None],
-    more: Callable[[], Awaitable[list[Any]]],
+    more: Callable[[], Awaitable[Mapping[str, str]]],
 ) -> list[str]:
     """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
 
-    `answered` is what a request's answer calls the model in the place of the first name, `more` what `GET /v1/models`
-    lists beside those. Raises `UnsupportedEngine` where a handler asks for models elsewhere.
+    `answered` is what a request's answer calls the model in the place of the first name, `more` the names that
+    `GET /v1/models` lists beside those, with what each stands for. Raises `UnsupportedEngine` where a handler asks for models elsewhere.
     """
+    from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelPermission
+
     models = attribute(state, "openai_serving_models")
+    served = [path.name for path in attribute(models, "base_model_paths")]
     is_base, name, show = (attribute(models, n) for n in ("is_base_model", "model_name", "show_available_models"))
     for handler in _HANDLERS:
         if getattr(getattr(state, handler, None), "models", models) is not models:
@@ -132,13 +135,16 @@ def extend_models(
 
     async def show_available_models() -> Any:
         shown = await show()
-        shown.data.extend(await more())
+        shown.data += [
+            ModelCard(id=name, root=root, parent=served[0], permission=[ModelPermission()])
+            for name, root in (await more()).items()
+        ]
         return shown
 
     models.is_base_model = lambda model: is_base(model) or takes(model)
     models.model_name = model_name
     models.show_available_models = show_available_models
-    return [path.name for path in attribute(models, "base_model_paths")]
+    return served
 
 
 async def control_paths(engine_client: Any) -> list[str]:
@@ -160,11 +166,6 @@ async def control_paths(engine_client: Any) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def served_name(state: Any) -> str:
-    """Return the first name that requests give the model by."""
-    return attribute(attribute(state, "openai_serving_models"), "base_model_paths")[0].name
-
-
 async def check_handlers(state: Any) -> None:
     """Ask every handler that takes cartridges for one that cannot be, and see that it is refused.
 
@@ -176,7 +177,7 @@ async def check_handlers(state: Any) -> None:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.exceptions import GracefulHTTPError
 
-    model = served_name(state)
+    model = state.openai_serving_models.base_model_paths[0].name
     chat: Any = {"model": model, **_CHAT}
     nothing: Any = {"cartridges": [""]}
     asked: dict[str, Callable[[Any], Any]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelPermission
 from vllm.logger import init_logger
 
 from ..engine import host
@@ -31,7 +30,7 @@ class CartridgeModels:
         router.models = host.extend_models(state, self._takes, http.model, self._cards)
 
     def _takes(self, model: str) -> bool:
-        if http.path() not in http.TAKES:
+        if http.path() not in (*http.TAKES, *http.SHOWS):
             return False
         try:
             if not self._router.named_by(model):
@@ -41,17 +40,18 @@ class CartridgeModels:
         http.note_model(model)
         return True
 
-    async def _cards(self) -> list[ModelCard]:
-        """Return the cards of the newest cartridges and of all aliases; none while the registry cannot be read."""
+    async def _cards(self) -> dict[str, str]:
+        """Return the names of the newest cartridges and all aliases, with what they stand for.
+
+        Without those of cartridges while the registry cannot be read.
+        """
         limit, base = self._settings.listed_models, self._router.models[0]
         if not limit:
-            return []
+            return {}
         cards = {name: ", ".join(ids) for name, ids in self._settings.model_aliases.items()}
         try:
             newest = await asyncio.to_thread(self._registry.newest, limit)
             cards |= {f"{base}:{entry.id}": entry.name for entry in newest}
         except RegistryError as error:
             logger.warning_once(f"cartridges are not listed as models: {error}")
-        return [
-            ModelCard(id=name, root=root, parent=base, permission=[ModelPermission()]) for name, root in cards.items()
-        ]
+        return cards

@@ -69,5 +69,5 @@ class CartridgePlugin:
         CartridgeModels(admission.settings, admission.router, state)
         with requests().paused():
             await host.check_handlers(state)
-        self.collector.model = host.served_name(state)
+        self.collector.model = admission.router.models[0]
         self._following = asyncio.create_task(follow(self.collector, admission.numbers))

@@ -146,7 +146,9 @@ class ShowingRenderer(CartridgeRenderer):
     def _router(self) -> Router:
         settings = self._admission.settings
         if http.path() in http.COUNTS and settings.router == "static":
-            return Router(settings.model_copy(update={"router": "explicit"}))
+            explicit = Router(settings.model_copy(update={"router": "explicit"}))
+            explicit.models = self._admission.router.models
+            return explicit
         return self._admission.router
 
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
