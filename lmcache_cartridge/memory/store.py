@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
 from .loads import LoadRun, copy_and_wait, one_by_one
 from .readiness import Readiness
+from .residents import residents
 from .tier import Hold, MemoryTier, TierStats
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ _POLL_S = 0.1
 """How often claims in the background are polled."""
 _PROMOTE_S = 30.0
 """How long a chunk on its way to the device may take from the cpu tier."""
-_RECENT = 1 << 13
-"""Chunks that are looked at to name what is whole in memory: less than a millisecond, for which hits wait."""
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -315,22 +314,7 @@ class CartridgeStore:
             "claims": len(started_at),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
-        } | self._named(self._settings.resident_names, waiting)
-
-    def _named(self, limit: int, waiting: Iterable[str]) -> dict[str, Any]:
-        """Return `id@version` of up to `limit` cartridges that are whole in memory, the last used first, and of those
-        among the `waiting` tags; nothing where the limit is 0."""
-        if not limit:
-            return {}
-        counts: dict[str, int] = {}
-        for tier in self._memory.values():
-            for digest, count in tier.resident_by_digest(_RECENT).items():
-                counts[digest] = max(count, counts.get(digest, 0))
-        whole = [digest for digest, count in counts.items() if self._catalog.chunks_of(digest) == count]
-        kinds = {"whole": whole, "coming": waiting}
-        return {
-            kind: [n for d in digests for n in self._catalog.names_of(d)][:limit] for kind, digests in kinds.items()
-        }
+        } | residents(self._memory.values(), self._catalog, waiting, self._settings.resident_names)
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return the counters of every tier there is, fastest first; no side effects."""
