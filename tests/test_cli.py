@@ -166,7 +166,7 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_
     (row,) = cli.json("list")
     assert row == {
         "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": (root / PAYLOAD).stat().st_size,
-        "labels": ["current", "stable"], "quarantined": False, "digest": digest,
+        "lora": None, "labels": ["current", "stable"], "quarantined": False, "digest": digest,
     }  # fmt: skip
     for name in ("doc", "doc@1", "current"):
         described = cli.json("describe", name)
@@ -180,7 +180,7 @@ def test_people_are_told_the_same(cli: _Cli, tmp_path: Path) -> None:
     assert cli("register", root)[:2] == (0, "registered doc@1\n")
     assert cli("label", "current", "doc")[:2] == (0, "current -> doc@1\n")
     heading, rule, row = cli("list").out.splitlines()
-    assert heading.split() == "id version current kind positions bytes labels quarantined digest".split()
+    assert heading.split() == "id version current kind positions bytes lora labels quarantined digest".split()
     assert set(rule) == {"-", " "}
     assert row.split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
     assert str(root) in cli("describe", "current").out

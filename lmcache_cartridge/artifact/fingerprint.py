@@ -70,8 +70,13 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """blake3 over the config fields that change K or V."""
     weights_digest: str | None = None
     """Sampled blake3 of the safetensors weights (`weights_digest`); None where there were none to read."""
-    lora: None = None
-    """Cartridges are made for base models; an adapter changes K and V."""
+    lora: str | None = None
+    """`lora.adapter_digest` of the LoRA adapter that the KV was computed with; None for the base model's."""
+
+    @property
+    def base(self) -> Fingerprint:
+        """The same of the model without its adapter."""
+        return msgspec.structs.replace(self, lora=None)
 
     @property
     def token_bytes(self) -> int:
@@ -262,18 +267,26 @@ def weights_digest(directory: Path) -> str | None:
     Reads a few MiB of the largest model. It tells apart fine-tunes that share a config, and is the same however
     the weights are split into files. None when the directory holds no safetensors weights.
     """
-    samples = {}
+    samples: dict[str, Any] = {}
     for path in directory.glob("*.safetensors"):
-        with path.open("rb") as file:
-            base = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(base - 8))
-            for name, tensor in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = tensor["data_offsets"]
-                file.seek(base + (start + end) // 2)
-                sample = file.read(min(4096, end - (start + end) // 2))
-                samples[name] = (tensor["dtype"], tensor["shape"], blake3(sample).hexdigest())
+        samples |= tensor_digests(path, sampled=True)
     if not samples:
         return None
     return blake3(json.dumps(samples, sort_keys=True).encode()).hexdigest()
+
+
+def tensor_digests(path: Path, *, sampled: bool = False) -> dict[str, tuple[str, list[int], str]]:
+    """Return dtype, shape and blake3 of every tensor of a safetensors file: of 4 KiB from its middle where `sampled`."""
+    found = {}
+    with path.open("rb") as file:
+        base = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(base - 8))
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = tensor["data_offsets"]
+            if sampled:
+                start, end = (start + end) // 2, min(end, (start + end) // 2 + 4096)
+            file.seek(base + start)
+            found[name] = tensor["dtype"], tensor["shape"], blake3(file.read(end - start)).hexdigest()
+    return found

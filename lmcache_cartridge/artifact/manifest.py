@@ -109,6 +109,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     created: str
     """ISO 8601, UTC."""
     model: str | None = None
+    lora: str | None = None
+    """Directory name of the LoRA adapter it was computed with."""
     document: str | None = None
     """File name of the source document, without its directory."""
     document_blake3: str | None = None

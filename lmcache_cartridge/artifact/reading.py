@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -42,6 +43,27 @@ def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
     start = manifest.stored.data_offset_bytes + before
     of_head = manifest.head_bytes(chunk)
     return ByteRange(start + heads.start * of_head, start + heads.stop * of_head)
+
+
+class _Made(msgspec.Struct):
+    """What a list shows of a manifest."""
+
+    provenance: _MadeWith
+
+
+class _MadeWith(msgspec.Struct):
+    lora: str | None = None
+
+
+def adapter_name(root: Path) -> str | None:
+    """Return the name of the LoRA adapter that the artefact at `root` was made with, None also where it cannot be read.
+
+    Checks nothing else.
+    """
+    try:
+        return msgspec.json.decode(_read_at_most(root / MANIFEST, MAX_MANIFEST_BYTES), type=_Made).provenance.lora
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:

@@ -103,6 +103,8 @@ def _build(arguments: argparse.Namespace) -> None:
         raise CartridgeError("--messages needs --from-server, whose chat template makes tokens of them")
     compact.check(arguments)
     check_made(arguments, arguments.document or arguments.messages)
+    if arguments.from_server is not None and arguments.lora is not None:
+        raise CartridgeError("--from-server has the base model compute; leave --lora or --from-server out")
     if arguments.from_server is not None and compact.is_wanted(arguments):
         raise CartridgeError("a compaction reads the document itself; leave --from-server out")
     if compact.is_wanted(arguments):

@@ -14,6 +14,7 @@ from .options import (
     add_accept,
     add_device,
     add_length,
+    add_lora,
     add_no_promote,
     check_accept,
     check_files,
@@ -42,6 +43,7 @@ def add(verb: Verb) -> None:
     option = smaller.add_argument
     option("name", help=f"{NAME}; it stays as it is")
     option("--model", required=True, help="directory or cached Hub id of the model it was built with")
+    add_lora(smaller)
     option("--id", required=True, help="name of the new cartridge")
     option("--chunk-size", type=int, help="tokens a chunk, as the engine's (default: the cartridge's)")
     option(

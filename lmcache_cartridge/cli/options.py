@@ -26,6 +26,7 @@ def add_made(parser: Any) -> None:
     """Add what every command that makes and registers a cartridge of a model's KV is told of it; see `check_made`."""
     option = parser.add_argument
     option("--model", required=True, help="directory or cached Hub id of a causal language model")
+    add_lora(parser)
     option("--id", required=True, help="name of the cartridge; making it again makes a new version")
     option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
     option("--dtype", default="auto", help="of the KV, as the engine's: bfloat16, float16, float32 (default auto)")
@@ -37,6 +38,14 @@ def add_made(parser: Any) -> None:
     )
     add_device(parser)
     add_no_promote(parser)
+
+
+def add_lora(parser: Any, when: str = "") -> None:
+    """Add the option that names a LoRA adapter for the model to compute with."""
+    parser.add_argument(
+        "--lora", type=Path, metavar="DIR",
+        help=f"{when}PEFT LoRA adapter that the model computes with; the cartridge is for requests to that adapter alone",
+    )  # fmt: skip
 
 
 def add_no_promote(parser: Any) -> None:
@@ -138,7 +147,9 @@ def load_model(arguments: argparse.Namespace, dtype: str | None = None) -> Causa
     with working("load the model", arguments.format):
         from ..make.model import CausalModel
 
-        given = {name: value for name in ("dtype", "device") if (value := getattr(arguments, name, None)) is not None}
+        given = {
+            name: value for name in ("dtype", "device", "lora") if (value := getattr(arguments, name, None)) is not None
+        }
         return CausalModel(arguments.model, **(given | ({"dtype": dtype} if dtype else {})))
 
 

@@ -187,6 +187,7 @@ def _left(directory: Path, name: str) -> str | None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
+    from ..artifact.reading import adapter_name
     from ..library.quarantine import Quarantine
 
     registry, quarantine = registry_of(arguments), Quarantine(settings_of(arguments).quarantine_dir)
@@ -197,13 +198,15 @@ def _list(arguments: argparse.Namespace) -> None:
     current = registry.current(row.id for row in found)
     rows: list[dict[str, Any]] = [
         {"id": row.id, "version": row.version, "current": row.name in current, "kind": row.kind,
-         "positions": row.positions, "bytes": row.bytes, "labels": labels.get(row.name, []),
+         "positions": row.positions, "bytes": row.bytes,
+         "lora": None if is_remote(row.location) else adapter_name(Path(row.location)), "labels": labels.get(row.name, []),
          "quarantined": quarantine.reason(row.digest) is not None, "digest": row.digest}
         for row in found
     ]  # fmt: skip
     readable = [
         row | {name: "yes" if row[name] else "" for name in ("current", "quarantined")}
         | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12]}
+        | {"lora": row["lora"] or ""}
         for row in rows
     ]  # fmt: skip
     empty = "no cartridges yet; make one with `lmcache-cartridge build`"

@@ -17,6 +17,7 @@ from .options import (
     add_accept,
     add_device,
     add_length,
+    add_lora,
     add_made,
     check_accept,
     check_files,
@@ -128,6 +129,7 @@ def _add_evaluate(verb: Verb) -> None:
     where = evaluate.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")
     where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
+    add_lora(evaluate, "with --model: ")
     option("--document", type=Path, help="text of the document (default: the ids that the cartridge carries)")
     option("--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)")
     option("--answer-tokens", type=int, default=64, help="longest answer (default 64)")

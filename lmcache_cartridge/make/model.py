@@ -18,10 +18,12 @@ from transformers.utils import logging
 from .. import __version__
 from ..artifact import fingerprint
 from ..artifact.fingerprint import Fingerprint, Rope
+from ..artifact.lora import adapter_digest
 from ..artifact.manifest import Provenance
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import default_frequencies, rotate
+from .lora import add_adapter
 
 ROWS_BYTES = 512 << 20
 """Memory that sequences sharing one prefix may take for their copies of it."""
@@ -51,11 +53,13 @@ def _is_first(first: torch.Tensor, second: torch.Tensor, found: torch.Tensor) ->
 class CausalModel:
     """A model and its tokenizer, loaded from a local directory or the Hub cache; never from the network."""
 
-    def __init__(self, name: str, *, dtype: str = "auto", device: str = "cpu") -> None:
+    def __init__(self, name: str, *, dtype: str = "auto", device: str = "cpu", lora: Path | None = None) -> None:
         """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in.
 
-        Raises `UnsupportedModel` when there is no such model here, or its KV cannot be a cartridge.
+        With `lora`, a directory, it computes with that PEFT LoRA adapter in all it does. Raises `UnsupportedModel` when
+        there is no such model or adapter here, or its KV cannot be a cartridge.
         """
+        digest = None if lora is None else adapter_digest(lora)
         directory = fingerprint.model_directory(name)
         if directory is None:
             raise UnsupportedModel(
@@ -69,8 +73,11 @@ class CausalModel:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
         torch.nn.Module.to(self.model, self.device)  # PreTrainedModel's is typed for nothing but itself
         self.model.eval().requires_grad_(False)
+        self.lora = lora
+        if lora is not None:
+            add_adapter(self.model, lora)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        self.fingerprint = self._fingerprint(directory)
+        self.fingerprint = msgspec.structs.replace(self._fingerprint(directory), lora=digest)
         self._copies = self._copies_of_heads()
         if (rope := self.fingerprint.rope) is not None:
             pairing, layers = self.rotation(rope)
@@ -266,4 +273,6 @@ class CausalModel:
     def provenance(self, verb: str, **facts: Any) -> Provenance:
         """Return where a cartridge comes from that `lmcache-cartridge verb` makes now; `facts` are other fields of it."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        return Provenance(tool=f"lmcache-cartridge {__version__} {verb}", created=created, model=self.name, **facts)
+        tool = f"lmcache-cartridge {__version__} {verb}"
+        lora = None if self.lora is None else self.lora.resolve().name
+        return Provenance(tool=tool, created=created, model=self.name, lora=lora, **facts)

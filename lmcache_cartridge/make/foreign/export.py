@@ -41,6 +41,10 @@ def export(
     manifest = reading.load_manifest(root)
     if manifest.payload is None:
         raise ArtifactError(f"cartridge {manifest.name}: has token ids but no KV to export")
+    if manifest.fingerprint.lora is not None:
+        raise ArtifactError(
+            f"cartridge {manifest.name} was made with a LoRA adapter, which no format of others can say"
+        )
     base = base_model or manifest.provenance.model or manifest.fingerprint.architecture
     output.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(output) as partial:

@@ -80,6 +80,8 @@ class Task:
     payload: str = "plain"
     """One of `manifest.ENCODINGS`."""
     device: str = "cpu"
+    lora: Path | None = None
+    """Directory of a LoRA adapter, for whose requests the cartridge is."""
     beside: int = 0
     """Up to how many others stand around it while it is trained."""
     beside_of: tuple[str, ...] = ()
@@ -171,7 +173,7 @@ class Job:
         return manifest
 
     def _model(self) -> tuple[CausalModel, Recipe]:
-        model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device)
+        model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device, lora=self.task.lora)
         precision = self.task.precision or ("float32" if model.device.type == "cpu" else "bfloat16")
         if precision == "float32":
             model.model.float()
