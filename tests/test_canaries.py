@@ -43,7 +43,7 @@ class Engine:
         self.cached: int | None = None
         self.finish = "length"
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.asked.append((prompt, params))
         await self.may_answer.wait()
         tag = params.extra_args["kv_transfer_params"][TAG]
@@ -105,7 +105,11 @@ def test_the_engine_is_asked_once_as_requests_ask_it(run: Run, home: Home) -> No
         assert prompt["prompt_token_ids"] == [*selection.token_ids, 3, 4]
         assert prompt["cache_salt"] not in (None, selection.salt(None, b""))
         granted = params.extra_args["kv_transfer_params"]
-        assert granted == {TAG: selection.tag, GRANT: {"must_inject": 4 * CHUNK}, "lmcache.skip_save": True}
+        assert granted == {
+            TAG: selection.tag,
+            GRANT: {"must_inject": 4 * CHUNK, "adapter": ""},
+            "lmcache.skip_save": True,
+        }
         assert (params.temperature, params.max_tokens, params.logprobs, params.ignore_eos) == (0, 2, 20, True)
         assert admission.canaries.outcome(selection.tag) == "passed"
 

@@ -67,8 +67,15 @@ def test_the_configuration_that_serve_starts_is_accepted() -> None:
     engines.check_vllm(vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}))
     engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
     engines.check_vllm(vllm_config(tensor_parallel_size=2))
+    engines.check_vllm(vllm_config(enable_lora=True))
     for method in ("ngram", "suffix", "draft_model"):
         engines.check_vllm(_speculating(method))
+
+
+_STOCK = {
+    "kv_connector": "LMCacheConnectorV1",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
+}
 
 
 def _among_connectors() -> VllmConfig:
@@ -108,7 +115,7 @@ def _of_several_engines(**values: int) -> VllmConfig:
         ),
         (_among_connectors, ["MultiConnector", "kv_both"]),
         (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
-        (lambda: vllm_config(enable_lora=True), ["LoRA is enabled"]),
+        (lambda: vllm_config(transfer=_STOCK, enable_lora=True), ["LoRA is enabled", "tells them apart"]),
         (_of_several_prefill_ranks, ["context parallelism"]),
         (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
         (

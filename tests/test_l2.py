@@ -47,14 +47,22 @@ with quietly():
 
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.client import ControlClient
-from lmcache_cartridge.engine.contract import TAG
+from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.engine.report import (
     Report,
     check_ids,
     confirm,
     key_name,
 )
-from lmcache_cartridge.engine.salts import adapter_salt, check_salt, key_salt, tag_part, tag_salt
+from lmcache_cartridge.engine.salts import (
+    adapter_name,
+    adapter_salt,
+    check_salt,
+    is_apart,
+    key_salt,
+    tag_part,
+    tag_salt,
+)
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory import tiles
@@ -371,6 +379,15 @@ def test_a_lora_adapter_has_keys_of_its_own_under_which_nothing_of_ours_is(home:
     assert salts == [adapter_salt(salt, adapter) for salt in plain for adapter in adapters]
     replaced = LoRARequest("a", 1, "/a", load_inplace=True)
     assert adapter_salt("", replaced) != adapter_salt("", replaced), "its weights may be others each time"
+    for given in (None, *adapters):
+        granted = tag | {GRANT: {"must_inject": 0, "adapter": adapter_name(given)}}
+        others = [other for other in (None, *adapters) if other is not given]
+        assert not is_apart(granted, given), (
+            "cartridges are of the adapter that computes: what follows them goes by their digests"
+        )
+        assert all(is_apart(granted, other) for other in others)
+        assert len({adapter_salt("", other) for other in others}) == len(others)
+        assert [is_apart(params, given) for params in (None, {}, tag)] == [given is not None] * 3
     with serving(home) as server:
         assert claimed(server, tag[TAG]) == plain[2]
         assert [server.ask(prompt(home, "doc"), salt) for salt in plain] == [4] * 4

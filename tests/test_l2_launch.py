@@ -108,11 +108,10 @@ def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_fr
         plan("m", settings, mode="multiprocess", vllm_args=["--kv-transfer-config", '{"kv_role": "kv_producer"}'])
 
 
-def test_adapters_go_where_lmcaches_keys_tell_them_apart(tmp_path: Path) -> None:
+def test_adapters_go_in_both_modes(tmp_path: Path) -> None:
     settings = from_mapping({"home": tmp_path})
-    assert "--enable-lora" in plan("m", settings, mode="multiprocess", vllm_args=["--enable-lora"]).command
-    with pytest.raises(UnsupportedEngine, match="--mode multiprocess"):
-        plan("m", settings, vllm_args=["--enable-lora"])
+    for mode in ("in-process", "multiprocess"):
+        assert "--enable-lora" in plan("m", settings, mode=mode, vllm_args=["--enable-lora"]).command
 
 
 @pytest.mark.parametrize(("l1", "largest", "full"), [(100, 10, 0.8), (100, 25, 0.5), (100, 60, 0.3), (100, 0, 0.8)])

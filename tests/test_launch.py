@@ -135,7 +135,6 @@ def test_the_key_is_no_argument_of_any_process(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--enable-lora": "adapter", 
     "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
     '--speculative-config {"method":"eagle"}': "by eagle: other methods", "--speculative-config.method mtp": "by mtp",
     "-sc {}": "without a method", "--spec-model x": "without a method", "--spec-method eagle3": "suffix, draft_model",
@@ -165,7 +164,7 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize(
     "given",
-    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--no-enable-lora", "--max-lora-rank 8",
+    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--enable-lora", "--max-lora-rank 8",
      '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
      "--spec-method ngram",
      '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1"],
@@ -189,12 +188,12 @@ def test_several_engines_go_with_lmcaches_server(tmp_path: Path) -> None:
 def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
     settings, file = from_mapping({"home": tmp_path}), tmp_path / "vllm.yaml"
     options = ["--config", str(file)]
-    for text, reason in (("enable-lora: true", "adapter"), ("prefill_context_parallel_size: 2", "context"),
+    for text, reason in (("prefill_context_parallel_size: 2", "context"),
                          ("speculative-config:\n  method: eagle", "by eagle")):  # fmt: skip
         file.write_text(text)
         with pytest.raises(UnsupportedEngine, match=reason):
             plan("m", settings, vllm_args=options)
-    file.write_text("decode-context-parallel-size: 2\nenable-lora: false\n")
+    file.write_text("decode-context-parallel-size: 2\nenable-lora: true\n")
     plan("m", settings, vllm_args=[*options, "-dcp", "1"])  # the command line holds over the file
     file.write_text("kv-transfer-config:\n  kv_connector_extra_config: {mine: 1}\napi-key: [one]\n")
     launch = plan("m", settings, vllm_args=[*options, "--api-key", KEY])

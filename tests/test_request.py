@@ -23,7 +23,7 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.fingerprint import Rope
 from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Tokens, Training
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.engine.contract import GRANT, TAG, TENANT
+from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
@@ -167,6 +167,7 @@ def test_naming_cartridges_in_both_places_is_refused() -> None:
         (TAG, None),
         (GRANT, {"must_inject": 0}),
         (TENANT, "another"),
+        (ADAPTER, "another"),
         ("lmcache.tag.tenant", ["a"]),
         ("lmcache.tag.tenant", {"a": 1}),
         ("lmcache.tag.tenant", 5),

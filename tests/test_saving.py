@@ -18,6 +18,7 @@ from lmcache.v1.cache_engine import LMCacheEngine
 from making import Made, heads_bytes, make_artifact
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 from waiting import until
 
@@ -25,9 +26,10 @@ from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.capture import captured
-from lmcache_cartridge.engine.contract import CAPTURE, GRANT, TAG, TENANT
+from lmcache_cartridge.engine.contract import ADAPTER, CAPTURE, GRANT, TAG, TENANT
 from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
 from lmcache_cartridge.engine.inject import EngineWriteConnector
+from lmcache_cartridge.engine.salts import adapter_name
 from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
@@ -276,6 +278,50 @@ def test_one_tenants_prompt_is_no_hit_for_another_and_cartridges_are_for_all(sav
     assert len(saving.hot) == len(tenants) * (5 + 2 * 3)
 
 
+def test_an_adapter_gets_no_cartridge_but_its_own_and_what_it_has_saved(saving: Saving) -> None:
+    one, two = LoRARequest("one", 1, "/one"), LoRARequest("two", 2, "/two")
+    plain = np.random.default_rng(19).integers(0, 640, 3 * CHUNK).tolist()
+    for which, adapter in enumerate((None, one, two)):
+        own = _tags_of(None, adapter)
+        assert saving.hits(plain, own) == 0
+        slots = saving.slots(plain)
+        kv = saving.compute(slots, seed=which)
+        saving.save(plain, slots, 0, own)
+        assert torch.equal(saving.loaded(plain, own), kv)
+        for kind, cartridge in saving.cartridges.items():
+            tag = {TAG: cartridge.made.manifest.digest}
+            for made_with in (None, one, two):
+                granted = tag | {GRANT: {"must_inject": 0, "adapter": adapter_name(made_with)}}
+                expected = P if made_with is adapter else 0
+                assert saving.hits(cartridge.prompt, _tags_of(granted, adapter)) == expected, (kind, adapter, made_with)
+        assert saving.hits(saving.cartridges["prefill"].prompt, own) == (P if adapter is None else 0)
+
+
+def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_request() -> None:
+    replaced = LoRARequest("one", 1, "/one", load_inplace=True)
+    request, other = _request(adapter=replaced), _request(adapter=replaced)
+    for each in (request, other, request):
+        keep_apart(each)
+    first = request.kv_transfer_params[ADAPTER]
+    keep_apart(request)
+    assert request.kv_transfer_params[ADAPTER] == first != other.kv_transfer_params[ADAPTER]
+    forged = _request(params={ADAPTER: first}, adapter=LoRARequest("one", 1, "/one"))
+    keep_apart(forged)
+    assert forged.kv_transfer_params[ADAPTER] != first
+    base = _request(params={ADAPTER: first})
+    keep_apart(base)
+    assert ADAPTER not in base.kv_transfer_params
+
+
+def _tags_of(params: dict[str, Any] | None, adapter: LoRARequest | None) -> dict[str, str]:
+    """Return the tags in LMCache's keys of a request that such an adapter computes."""
+    request = _request(params=params, adapter=adapter)
+    keep_apart(request)
+    return {
+        name: value for name, value in (request.kv_transfer_params or {}).items() if name.startswith("lmcache.tag.")
+    }
+
+
 def test_a_tag_of_the_clients_own_still_keeps_cartridges_away(saving: Saving) -> None:
     ids = saving.cartridges["prefill"].prompt
     for configs in ({"lmcache.tag.apart": "x"}, {"lmcache.tag.apart": "x", TENANT: "a"}):
@@ -353,12 +399,15 @@ def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving: Saving
 
 
 def _request(
-    salt: str | None = None, params: dict[str, Any] | None = None, extra: dict[str, Any] | None = None
+    salt: str | None = None,
+    params: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+    adapter: LoRARequest | None = None,
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=1, extra_args=(extra or {}) | ({} if params is None else {"kv_transfer_params": params})
     )
-    return Request("id", [1, 2, 3], sampling, None, cache_salt=salt)
+    return Request("id", [1, 2, 3], sampling, None, cache_salt=salt, lora_request=adapter)
 
 
 def _tenant(*args: Any) -> str | None:

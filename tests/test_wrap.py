@@ -26,6 +26,7 @@ from lmcache_cartridge.settings import from_mapping
 with quietly():
     from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 
+    from lmcache_cartridge.serve.adapters import Adapters
     from lmcache_cartridge.serve.wrap import GuardedEngine
 
 
@@ -40,7 +41,7 @@ class _Engine:
         self.params: list[Any] = []
         self._events = events
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.prompts.append(prompt["prompt_token_ids"])
         self.params.append(params)
         is_first = len(self.prompts) == 1
@@ -96,11 +97,12 @@ def _guarded(
     selection = _selection(tmp_path, kind)
     if document:
         selection = selection._replace(document_ids=(1, 2, 3))
-    claim, guard = _Noted(selection), GuardedEngine(engine, from_mapping({"home": tmp_path} | (settings or {})))
-    given = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, **params)
+    given = from_mapping({"home": tmp_path} | (settings or {}))
+    claim, guard = _Noted(selection), GuardedEngine(engine, given, Adapters({}))
+    asked = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, **params)
 
     async def collect() -> list[tuple[int, str]]:
-        answers = guard.generate({"prompt_token_ids": [*selection.token_ids, 7, 8]}, given, request_id="r")
+        answers = guard.generate({"prompt_token_ids": [*selection.token_ids, 7, 8]}, asked, request_id="r")
         return [(o.index, o.text) async for output in answers for o in output.outputs]
 
     try:
@@ -111,7 +113,7 @@ def _guarded(
 
 async def _plain(engine: _Engine, params: Any, **settings: Any) -> list[str | None]:
     """Ask with a prompt that names no cartridge and such transfer parameters; return what each output ended with."""
-    guard = GuardedEngine(engine, from_mapping(settings))
+    guard = GuardedEngine(engine, from_mapping(settings), Adapters({}))
     given = _Params(extra_args=None if params is None else {"kv_transfer_params": params})
     return [o.outputs[0].finish_reason async for o in guard.generate({"prompt_token_ids": [1, 2]}, given, "r")]
 
@@ -135,7 +137,7 @@ def test_the_engine_is_told_what_the_claim_holds_and_whose_request_it_is(
     granted = claim.grant({"lmcache.skip_save": True, "cartridge_id": "c"}, 1, "tenant")
     assert granted == {
         "lmcache.skip_save": True, TAG: claim.selection.tag,
-        GRANT: {"must_inject": 16 if kind == "trained" else 0, "resident": resident, "salt": "tenant"},
+        GRANT: {"must_inject": 16 if kind == "trained" else 0, "resident": resident, "salt": "tenant", "adapter": ""},
     }  # fmt: skip
 
 
@@ -145,10 +147,12 @@ def test_an_adapter_gets_no_cartridge_and_leaves_no_claim(tmp_path: Path, kind: 
 
     async def answer() -> None:
         params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        async for _ in GuardedEngine(engine, from_mapping({})).generate({}, params, "r", lora_request=object()):
+        async for _ in GuardedEngine(engine, from_mapping({}), Adapters({})).generate(
+            {}, params, "r", lora_request=object()
+        ):
             pass
 
-    with pytest.raises(GracefulHTTPError, match="ask the base model"):
+    with pytest.raises(GracefulHTTPError, match="ask again"):
         asyncio.run(answer())
     assert (claim.was_released, engine.prompts) == (True, [])
 
@@ -161,7 +165,7 @@ def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
     claim, closed = _Noted(_selection(tmp_path, kind)), []
 
     class Endless:
-        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
             try:
                 while True:
                     yield _output("token", None)
@@ -171,7 +175,9 @@ def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
 
     async def leave() -> None:
         params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        answer = GuardedEngine(Endless(), from_mapping({})).generate({"prompt_token_ids": [1]}, params, "r")
+        answer = GuardedEngine(Endless(), from_mapping({}), Adapters({})).generate(
+            {"prompt_token_ids": [1]}, params, "r"
+        )
         for _ in range(outputs):
             await anext(answer)
         assert claim.was_released == (kind == "prefill"), "a trained one is needed to the end"

@@ -242,7 +242,8 @@ class _Lender(MemoryAllocatorInterface):
 def _tag(key: CacheEngineKey) -> str | None:
     """Return the cartridge a tagged request names, None for an untagged one.
 
-    A request with any other tag asked LMCache to keep it apart, and gets nothing that was not made for that tag.
+    A request with any other tag, an adapter's among them, asked LMCache to keep it apart, and gets nothing that was not
+    made for that tag.
     """
     tags = [(name, value) for name, value in key.tags or () if name != TENANT]
     if not tags:

@@ -35,11 +35,8 @@ def transfer_of(config: VllmConfig) -> KVTransferConfig:
     return config.kv_transfer_config
 
 
-def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None, *, adapters: bool = False) -> None:
-    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe.
-
-    `adapters` says that LMCache's keys tell LoRA adapters apart.
-    """
+def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
+    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
     transfer = transfer_of(config)
     refuse = UnsupportedEngine
     if transfer.kv_role not in ("kv_consumer", "kv_both"):
@@ -50,8 +47,11 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None,
             "without it, and answer from that later; nobody can stop them (vLLM 0.32). LMCache's own saving goes beside "
             'cartridges: name our connector alone, with "kv_role": "kv_both"'
         )
-    if config.lora_config is not None and not adapters:
-        raise refuse("LoRA is enabled; LMCache's keys ignore the adapter, so it would get the base model's KV")
+    if config.lora_config is not None and not host.is_connector_ours(transfer):
+        raise refuse(
+            f"LoRA is enabled, and LMCache's keys ignore the adapter; {transfer.kv_connector} would give it the base model's "
+            "KV. Our connector tells them apart: `lmcache-cartridge serve MODEL --print` shows its name"
+        )
     if config.parallel_config.prefill_context_parallel_size > 1 or (
         config.parallel_config.decode_context_parallel_size > 1
     ):

@@ -19,7 +19,7 @@ from .versions import PROVEN, check_versions, versions
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 Part = Literal["api", "worker", "in-process", "multiprocess", "adapter"]
 """What starts: the API server, a vLLM worker, one of the two connectors, or the adapter in LMCache's server."""
@@ -147,6 +147,14 @@ def extend_models(
     return served
 
 
+def served_adapters(state: Any) -> Mapping[str, Any]:
+    """Return vLLM's LoRA adapters by name, as it goes on changing them. Raises `UnsupportedEngine` where there are none."""
+    served = attribute(attribute(state, "openai_serving_models"), "lora_requests")
+    if not isinstance(served, dict):
+        raise changed("openai_serving_models.lora_requests", f"it is a {type(served).__name__}")
+    return served
+
+
 async def control_paths(engine_client: Any) -> list[str]:
     """Return the control sockets of the workers of all engines that this API server may hand a request to.
 
@@ -216,6 +224,13 @@ def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
 
 
 # vLLM's worker.
+
+
+def is_connector_ours(transfer: KVTransferConfig) -> bool:
+    """Whether the connector that vLLM takes by this configuration is one of ours, whatever its name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return KVConnectorFactory.get_connector_class(transfer).__module__.startswith(f"{__package__}.")
 
 
 def add_to_workers(method: Callable[[Any], str]) -> None:
@@ -395,6 +410,7 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": lambda names: (
             {"LMCacheConnectorV1", "LMCacheMPConnector"} <= set(names)
         ),
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class": callable,
         "vllm.config:get_current_vllm_config_or_none": lambda get: get() or True,
         "vllm.model_executor.models.utils:extract_layer_index": lambda index: index("model.layers.3.attn") == 3,
         "vllm.v1.worker.worker_base:WorkerBase": callable,

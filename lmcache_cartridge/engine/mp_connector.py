@@ -25,7 +25,7 @@ from .control import offer
 from .describe import answering, check_vllm, fingerprint_of, own_layers, transfer_of, without_draft
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, confirm, key_name
-from .salts import adapter_salt, check_salt, key_salt
+from .salts import adapter_salt, check_salt, is_apart, key_salt
 from .turns import Turns
 from .versions import versions
 
@@ -68,7 +68,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         host.start("multiprocess")
         kv_cache_config = without_draft(kv_cache_config)
-        check_vllm(vllm_config, kv_cache_config, adapters=True)
+        check_vllm(vllm_config, kv_cache_config)
         transfer = transfer_of(vllm_config)
         if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
             raise UnsupportedEngine(
@@ -269,8 +269,9 @@ class CartridgeMPConnector(LMCacheMPConnector):
 
 
 def _salt(request: Request) -> str:
-    salt = key_salt(request.kv_transfer_params, request.cache_salt)
-    return salt if request.lora_request is None else adapter_salt(salt, request.lora_request)
+    params, lora_request = request.kv_transfer_params, request.lora_request
+    salt = key_salt(params, request.cache_salt)
+    return adapter_salt(salt, lora_request) if is_apart(params, lora_request) else salt
 
 
 class StepMetadata(LMCacheMPConnectorMetadata):

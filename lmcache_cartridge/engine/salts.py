@@ -64,17 +64,32 @@ def _hash(text: str) -> str:
     return blake3(text.encode("utf-8", "surrogatepass")).hexdigest(16)
 
 
-def adapter_salt(salt: str, lora_request: LoRARequest) -> str:
-    """Return the salt for the keys of a request to a LoRA adapter that would have `salt` without one.
+def adapter_name(lora_request: LoRARequest | None) -> str:
+    """Return what tells an adapter of one vLLM from its others; empty for the base model."""
+    if lora_request is None:
+        return ""
+    return repr((lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id))
 
-    LMCache's keys know no adapters (LMCache 0.5.6). Nothing of ours is found under it: cartridges are the base model's.
-    What an adapter had computed is not found once vLLM was started again, since its files may be others then; and that
-    of one which was loaded in the place of another is never found.
+
+def is_apart(kv_transfer_params: Mapping[str, Any] | None, lora_request: LoRARequest | None) -> bool:
+    """Whether a request is computed by another adapter, or another than the base model, than its cartridges are for.
+
+    Without cartridges: whether it is an adapter's. LMCache's keys know no adapters (LMCache 0.5.6), and what is computed
+    after cartridges is told apart by their digests.
     """
-    if lora_request.load_inplace:
+    grant = (kv_transfer_params or {}).get(GRANT) or {}
+    return grant.get("adapter", "") != adapter_name(lora_request)
+
+
+def adapter_salt(salt: str, lora_request: LoRARequest | None) -> str:
+    """Return the salt for the keys of a request that `is_apart` and would have `salt` otherwise.
+
+    Nothing of ours is found under it. What an adapter had computed is not found once vLLM was started again, since its
+    files may be others then; and that of one which was loaded in the place of another is never found.
+    """
+    if lora_request is not None and lora_request.load_inplace:
         return _ADAPTER + uuid.uuid4().hex
-    adapter = _PROCESS, lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id
-    return _ADAPTER + _hash(repr((adapter, salt)))
+    return _ADAPTER + _hash(repr((_PROCESS, adapter_name(lora_request), salt)))
 
 
 def check_salt() -> str:

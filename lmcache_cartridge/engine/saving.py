@@ -1,4 +1,4 @@
-"""Saving: which requests LMCache must not save, and for whom it saves the others. In-process mode."""
+"""Saving: which requests LMCache must not save, and for whom and for which adapter it saves the others. In-process mode."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from .contract import GRANT, TENANT
+from .contract import ADAPTER, GRANT, TENANT
+from .salts import adapter_salt, is_apart
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
 def keep_apart(request: Request) -> None:
-    """Have LMCache find and save KV for a request beside those with the same `cache_salt` only.
+    """Have LMCache find and save KV for a request beside those with the same `cache_salt` and LoRA adapter only.
 
-    LMCache's keys in-process have no salt; they have request tags, and those of a client's own stay. The request gets
+    LMCache's keys in-process have no salt, and know no adapter; they have request tags, and those of a client's own stay. The request gets
     parameters of its own: the caller's may be shared with other requests.
     """
     if request.sampling_params is None:
         return
-    params = request.kv_transfer_params or {}
-    grant = params.get(GRANT) or {}
-    params = {name: value for name, value in params.items() if name != TENANT}
+    given = request.kv_transfer_params or {}
+    grant = given.get(GRANT) or {}
+    params = {name: value for name, value in given.items() if name not in (TENANT, ADAPTER)}
     params |= tenant(grant.get("salt", request.cache_salt))
+    if is_apart(given, lora_request := request.lora_request):
+        is_known = lora_request is not None and lora_request.load_inplace  # which has another salt each time
+        params[ADAPTER] = given.get(ADAPTER) if is_known and ADAPTER in given else adapter_salt("", lora_request)
     if params != (request.kv_transfer_params or {}):
         sampling = copy(request.sampling_params)
         sampling.extra_args = (sampling.extra_args or {}) | {"kv_transfer_params": params}

@@ -312,7 +312,7 @@ class Catalog:
             self._manifests.put(digest, cartridge)
             if row.kind != "tokens":
                 # A document that is not registered answers those who name it, not every prompt that begins like it.
-                self.index.add(digest, row.hashes, open_to_all=row.kind == "prefill" and bool(entry.names))
+                self.index.add(digest, row.hashes, open_to_all=row.is_open and bool(entry.names))
             self._quarantine.look_up([digest])
 
     def _give_up(self, request: ReadRequest, error: CartridgeError) -> None:
@@ -405,9 +405,9 @@ class Catalog:
                 self._entries.refuse(row.digest, PERMANENT[kind](message))
             elif entry.row is None:
                 self._entries.serve(row)
-                if row.kind == "prefill":
+                if row.is_open:
                     documents[row.digest] = row.hashes
-                elif row.kind == "trained":
+                elif row.kind != "tokens":
                     self.index.add(row.digest, row.hashes, open_to_all=False)
         if documents:
             self.index.add_all(documents)

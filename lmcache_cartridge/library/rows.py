@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 PERMANENT = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
 """Errors of sound cartridges that one engine can never serve; to read them again is no use."""
-_FORMAT = 2
+_FORMAT = 3
 _UNUSED_S = 30 * 86400.0
 """Age at which the file of an engine that starts no more is removed."""
 _WAIT_S = 10.0
@@ -52,6 +52,13 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of its whole chunks, as `KeyIndex.hash` returns them."""
     refusal: tuple[str, str] | None = None
     """Name of the error and its message, where the cartridge is sound but nothing for this engine."""
+    adapted: bool = False
+    """Whether it was made with a LoRA adapter."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every prompt with its tokens may have it: what the base model computes of them."""
+        return self.kind == "prefill" and not self.adapted
 
     @property
     def place(self) -> Place:
@@ -87,7 +94,8 @@ class RowReader:
         """
         root, location = place
         manifest = reading.load_manifest(root, digest, payload=location == str(root))
-        if differences := manifest.fingerprint.differences(self._fingerprint):
+        # Which adapter computes is known of each request alone, and compared there.
+        if differences := manifest.fingerprint.base.differences(self._fingerprint):
             raise ModelMismatch(f"made for another model than the one served: {'; '.join(differences)}")
         if manifest.kind == "trained" and not self._allow_trained:
             raise UnsupportedEngine(
@@ -98,7 +106,8 @@ class RowReader:
         if manifest.kind != "tokens":
             hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root).tolist())
         beside = None if location == str(root) else str(root)
-        row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes)
+        adapted = manifest.fingerprint.lora is not None
+        row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes, adapted=adapted)
         return row, Cartridge(manifest, root, location)
 
     def is_likely(self, row: Row, entry: RegistryEntry) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
@@ -20,11 +20,15 @@ from ..library.published import Following
 from ..settings import Settings
 from ..sources.published import follower_of
 from ..sources.reads import Reads
+from .adapters import Adapters, check
 from .canary import Canaries
 from .claim import Claim
 from .metrics import requests
 from .request import Reference, Refusal, Router, Unservable
 from .resolve import MAX_READS, Found, NeedsReading, Resolver, Selection
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 logger = init_logger("vllm.lmcache_cartridge.serve.admission")
 
@@ -48,9 +52,15 @@ class Admission:
         """Makes the salts of this server's requests differ from all that a client can send."""
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Reads(max_reads)
+        self.adapters = Adapters({})
 
-    async def start(self, engine: EngineClient) -> None:
-        """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges."""
+    async def start(self, engine: EngineClient, adapters: Mapping[str, LoRARequest] | None = None) -> None:
+        """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges.
+
+        `adapters` are those that vLLM serves, by name, as it goes on changing them.
+        """
+        self.adapters = Adapters({} if adapters is None else adapters)
+        await self.adapters.start()
         try:
             paths = await host.control_paths(engine)
         except Exception as error:
@@ -109,17 +119,23 @@ class Admission:
 
     @asynccontextmanager
     async def admit(
-        self, selection: Selection, check: Callable[[Selection], None] = lambda selection: None
+        self,
+        selection: Selection,
+        check_request: Callable[[Selection], None] = lambda selection: None,
+        model: str | None = None,
     ) -> AsyncIterator[Claim]:
         """Lend a claim on the KV once it may be used, or one that says that the documents' text takes its place.
 
-        Of an id it is on the newest version that the engine serves; `check` may raise `Refusal` for each. The first
-        time of a cartridge the engine's canary is awaited too; where it fails, it is as if there were no KV. It is
+        Of an id it is on the newest version that the engine serves; `check_request` may raise `Refusal` for each. What
+        the request names as its `model` decides which LoRA adapter they must be of. The first time of a cartridge the engine's canary is awaited too; where it fails, it is as if there were no KV. It is
         released on leaving unless it was granted. Raises `Refusal`.
         """
         refusals: dict[str | None, Unservable] = {}
+        adapter = await self.adapters.of(model)
         while True:
-            check(selection)
+            check_request(selection)
+            check(selection, adapter)
+            selection = selection._replace(adapter=adapter and adapter.request)
             async with Claim(self.client, selection) as claim:
                 try:
                     with requests().wait():

@@ -36,8 +36,6 @@ _ONE_RANK = {
     "decode-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
 }
 _NEVER = {
-    "enable-lora": "LMCache's keys in-process ignore the adapter, so it would get the base model's KV; use --mode "
-    "multiprocess",
     "worker-extension-cls": f"`serve` needs that place for {WORKER_EXTENSION}",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
 }
@@ -106,8 +104,6 @@ class Arguments:
         if in_process and (size := self.get("data-parallel-size")) not in (None, "1"):
             raise UnsupportedEngine(f"--data-parallel-size {size}: {DATA_PARALLEL}")
         for name, why in _NEVER.items():
-            if name == "enable-lora" and not in_process:
-                continue
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")
         for name, why in _ONE_RANK.items():

@@ -23,6 +23,7 @@ from ..artifact.canary import Asked, Comparison, ServedCanary, compare
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient
 from ..engine.contract import GRANT, SKIP_SAVE, TAG
+from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..library.registry import Registry
 from ..settings import Settings
@@ -69,7 +70,13 @@ class Trial(NamedTuple):
         """What the engine is asked with. Copies token ids, so it is made for a trial that takes place only."""
         times, start = 1 + self.is_behind, sum(m.positions for m in self.within.manifests[: self.place])
         ids = self.within.token_ids[start : start + self.manifest.positions]
-        return Selection((self.manifest,) * times, (self.within.places[self.place],) * times, ids * times, None)
+        return Selection(
+            (self.manifest,) * times,
+            (self.within.places[self.place],) * times,
+            ids * times,
+            None,
+            adapter=self.within.adapter,
+        )
 
     @property
     def questions(self) -> tuple[Asked, ...]:
@@ -230,14 +237,14 @@ class Canaries:
                     prompt, params = exam.send(output)
                 except StopIteration as done:
                     return done.value
-                output = await self._generate(prompt, params)
+                output = await self._generate(prompt, params, trial.within.adapter)
 
-    async def _generate(self, prompt: Any, params: SamplingParams) -> Any:
+    async def _generate(self, prompt: Any, params: SamplingParams, adapter: Any) -> Any:
         """Return the engine's last output, None where there is none."""
         last = None
         request_id = f"cartridge-canary-{uuid.uuid4().hex}"
         tokens: Any = {"type": "token", **prompt}
-        async for output in self._engine.generate(tokens, params, request_id):
+        async for output in self._engine.generate(tokens, params, request_id, lora_request=adapter):
             last = output
         return last
 
@@ -274,10 +281,11 @@ def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int
 
     The engine returns at most `max_logprobs` of a position, all for -1.
     """
+    grant = {"must_inject": whole, "adapter": adapter_name(trial.within.adapter)}
     params = SamplingParams(
         temperature=0, max_tokens=len(asked.answer.tokens), ignore_eos=True, detokenize=False,
         logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: {"must_inject": whole}, SKIP_SAVE: True}},
+        extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: grant, SKIP_SAVE: True}},
     )  # fmt: skip
     return {"prompt_token_ids": [*trial.selection.token_ids, *asked.question], "cache_salt": salt}, params
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import COMPUTED, GRANT, TAG
+from ..engine.salts import adapter_name
 from ..settings import Settings
 from . import http
 from .request import Refusal
@@ -125,7 +126,10 @@ class Grant(dict):
         """`own` are the client's own parameters, and `client_salt` its `cache_salt`."""
         selection = claim.selection
         resident = len(selection.token_ids) if claim.is_whole else selection.must_inject
-        granted = {"must_inject": selection.must_inject, "resident": resident, "salt": client_salt or ""}
+        granted = {
+            "must_inject": selection.must_inject, "resident": resident, "salt": client_salt or "",
+            "adapter": adapter_name(selection.adapter),
+        }  # fmt: skip
         super().__init__(own | {TAG: selection.tag, GRANT: granted})
         self.claim = claim
 

@@ -6,18 +6,23 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm import LLM, SamplingParams
 
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
+from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..settings import Settings
+from .adapters import check, read
 from .canary import Trial, Unfinished, examine, trials
 from .launch import plan
 from .request import read_references
 from .resolve import Resolver, Selection
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 _clients: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
 _tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
@@ -43,8 +48,11 @@ def with_cartridges(
     cartridges: Sequence[str],
     prompt: str | list[int] | list[dict[str, str]],
     params: SamplingParams | None = None,
+    lora_request: LoRARequest | None = None,
 ) -> tuple[Prompt, SamplingParams]:
     """Return a prompt and sampling parameters for `llm.generate` that put cartridges before text, ids or messages.
+
+    With a `lora_request`, which `llm.generate` must be given too, they must have been made with that adapter.
 
     Waits, `ready_timeout_s` at most, until the cartridges are in memory, where they stay as long as the prompt is
     referred to. The first time of each cartridge the engine is asked its canary's questions, as the setting `canary`
@@ -52,6 +60,8 @@ def with_cartridges(
     that this engine does not answer right from.
     """
     selection = Resolver(settings).resolve(read_references({"cartridges": list(cartridges)}, None))
+    check(selection, None if lora_request is None else read(lora_request))
+    selection = selection._replace(adapter=lora_request)
     tokenizer: Any = llm.get_tokenizer()
     given: Any = prompt
     if isinstance(prompt, str):
@@ -72,7 +82,8 @@ def with_cartridges(
         _claim(llm, settings, selection, result)
         if settings.canary:
             _try(llm, settings, selection)
-        grant = {TAG: selection.tag, GRANT: {"must_inject": selection.must_inject, "salt": ""}}
+        granted = {"must_inject": selection.must_inject, "salt": "", "adapter": adapter_name(lora_request)}
+        grant = {TAG: selection.tag, GRANT: granted}
         params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
     return result, params
 
@@ -112,7 +123,7 @@ def _examine(llm: LLM, trial: Trial) -> str | None:
             prompt, params = exam.send(output)
         except StopIteration as done:
             return done.value
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=trial.within.adapter)
 
 
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:

@@ -58,12 +58,12 @@ class CartridgePlugin:
         admission = self._admission
         if engine_client is None:
             raise UnsupportedEngine("this server has no engine, and cartridges need one")
-        await admission.start(engine_client)
+        await admission.start(engine_client, host.served_adapters(state))
         host.wrap_handlers(
             state,
             engine_client,
             lambda renderer: CartridgeRenderer(renderer, admission),
-            lambda engine: GuardedEngine(engine, admission.settings),
+            lambda engine: GuardedEngine(engine, admission.settings, admission.adapters),
             lambda renderer: ShowingRenderer(renderer, admission),
         )
         CartridgeModels(admission.settings, admission.router, state)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..engine.contract import GRANT, MAX_OFFLOAD, SKIP_SAVE, TAG, TENANT
+from ..engine.contract import ADAPTER, GRANT, MAX_OFFLOAD, SKIP_SAVE, TAG, TENANT
 from ..settings import Settings
 
 MAX_CHAIN = 16
@@ -89,7 +89,7 @@ def check_params(kv_params: Any) -> None:
         raise Refusal(400, "kv_transfer_params must be an object")
     for key, value in kv_params.items():
         name = f"kv_transfer_params.{shorten(str(key))}"
-        if key in (TAG, TENANT, GRANT):
+        if key in (TAG, TENANT, ADAPTER, GRANT):
             raise Refusal(400, f"{name} is set by the server; name cartridges in `cartridges`")
         if str(key).startswith("lmcache.tag."):
             if not isinstance(value, str) or not _TAG.fullmatch(value) or not _TAG.fullmatch(str(key)):

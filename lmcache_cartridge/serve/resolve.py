@@ -68,12 +68,19 @@ class Selection(NamedTuple):
     """Digests of those whose copies in memory and on local disk must be dropped first (`force_redownload`)."""
     references: tuple[Reference, ...] = ()
     """What the request named, one of each."""
+    adapter: Any = None
+    """vLLM's request of the LoRA adapter that computes the prompt; None for the base model."""
 
     @property
     def tag(self) -> str | None:
         """Every digest in order, which LMCache's keys are bound to. None without any KV."""
         digests = [m.digest for m in self.manifests if m.kind != "tokens"]
         return ".".join(digests) or None
+
+    @property
+    def lora(self) -> str | None:
+        """The digest of the LoRA adapter that all were made with; None for the base model."""
+        return self.manifests[0].fingerprint.lora
 
     @property
     def located(self) -> dict[str, tuple[str, str]]:
@@ -195,6 +202,8 @@ class Resolver:
         manifests = tuple(one.manifest for one in each)
         if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
+        if len({manifest.fingerprint.lora for manifest in manifests}) > 1:
+            raise Refusal(422, "cartridges of different LoRA adapters, or of one and the base model, make no chain")
         for manifest in manifests[1:]:
             try:
                 check_shift(manifest.fingerprint.rope)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import init_logger
@@ -15,18 +15,22 @@ from ..engine.contract import COMPUTED, TAG
 from ..errors import CartridgeError
 from ..settings import Settings
 from . import http
+from .adapters import Adapters
 from .admission import Admission
 from .claim import Claim, Computed, Grant
 from .metrics import Outcome, requests
 from .request import REQUIRED, Refusal, Router, check_params
 from .resolve import Selection
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
 logger = init_logger("vllm.lmcache_cartridge.serve.wrap")
 
 
 SHOWN = {"cartridge_id": "these token ids were shown; name the cartridge where an answer is wanted"}
 """KV transfer parameters of a rendered request, which `GuardedEngine` refuses."""
-_ADAPTER = "cartridges are made with the base model, and a LoRA adapter computes other KV; ask the base model"
+_ADAPTER = "the LoRA adapter is not the one that the request's cartridges were compared with; ask again"
 
 
 class CartridgeRenderer:
@@ -82,7 +86,9 @@ class CartridgeRenderer:
         return self._admission.router
 
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
-        async with self._admission.admit(selection, partial(check_request, request)) as claim:
+        async with self._admission.admit(
+            selection, partial(check_request, request), getattr(request, "model", None)
+        ) as claim:
             params = request.kv_transfer_params
             request.kv_transfer_params = None  # the inner renderer has no use for our keys
             result = await render()
@@ -166,23 +172,27 @@ class ShowingRenderer(CartridgeRenderer):
 class GuardedEngine:
     """vLLM's engine client, which turns a cartridge lost on the way into its document or a clear error."""
 
-    def __init__(self, inner: Any, settings: Settings) -> None:
-        self._inner, self._settings = inner, settings
+    def __init__(self, inner: Any, settings: Settings, adapters: Adapters) -> None:
+        self._inner, self._settings, self._adapters = inner, settings, adapters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    async def add_lora(self, lora_request: LoRARequest) -> Any:
+        """Load a LoRA adapter, and read what it is."""
+        return await self._adapters.load(self._inner.add_lora, lora_request)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Where the engine ends the request because its KV was lost, nothing was sampled from it.
 
         Raises `GracefulHTTPError` for KV transfer parameters that only this server may make, and for cartridges with a
-        LoRA adapter.
+        LoRA adapter that came in the place of theirs.
         """
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
         if isinstance(transfer, Grant):
-            if kwargs.get("lora_request") is not None:
+            if kwargs.get("lora_request") is not transfer.claim.selection.adapter:
                 transfer.claim.end_prompt()
-                raise GracefulHTTPError(_ADAPTER, HTTPStatus.UNPROCESSABLE_ENTITY)
+                raise GracefulHTTPError(_ADAPTER, HTTPStatus.SERVICE_UNAVAILABLE)
             outputs: Any = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
         elif isinstance(transfer, Computed):
             outputs = self._inner.generate(prompt, params, request_id, **kwargs)

@@ -1,0 +1,141 @@
+"""Adapters: which LoRA adapter computes a request, by its content, and whether cartridges are of the same one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..artifact.fingerprint import model_directory
+from ..artifact.lora import CONFIG, WEIGHTS, adapter_digest
+from ..errors import UnsupportedModel
+from .request import Refusal
+from .resolve import Selection
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter as vLLM has loaded it."""
+
+    request: LoRARequest
+    digest: str | None
+    """`adapter_digest` of its files; None where no cartridge can be of it."""
+    problem: str = ""
+    """Why there is no digest."""
+    stamp: Any = None
+    """What its files looked like when they were loaded."""
+
+
+_Load = Callable[["LoRARequest"], Awaitable[Any]]
+
+
+class Adapters:
+    """The LoRA adapters of one API server.
+
+    An adapter is what its files held when vLLM loaded it. vLLM reads them again at times without saying so, so one whose
+    files have changed since is of no cartridge until it is loaded again.
+    """
+
+    def __init__(self, served: Mapping[str, LoRARequest]) -> None:
+        """`served` is vLLM's own, by the name that requests give as their model; it changes."""
+        self._served = served
+        self._loaded: dict[str, Adapter] = {}
+
+    async def start(self) -> None:
+        """Read the files of the adapters that were loaded before there was this."""
+        for request in list(self._served.values()):
+            await self._note(request)
+
+    async def load(self, load: _Load, request: LoRARequest) -> Any:
+        """Have vLLM load an adapter, or another one in its place, and return what it does. Raises what it raises."""
+        name = request.lora_name
+        before, stamp = self._loaded.get(name), await asyncio.to_thread(_stamp, request)
+        self._loaded[name] = Adapter(request, None, f"the LoRA adapter {name} is being loaded; ask again")
+        try:
+            result = await load(request)
+        except BaseException:
+            if before is None:
+                del self._loaded[name]
+            else:
+                self._loaded[name] = before
+            raise
+        await self._note(request, stamp)
+        return result
+
+    async def _note(self, request: LoRARequest, stamp: Any = None) -> Adapter:
+        self._loaded[request.lora_name] = found = await asyncio.to_thread(read, request, stamp)
+        return found
+
+    async def of(self, model: str | None) -> Adapter | None:
+        """Return the adapter that a request names as its model, None for the base model. Looks at its files."""
+        request = self._served.get(model or "")
+        if request is None:
+            return None
+        found = self._loaded.get(request.lora_name) or await self._note(request)
+        if found.request is not request:
+            return Adapter(request, None, f"the LoRA adapter {request.lora_name} is being loaded; ask again")
+        if found.digest is not None and await asyncio.to_thread(_stamp, request) != found.stamp:
+            why = f"the files of the LoRA adapter {request.lora_name} were changed after it was loaded; load it again"
+            return Adapter(request, None, why)
+        return found
+
+
+def check(selection: Selection, adapter: Adapter | None) -> None:
+    """Raise `Refusal` unless cartridges were made with the adapter that computes the request; None is the base model.
+
+    Those without KV go with any.
+    """
+    if selection.tag is None:
+        return
+    wanted, name = selection.lora, None if adapter is None else adapter.request.lora_name
+    if adapter is None:
+        if wanted is not None:
+            raise Refusal(422, f"{selection.names} was made with a LoRA adapter; name that adapter as the `model`")
+    elif wanted is None:
+        raise Refusal(
+            422, f"{selection.names} was made with the base model, and the LoRA adapter {name} computes other KV; ask the "
+            "base model, or make one by `build --lora`",
+        )  # fmt: skip
+    elif adapter.digest is None:
+        raise Refusal(422, adapter.problem)
+    elif adapter.digest != wanted:
+        raise Refusal(
+            422, f"{selection.names} was made with another LoRA adapter than {name}, or with other weights of it"
+        )
+
+
+def _directory(request: LoRARequest) -> Path:
+    directory = model_directory(str(Path(request.lora_path).expanduser()))
+    if directory is None:
+        raise UnsupportedModel(f"the LoRA adapter {request.lora_name} is not in a local directory")
+    return directory
+
+
+def _stamp(request: LoRARequest) -> Any:
+    """Return what changes when an adapter's files do; None where there are none. Blocks."""
+    try:
+        found = [(_directory(request) / name).stat() for name in (CONFIG, WEIGHTS)]
+    except (OSError, UnsupportedModel):
+        return None
+    return tuple((file.st_mtime_ns, file.st_ctime_ns, file.st_size, file.st_ino) for file in found)
+
+
+@lru_cache(maxsize=256)
+def _digest(directory: Path, stamp: Any) -> str:
+    return adapter_digest(directory)
+
+
+def read(request: LoRARequest, before: Any = None) -> Adapter:
+    """Read an adapter's files, which looked like `before` when it began to be loaded. Blocks."""
+    try:
+        stamp = before or _stamp(request)
+        digest = _digest(_directory(request), stamp)
+    except UnsupportedModel as error:
+        return Adapter(request, None, str(error))
+    if _stamp(request) != stamp:
+        return Adapter(request, None, f"the files of the LoRA adapter {request.lora_name} changed while it was loaded")
+    return Adapter(request, digest, stamp=stamp)

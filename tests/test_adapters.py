@@ -1,0 +1,272 @@
+"""LoRA adapters by their content: what their digest is of, what the model computes with one, whom cartridges go to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import write_adapter
+from blocks import quietly
+from homes import Home, prompt_for
+from making import make_fingerprint
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from wards import MODEL, prefill
+
+from lmcache_cartridge.artifact.lora import CONFIG, WEIGHTS, adapter_digest
+from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.errors import UnsupportedModel
+from lmcache_cartridge.library import catalog
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.request import Reference, Refusal
+from lmcache_cartridge.serve.resolve import Resolver, Selection
+from lmcache_cartridge.settings import from_mapping
+
+with quietly():
+    from vllm.lora.request import LoRARequest
+
+    from lmcache_cartridge.serve.adapters import Adapters, check
+
+IDS = list(range(10, 90))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapters") / "one", 1)
+
+
+@pytest.fixture
+def directory(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "one"))
+
+
+def _configure(directory: Path, **fields: Any) -> None:
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps(config | fields))
+
+
+def _change_a_weight(directory: Path) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    next(iter(tensors.values()))[0, 0] += 1
+    save_file(tensors, directory / WEIGHTS)
+
+
+# The digest.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_change_a_weight, *(lambda d, f=f: _configure(d, **f) for f in (
+        {"lora_alpha": 33}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}},
+        {"target_modules": ["q_proj"]},
+    ))],
+)  # fmt: skip
+def test_all_that_an_adapter_computes_with_is_in_its_digest(directory: Path, change: Callable[[Path], None]) -> None:
+    before = adapter_digest(directory)
+    change(directory)
+    assert adapter_digest(directory) != before
+
+
+def test_how_an_adapter_was_written_is_not_in_its_digest(directory: Path) -> None:
+    before = adapter_digest(directory)
+    _configure(directory, target_modules=["o_proj", "v_proj", "k_proj", "q_proj"], lora_dropout=0.5, task_type="X")
+    save_file(load_file(directory / WEIGHTS), directory / WEIGHTS, metadata={"format": "np"})
+    assert adapter_digest(Path(shutil.move(directory, directory.with_name("moved")))) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"peft_type": "LOHA"}, "type LOHA"), ({"use_dora": True}, "use_dora"), ({"bias": "all"}, "biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_engines_compute_otherwise_is_refused(directory: Path, fields: dict, why: str) -> None:
+    _configure(directory, **fields)
+    with pytest.raises(UnsupportedModel, match=why):
+        CausalModel(MODEL, lora=directory)
+
+
+def test_what_is_no_adapter_is_refused(directory: Path) -> None:
+    weights = (directory / WEIGHTS).read_bytes()
+    for name in (CONFIG, WEIGHTS):
+        whole = (directory / name).read_bytes()
+        (directory / name).write_bytes(whole[:20])
+        with pytest.raises(UnsupportedModel, match="cannot be read"):
+            adapter_digest(directory)
+        (directory / name).unlink()
+        with pytest.raises(UnsupportedModel, match=f"it has no {name}"):
+            adapter_digest(directory)
+        (directory / name).write_bytes(whole)
+    save_file({f"{name}x": tensor for name, tensor in load_file(directory / WEIGHTS).items()}, directory / WEIGHTS)
+    with pytest.raises(UnsupportedModel, match="not of this model"):
+        CausalModel(MODEL, lora=directory)
+    (directory / WEIGHTS).write_bytes(weights)
+    _configure(directory, r=4)
+    with pytest.raises(UnsupportedModel, match="not of this model"):
+        CausalModel(MODEL, lora=directory)
+
+
+# What the model computes.
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+def test_kv_is_that_of_weights_with_the_adapter_added(tmp_path: Path, options: dict) -> None:
+    """The reference adds alpha / r times B A to the weights (of rsLoRA alpha over the root of r), without PEFT."""
+    path = write_adapter(tmp_path / "a", 2, lora_alpha=24, **options)
+    found = CausalModel(MODEL, dtype="float32", lora=path)
+    base = CausalModel(MODEL, dtype="float32")
+    plain = prefill(base, IDS)
+    tensors = load_file(path / WEIGHTS)
+    weights = dict(base.model.named_parameters())
+    for name, down in tensors.items():
+        if "lora_A" in name:
+            up = tensors[name.replace("lora_A", "lora_B")]
+            target = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            weights[target].data += 24 / (8**0.5 if options else 8) * up @ down
+    assert (prefill(found, IDS) - prefill(base, IDS)).abs().max() < 1e-3
+    assert (prefill(found, IDS) - plain).abs().max() > 1, "the control: the adapter changes KV"
+
+
+def test_the_fingerprint_is_the_base_models_with_the_adapter(written: Path) -> None:
+    adapted, base = CausalModel(MODEL, lora=written), CausalModel(MODEL)
+    assert adapted.fingerprint == replace(base.fingerprint, lora=adapter_digest(written))
+    assert {p.dtype for p in adapted.model.parameters()} == {torch.bfloat16}
+    (line,) = adapted.fingerprint.differences(base.fingerprint)
+    assert line.startswith("lora: ")
+
+
+def test_commands_make_cartridges_of_an_adapter(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "a.txt"
+    document.write_text("Patient Mora: blood AB+, ward 7, allergy latex. " * 8)
+
+    def run(*command: str) -> Any:
+        assert main([*command, "--home", str(tmp_path / "home"), "--format", "json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    model = ["--model", MODEL, "--lora", str(written)]
+    run("build", *model, "--document", str(document), "--id", "whole", "--chunk-size", "16")
+    run("compact", "whole", *model, "--id", "short", "--compact", "2x", "--accept", "0")
+    run("build", "--model", MODEL, "--document", str(document), "--id", "base", "--chunk-size", "16")
+    digest = adapter_digest(written)
+    assert {row["id"]: row["lora"] for row in run("list")} == {"whole": "one", "short": "one", "base": None}
+    for name in ("whole", "short"):
+        shown = run("describe", name)
+        assert (shown["fingerprint"]["lora"], shown["provenance"]["lora"]) == (digest, "one")
+    for command in (["compact", "whole", "--model", MODEL, "--id", "x", "--compact", "2x"],
+                    ["export", "whole", "--to", "peft", "--output", str(tmp_path / "out")]):  # fmt: skip
+        assert main([*command, "--home", str(tmp_path / "home")]) == 1
+        assert "lora" in capsys.readouterr().err.lower()
+
+
+# Whom cartridges go to.
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_prompts_that_name_nothing_get_no_adapters_kv(
+    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    monkeypatch.setattr(catalog, "_CACHED_FROM", 1 if cached else 1000)
+    made = home.make(fingerprint=replace(make_fingerprint(), lora="a1" * 32))
+    settings = {"disk_dir": home.path / "cache", "disk_bytes": 0}
+    if cached:
+        opened(settings).close()
+        assert list((home.path / "cache" / "index").glob("*.sqlite"))
+    store, prompt = opened(settings), prompt_for(home, made)
+    assert (store.names(), store.refused()) == (["doc@1"], {})
+    assert store.lookup(prompt.hashes) == 0
+    assert store.lookup(prompt.hashes, made.manifest.digest) == prompt.whole
+    assert store.release(prompt.hashes[0], made.manifest.digest)
+
+
+def _selection(home: Home, *names: str) -> Selection:
+    return Resolver(from_mapping({"home": home.path})).resolve([Reference(id=name) for name in names])
+
+
+async def _load(request: LoRARequest) -> bool:
+    return True
+
+
+async def _problem(adapters: Adapters, selection: Selection, model: str) -> str:
+    try:
+        check(selection, await adapters.of(model))
+    except Refusal as refusal:
+        assert refusal.status == 422
+        return str(refusal)
+    return ""
+
+
+def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home: Home, directory: Path) -> None:
+    home.make("base")
+    home.make("one", fingerprint=replace(make_fingerprint(), lora=adapter_digest(directory)))
+    base, one = _selection(home, "base"), _selection(home, "one")
+    with pytest.raises(Refusal, match="no chain"):
+        _selection(home, "base", "one")
+    served: dict[str, LoRARequest] = {}
+    adapters = Adapters(served)
+
+    async def work() -> None:
+        async def load(path: Path, *, fails: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
+            request = LoRARequest("a", 1, str(path), load_inplace=True)
+
+            async def loading(_: LoRARequest) -> bool:
+                meanwhile()
+                if before := served.get("a"):
+                    assert "is being loaded" in await _problem(adapters, one, "a"), before
+                if fails:
+                    raise ValueError("no room")
+                return True
+
+            assert await adapters.load(loading, request)
+            served["a"] = request
+
+        await load(directory)
+        assert [await _problem(adapters, s, "a") for s in (base, one)] == [await _problem(adapters, base, "a"), ""]
+        assert "made with the base model" in await _problem(adapters, base, "a")
+        assert [await _problem(adapters, base, "m"), bool(await _problem(adapters, one, "m"))] == ["", True]
+        with pytest.raises(ValueError, match="no room"):
+            await load(directory, fails=True)
+        assert await _problem(adapters, one, "a") == "", "it is as it was"
+        _change_a_weight(directory)
+        assert "changed after it was loaded" in await _problem(adapters, one, "a")
+        await load(directory)
+        assert "other weights" in await _problem(adapters, one, "a")
+        await load(directory, meanwhile=lambda: _change_a_weight(directory))
+        assert "changed while it was loaded" in await _problem(adapters, one, "a")
+        (directory / WEIGHTS).unlink()
+        await load(directory)
+        assert WEIGHTS in await _problem(adapters, one, "a")
+        await load(directory.with_name("nowhere"))
+        assert "not in a local directory" in await _problem(adapters, one, "a")
+
+    asyncio.run(work())
+
+
+def test_adapters_that_were_there_before_are_read_at_the_start(home: Home, directory: Path) -> None:
+    home.make("one", fingerprint=replace(make_fingerprint(), lora=adapter_digest(directory)))
+    adapters = Adapters({"a": LoRARequest("a", 1, str(directory))})
+
+    async def work() -> str:
+        await adapters.start()
+        _change_a_weight(directory)
+        return await _problem(adapters, _selection(home, "one"), "a")
+
+    assert "changed after it was loaded" in asyncio.run(work())
+
+
+def test_a_manifest_of_the_base_model_is_as_it_was(home: Home) -> None:
+    home.make("base")
+    text = json.loads((home.root("base") / "manifest.json").read_text())
+    assert text["fingerprint"]["lora"] is None
+    assert "lora" not in text["provenance"]
+    assert load_manifest(home.root("base")).fingerprint.base == load_manifest(home.root("base")).fingerprint

@@ -1,0 +1,161 @@
+"""LoRA on real servers: each adapter, and the base model, has KV of its own, of cartridges as of what LMCache saves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+from adapters import write_adapter
+from serving import SERVER_ARGS, Reply, difference
+from test_l2_saving import NOISE, Served, _build, _cut, _questions
+from wards import MODEL, Ward, patients, register, write_ward
+
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+MODELS = {MODEL: "base", "one": "one", "two": "two"}
+"""What requests ask for, and the cartridge of the sheet that is made with it."""
+TEXT = 1024
+"""Tokens of the sheet, in whole chunks."""
+_tags = count()
+
+
+@pytest.fixture(scope="module", params=["multiprocess", "in-process"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    settings, model = from_mapping({"home": home}), CausalModel(MODEL)
+    ward = _cut(model, write_ward(model, patients(0, 6), "doc"), TEXT)
+    for seed, name in enumerate(("one", "two")):
+        adapted = CausalModel(MODEL, lora=write_adapter(home / name, seed))
+        _build(adapted, settings, name, ward)
+        register(adapted, settings, ward.ids[:256], name=f"short-{name}", kind="trained")
+    _build(model, settings, "base", ward)
+    shutil.copytree(home / "one", home / "changing")
+    modules = [f"{name}={home / name}" for name in ("one", "two")]
+    launch = plan(
+        MODEL, settings, mode=request.param, l1_bytes=128 << 20,
+        vllm_args=[*SERVER_ARGS, "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules", *modules],
+    )  # fmt: skip
+    environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with (
+        ServerProcess(launch, home / "server.log", environment=environment) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        served = Served(http, launch, model, settings, {"doc": ward})
+        for (
+            asked,
+            name,
+        ) in MODELS.items():  # the engine is tried with each, and plain prompts are answered from the base's
+            served.ask([5], name, model=asked)
+        yield served
+
+
+def _computed(served: Served, ids: list[int], model: str) -> Reply:
+    """Return the reply of a model to a prompt of which it computes everything."""
+    apart = {"lmcache.tag.apart": str(next(_tags)), "lmcache.skip_save": True}
+    reply = served.ask(ids, model=model, kv_transfer_params=apart)
+    assert reply.cached_tokens == 0
+    return reply
+
+
+def _ward(served: Served) -> Ward:
+    return served.wards["doc"]
+
+
+def test_a_model_is_answered_from_its_own_cartridge_and_refused_any_other(served: Served) -> None:
+    """The matrix of three models and their cartridges; with another one's KV the logprobs would differ by more than 1."""
+    questions = [question for question, _ in _questions(_ward(served), 3)]
+    computed = {model: [_computed(served, _ward(served).ids + q, model) for q in questions] for model in MODELS}
+    for one, other in (("one", "two"), ("one", MODEL), ("two", MODEL)):
+        assert max(map(difference, computed[one], computed[other])) > 4 * NOISE, "the control: another's KV is seen"
+    for model in MODELS:
+        for asked, name in MODELS.items():
+            if asked == model:
+                replies = [served.ask(q, name, model=model) for q in questions]
+                assert {reply.cached_tokens for reply in replies} == {TEXT}
+                assert max(map(difference, replies, computed[model])) < NOISE
+            else:
+                assert "made with" in _refused(served, model, [name])
+
+
+def test_a_trained_cartridge_is_its_adapters_too(served: Served) -> None:
+    (question, _), *_ = _questions(_ward(served), 1)
+    computed = _computed(served, _ward(served).ids[:256] + question, "one")
+    reply = served.ask(question, "short-one", model="one")
+    assert reply.cached_tokens == 256
+    assert difference(reply, computed) < NOISE
+    for model in ("two", MODEL):
+        assert "made with" in _refused(served, model, ["short-one"])
+
+
+def test_a_chain_is_of_one_adapter(served: Served) -> None:
+    (question, _), *_ = _questions(_ward(served), 1)
+    text = _ward(served).ids
+    computed = _computed(served, text + text[:256] + question, "one")
+    body = {"cartridges": ["one", "short-one"], "model": "one"}
+    reply = served.ask(question, **body)
+    assert reply.cached_tokens == TEXT + 256
+    assert difference(reply, computed) < 2 * NOISE, "keys are rotated in bfloat16"
+    assert "no chain" in _refused(served, "one", ["one", "short-two"])
+
+
+def test_plain_prompts_never_get_anothers_kv(served: Served) -> None:
+    """They begin with the sheet, of which there are cartridges of every model, and are saved."""
+    question, answer = _questions(_ward(served), 1)[0]
+    ids = _ward(served).ids + question
+    computed = {model: _computed(served, ids, model) for model in MODELS}
+    assert served.saved(TEXT, ids, salt="tenant", model=MODEL).text.strip() == answer, "the base model's cartridge"
+    for model in ("one", "two"):
+        first = served.ask(ids, salt="tenant", model=model)
+        assert first.cached_tokens == 0, "it got the base model's KV, or the other adapter's"
+        assert difference(first, computed[model]) < NOISE
+    for model in (*MODELS, *MODELS):
+        assert difference(served.saved(TEXT, ids, salt="tenant", model=model), computed[model]) < NOISE
+
+
+def test_what_follows_a_cartridge_is_saved_for_its_adapter(served: Served) -> None:
+    (question, _), *_ = _questions(_ward(served), 1)
+    own = _ward(served).ids[1:258]
+    ids = own + question
+    computed = _computed(served, _ward(served).ids + ids, "two")
+    reply = served.saved(TEXT + 256, ids, "two", "tenant", model="two")
+    assert difference(reply, computed) < NOISE
+
+
+def test_another_adapter_in_the_place_of_one_gets_no_cartridge_of_the_old(served: Served) -> None:
+    (question, _), *_ = _questions(_ward(served), 1)
+    ids, directory = _ward(served).ids + question, served.settings.home / "changing"
+
+    def load(**options: Any) -> None:
+        body = {"lora_name": "changing", "lora_path": str(directory)} | options
+        assert served.http.post("/v1/load_lora_adapter", json=body).status_code == 200
+
+    load()
+    assert served.ask(question, "one", model="changing").cached_tokens == TEXT, "the same weights by another name"
+    shutil.copytree(served.settings.home / "two", directory, dirs_exist_ok=True)
+    for name in ("one", "two"):
+        assert "changed after it was loaded" in _refused(served, "changing", [name])
+    load(load_inplace=True)
+    assert "other weights" in _refused(served, "changing", ["one"])
+    reply = served.ask(question, "two", model="changing")
+    assert reply.cached_tokens == TEXT
+    computed = _computed(served, ids, "two")
+    assert difference(reply, computed) < NOISE
+    for _ in range(2):
+        again = served.ask(ids, salt="tenant", model="changing")
+        assert again.cached_tokens == 0, "what it had computed before it was loaded in place is never found"
+        assert difference(again, computed) < NOISE
+
+
+def _refused(served: Served, model: str, cartridges: list[str]) -> str:
+    """Return why a request is refused, by a status and not within a stream, before any claim is made."""
+    body = {"model": model, "prompt": [5, 6], "max_tokens": 1, "cartridges": cartridges, "stream": True}
+    response = served.http.post("/v1/completions", json=body)
+    assert response.status_code == 422, response.text
+    return response.json()["error"]["message"]
