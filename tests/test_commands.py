@@ -40,6 +40,8 @@ BY_OTHERS = {
     "curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
     '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
     '"max_tokens": 1}\'': "test_convert_served.py",
+    "lmcache-cartridge build --model ./llama --lora ./nurse --document handbook.txt --id handbook-nurse": "test_adapters.py",
+    "lmcache-cartridge serve ./llama --enable-lora --lora-modules nurse=./nurse": "test_lora.py",
     "lmcache-cartridge export ward-a --to peft --output adapter": "test_convert_export.py",
     "lmcache-cartridge export ward-a --to hazy --output checkpoint": "test_convert_export.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",

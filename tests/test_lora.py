@@ -31,11 +31,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     home = tmp_path_factory.mktemp("home")
     settings, model = from_mapping({"home": home}), CausalModel(MODEL)
     ward = _cut(model, write_ward(model, patients(0, 6), "doc"), TEXT)
+    _build(model, settings, "base", ward)  # first, since the newest of documents that begin alike leads
     for seed, name in enumerate(("one", "two")):
         adapted = CausalModel(MODEL, lora=write_adapter(home / name, seed))
         _build(adapted, settings, name, ward)
         register(adapted, settings, ward.ids[:256], name=f"short-{name}", kind="trained")
-    _build(model, settings, "base", ward)
     shutil.copytree(home / "one", home / "changing")
     modules = [f"{name}={home / name}" for name in ("one", "two")]
     launch = plan(

@@ -109,8 +109,6 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     created: str
     """ISO 8601, UTC."""
     model: str | None = None
-    lora: str | None = None
-    """Directory name of the LoRA adapter it was computed with."""
     document: str | None = None
     """File name of the source document, without its directory."""
     document_blake3: str | None = None
@@ -118,6 +116,8 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     origin: Origin | None = None
     training: Training | None = None
     compaction: Compaction | None = None
+    lora: str | None = None
+    """Directory name of the LoRA adapter it was computed with."""
 
 
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
