@@ -201,7 +201,7 @@ async def _problem(adapters: Adapters, selection: Selection, model: str) -> str:
     try:
         check(selection, await adapters.of(model))
     except Refusal as refusal:
-        assert refusal.status == 422
+        assert refusal.status == (503 if "is being loaded" in str(refusal) else 422)
         return str(refusal)
     return ""
 

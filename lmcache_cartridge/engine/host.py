@@ -147,14 +147,6 @@ def extend_models(
     return served
 
 
-def served_adapters(state: Any) -> Mapping[str, Any]:
-    """Return vLLM's LoRA adapters by name, as it goes on changing them. Raises `UnsupportedEngine` where there are none."""
-    served = attribute(attribute(state, "openai_serving_models"), "lora_requests")
-    if not isinstance(served, dict):
-        raise changed("openai_serving_models.lora_requests", f"it is a {type(served).__name__}")
-    return served
-
-
 async def control_paths(engine_client: Any) -> list[str]:
     """Return the control sockets of the workers of all engines that this API server may hand a request to.
 

@@ -28,6 +28,8 @@ class Adapter(NamedTuple):
     """Why there is no digest."""
     stamp: Any = None
     """What its files looked like when they were loaded."""
+    is_loading: bool = False
+    """Whether that has yet to be found out."""
 
 
 _Load = Callable[["LoRARequest"], Awaitable[Any]]
@@ -54,7 +56,7 @@ class Adapters:
         """Have vLLM load an adapter, or another one in its place, and return what it does. Raises what it raises."""
         name = request.lora_name
         before, stamp = self._loaded.get(name), await asyncio.to_thread(_stamp, request)
-        self._loaded[name] = Adapter(request, None, f"the LoRA adapter {name} is being loaded; ask again")
+        self._loaded[name] = _loading(request)
         try:
             result = await load(request)
         except BaseException:
@@ -77,11 +79,15 @@ class Adapters:
             return None
         found = self._loaded.get(request.lora_name) or await self._note(request)
         if found.request is not request:
-            return Adapter(request, None, f"the LoRA adapter {request.lora_name} is being loaded; ask again")
+            return _loading(request)
         if found.digest is not None and await asyncio.to_thread(_stamp, request) != found.stamp:
             why = f"the files of the LoRA adapter {request.lora_name} were changed after it was loaded; load it again"
             return Adapter(request, None, why)
         return found
+
+
+def _loading(request: LoRARequest) -> Adapter:
+    return Adapter(request, None, f"the LoRA adapter {request.lora_name} is being loaded", is_loading=True)
 
 
 def check(selection: Selection, adapter: Adapter | None) -> None:
@@ -100,6 +106,8 @@ def check(selection: Selection, adapter: Adapter | None) -> None:
             422, f"{selection.names} was made with the base model, and the LoRA adapter {name} computes other KV; ask the "
             "base model, or make one by `build --lora`",
         )  # fmt: skip
+    elif adapter.is_loading:
+        raise Refusal(503, adapter.problem, retry_after_s=1)
     elif adapter.digest is None:
         raise Refusal(422, adapter.problem)
     elif adapter.digest != wanted:

@@ -58,7 +58,8 @@ class CartridgePlugin:
         admission = self._admission
         if engine_client is None:
             raise UnsupportedEngine("this server has no engine, and cartridges need one")
-        await admission.start(engine_client, host.served_adapters(state))
+        models = host.attribute(state, "openai_serving_models")
+        await admission.start(engine_client, host.attribute(models, "lora_requests"))
         host.wrap_handlers(
             state,
             engine_client,

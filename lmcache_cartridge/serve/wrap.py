@@ -192,7 +192,8 @@ class GuardedEngine:
         if isinstance(transfer, Grant):
             if kwargs.get("lora_request") is not transfer.claim.selection.adapter:
                 transfer.claim.end_prompt()
-                raise GracefulHTTPError(_ADAPTER, HTTPStatus.SERVICE_UNAVAILABLE)
+                with _refusals_as_http(self._settings):
+                    raise Refusal(503, _ADAPTER, retry_after_s=1)
             outputs: Any = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
         elif isinstance(transfer, Computed):
             outputs = self._inner.generate(prompt, params, request_id, **kwargs)
