@@ -6,7 +6,8 @@ What a program may rely on is in `__all__`, by subject:
   a document, and `compact_cartridge` one of a prefill cartridge, as a `CompactionWanted` says; `train` trains a shorter one, as a `Task`
   with a `Recipe` says; `recognise` reads what PEFT and others saved and `import_cartridge` makes a cartridge of it;
   `compress` stores one in int8.
-- keep: `Registry` knows which cartridges there are; `Manifest` describes one, and `load_manifest` reads it.
+- keep: `Registry` knows which cartridges there are; `Manifest` describes one, and `load_manifest` reads it; `Library`
+  publishes them to a fleet of servers.
 - serve offline: `engine_arguments` is for vLLM's `LLM`, `with_cartridges` for its prompts.
 - `Settings` says where all this lies and how it is served. Every error is a `CartridgeError`.
 
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
     from .make.write import compress
     from .serve.offline import engine_arguments, with_cartridges
     from .settings import Settings
+    from .sources.published import Library
 
 __version__ = "0.1.0"
 __all__ = [
     "CartridgeError",
     "CausalModel",
     "CompactionWanted",
+    "Library",
     "Manifest",
     "Recipe",
     "Registry",
@@ -62,6 +65,7 @@ __all__ = [
 _LAZY = {
     "CausalModel": ("make.model", "CausalModel"),
     "CompactionWanted": ("make.compact.wanted", "Wanted"),
+    "Library": ("sources.published", "Library"),
     "Manifest": ("artifact.manifest", "Manifest"),
     "Recipe": ("make.train.trainer", "Recipe"),
     "Registry": ("library.registry", "Registry"),

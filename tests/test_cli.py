@@ -105,7 +105,7 @@ _RUNS = {
 }
 """Commands that need no model, server or bucket, and how to run each; in this order."""
 _RUN_BY_OTHERS = {
-    "build", "compact", "import", "compress", "export", "train", "evaluate", "push", "pull", "validate", "top", "demo",
+    "build", "compact", "import", "compress", "export", "train", "evaluate", "push", "pull", "publish", "validate", "top", "demo",
 }  # fmt: skip
 
 

@@ -47,6 +47,17 @@ BY_OTHERS = {
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --l1-bytes 4GiB --l2-adapter "
     '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "test_l2_saving.py",
+    **dict.fromkeys(
+        [
+            "lmcache-cartridge publish handbook --library s3://cartridges/fleet --label current",
+            "lmcache-cartridge list --library s3://cartridges/fleet",
+            "lmcache-cartridge promote handbook@2 --library s3://cartridges/fleet",
+            "lmcache-cartridge label current handbook@2 --library s3://cartridges/fleet",
+            "lmcache-cartridge remove handbook@1 --library s3://cartridges/fleet",
+        ],
+        "test_published_cli.py",
+    ),
+    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "test_published_served.py",
 }
 """Commands that need what other tests make, and which of them run the same."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,28 @@ def add_no_promote(parser: Any) -> None:
     )
 
 
+def add_library(parser: Any, *, required: bool = False) -> None:
+    """Add what names a published library, and the server of S3."""
+    parser.add_argument(
+        "--library",
+        required=required,
+        metavar="WHERE",
+        help="published library: s3://bucket/prefix, or an absolute directory that machines share"
+        + ("" if required else " (default: the registry of --home)"),
+    )
+    add_s3(parser)
+
+
+def add_s3(parser: Any) -> None:
+    """Add which S3 server it is."""
+    parser.add_argument(
+        "--endpoint-url",
+        help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
+        "or a role, as for every AWS tool",
+    )
+    parser.add_argument("--region", help="S3 region (default: that of the environment or profile)")
+
+
 def add_device(parser: Any, when: str = "") -> None:
     """Add the option that says where torch computes."""
     parser.add_argument("--device", default="cpu", help=f"{when}where to compute: cpu, cuda, cuda:1 (default cpu)")
@@ -93,9 +115,11 @@ def factor(text: str) -> float:
 
 
 def settings_of(arguments: argparse.Namespace, **values: Any) -> Settings:
-    """Return the settings of a command: `values`, and the directory that `--home` names."""
+    """Return the settings of a command: `values`, the directory that `--home` names, a library and its server."""
     from ..settings import from_mapping
 
+    given = {"library": "library", "endpoint_url": "s3_endpoint_url", "region": "s3_region"}
+    values |= {name: value for option, name in given.items() if (value := getattr(arguments, option, None)) is not None}
     if arguments.home is not None:
         values["home"] = arguments.home.expanduser().absolute()
     return from_mapping(values)
@@ -106,6 +130,19 @@ def registry_of(arguments: argparse.Namespace, *, read_only: bool = False) -> Re
     from ..library.registry import Registry
 
     return Registry(settings_of(arguments).registry_path, read_only=read_only)
+
+
+@contextmanager
+def opened(arguments: argparse.Namespace) -> Iterator[Registry]:
+    """Lend the registry of a command: the published one of `--library`, as it is now, or that of `--home`."""
+    if arguments.library is None:
+        yield registry_of(arguments)
+        return
+    from ..sources.published import Library
+
+    with Library(settings_of(arguments)) as library:
+        library.registry.follow()
+        yield library.registry
 
 
 def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int, Path]:

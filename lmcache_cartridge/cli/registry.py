@@ -14,11 +14,14 @@ from ..errors import ArtifactError, CartridgeError, CartridgeNotFound
 from .options import (
     NAME,
     Verb,
+    add_library,
     add_no_promote,
+    add_s3,
     copy_of,
     load_model,
     local_root,
     next_version,
+    opened,
     registry_of,
     root_of,
     settings_of,
@@ -71,7 +74,7 @@ def add(verb: Verb) -> None:
         help="delete the artefact too, if `build` put it there; also of an id@version that is registered no more",
     )
 
-    verb("list", _list, "List the registered cartridges.", "list --format json")
+    listed = verb("list", _list, "List the registered cartridges.", "list --format json")
 
     describe = verb("describe", _describe, "Show everything known of one cartridge.", "describe handbook")
     describe.add_argument("name", help=NAME)
@@ -96,12 +99,17 @@ def add(verb: Verb) -> None:
     pull.add_argument("--id", help="name of the cartridge here (default: its own)")
     add_no_promote(pull)
     for remote in (push, pull):
-        remote.add_argument(
-            "--endpoint-url",
-            help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
-            "or a role, as for every AWS tool",
-        )
-        remote.add_argument("--region", help="S3 region (default: that of the environment or profile)")
+        add_s3(remote)
+
+    publish = verb("publish", _publish, "Store a registered cartridge in a published library, and let every server that "
+                   "follows it see it, whole or not at all.",
+                   "publish handbook --library s3://cartridges/fleet --label current")  # fmt: skip
+    publish.add_argument("name", help=NAME)
+    publish.add_argument("--label", help="also point this label of the library at it, in the same step")
+    add_no_promote(publish)
+    add_library(publish, required=True)
+    for shared in (promote, label, unlabel, remove, listed, describe, verify):
+        add_library(shared)
 
 
 def _register(arguments: argparse.Namespace) -> None:
@@ -143,17 +151,20 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Registry
 
 
 def _promote(arguments: argparse.Namespace) -> None:
-    target = registry_of(arguments).promote(arguments.name)
+    with opened(arguments) as registry:
+        target = registry.promote(arguments.name)
     show({"id": target.id, "name": target.name}, f"{target.id} means {target.name}", arguments.format)
 
 
 def _label(arguments: argparse.Namespace) -> None:
-    target = registry_of(arguments).label(arguments.label, arguments.name, warm=arguments.warm)
+    with opened(arguments) as registry:
+        target = registry.label(arguments.label, arguments.name, warm=arguments.warm)
     show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
 
 
 def _unlabel(arguments: argparse.Namespace) -> None:
-    registry_of(arguments).unlabel(arguments.label)
+    with opened(arguments) as registry:
+        registry.unlabel(arguments.label)
     show({"label": arguments.label}, f"removed the label {arguments.label}", arguments.format)
 
 
@@ -161,8 +172,14 @@ def _remove(arguments: argparse.Namespace) -> None:
     import shutil
 
     ours = settings_of(arguments).cartridges_dir.resolve()
+    if arguments.library is not None and arguments.delete_files:
+        raise ArtifactError(
+            "servers may still read the files of a published cartridge, so they stay; delete them where `describe "
+            "--library` says that they lie, once no server needs them"
+        )
     try:
-        removed = registry_of(arguments).remove(arguments.name)
+        with opened(arguments) as registry:
+            removed = registry.remove(arguments.name)
         name, location = removed.name, removed.location
     except CartridgeNotFound:
         left = _left(ours, arguments.name)
@@ -190,12 +207,13 @@ def _list(arguments: argparse.Namespace) -> None:
     from ..artifact.reading import adapter_name
     from ..library.quarantine import Quarantine
 
-    registry, quarantine = registry_of(arguments), Quarantine(settings_of(arguments).quarantine_dir)
+    quarantine = Quarantine(settings_of(arguments).quarantine_dir)
     labels: dict[str, list[str]] = {}
-    for label, name in registry.labels().items():
-        labels.setdefault(name, []).append(label)
-    found = registry.all()
-    current = registry.current(row.id for row in found)
+    with opened(arguments) as registry:
+        for label, name in registry.labels().items():
+            labels.setdefault(name, []).append(label)
+        found = registry.all()
+        current = registry.current(row.id for row in found)
     rows: list[dict[str, Any]] = [
         {"id": row.id, "version": row.version, "current": row.name in current, "kind": row.kind,
          "positions": row.positions, "bytes": row.bytes,
@@ -219,8 +237,9 @@ def _describe(arguments: argparse.Namespace) -> None:
     from ..artifact import reading
     from ..library.quarantine import Quarantine
 
-    registry = registry_of(arguments)
-    location = registry.find(arguments.name)
+    with opened(arguments) as registry:
+        location = registry.find(arguments.name)
+        current = location.name in registry.current([location.id])
     reason = Quarantine(settings_of(arguments).quarantine_dir).reason(location.digest)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
     result = json.loads(manifest.encode())
@@ -234,7 +253,7 @@ def _describe(arguments: argparse.Namespace) -> None:
                             "sensitivity": asked["sensitivity"]}  # fmt: skip
     elif result["payload"]:
         result["canary"] = "none: no server tries its engine with it; make it again to have one"
-    result |= {"current": location.name in registry.current([location.id]), "location": location.location,
+    result |= {"current": current, "location": location.location,
                "registered": location.registered, "quarantined": reason}  # fmt: skip
     show(result, fields(result), arguments.format)
 
@@ -245,9 +264,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from ..sources.sources import Sources
 
     settings = settings_of(arguments)
-    registry, quarantine = registry_of(arguments), Quarantine(settings.quarantine_dir)
-    results = []
-    with closing(Sources(S3Source(**settings.s3))) as sources:
+    quarantine, results = Quarantine(settings.quarantine_dir), []
+    with opened(arguments) as registry, closing(Sources(S3Source(**settings.s3))) as sources:
         for name in arguments.name:
             location = registry.find(name)
             problem = None
@@ -293,6 +311,27 @@ def _push(arguments: argparse.Namespace) -> None:
     show(result, f"{f'pushed {row.name} to' if done.changed else before} {arguments.location}", arguments.format)
 
 
+def _publish(arguments: argparse.Namespace) -> None:
+    from ..make.progress import Bars
+    from ..sources.published import Library
+
+    without = argparse.Namespace(**vars(arguments) | {"library": None})
+    row = registry_of(without).find(arguments.name)
+    with Library(settings_of(arguments)) as library, Bars(partial(_bar, arguments)) as progress:
+        manifest = library.publish(
+            local_root(row), label=arguments.label, promote=arguments.promote, progress=progress
+        )  # fmt: skip
+        where = library.registry.find(manifest.name).location
+        promoted = manifest.name in library.registry.current([manifest.id])
+    result = {"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "location": where,
+              "label": arguments.label}  # fmt: skip
+    show(result, f"published {manifest.name} at {where}", arguments.format)
+
+
+def _bar(arguments: argparse.Namespace, desc: str, **options: Any) -> Any:
+    return bar(arguments.format, desc=desc, **options, **({"unit": " chunks"} if desc == "verify" else _OF_BYTES))
+
+
 def _pull(arguments: argparse.Namespace) -> None:
     from ..artifact.manifest import check_id
     from ..sources import s3, transfer
@@ -320,9 +359,6 @@ def _transfer(arguments: argparse.Namespace) -> Iterator[tuple[S3Source, Callabl
     from ..make.progress import Bars
     from ..sources.s3 import S3Source
 
-    def shown(desc: str, **options: Any) -> Any:
-        return bar(arguments.format, desc=desc, **options, **({"unit": " chunks"} if desc == "verify" else _OF_BYTES))
-
-    settings = settings_of(arguments, s3_endpoint_url=arguments.endpoint_url, s3_region=arguments.region)
-    with closing(S3Source(**settings.s3)) as source, Bars(shown) as progress:
+    settings = settings_of(arguments)
+    with closing(S3Source(**settings.s3)) as source, Bars(partial(_bar, arguments)) as progress:
         yield source, progress

@@ -72,6 +72,12 @@ def _add_serve(verb: Verb) -> None:
     option("--cpu-bytes", help="memory for resident cartridges (default 1GiB)")
     option("--disk-bytes", help="local disk for what comes from S3 (default 16GiB)")
     option(
+        "--library",
+        metavar="WHERE",
+        help="published library to follow and serve, in place of the registry of --home: s3://bucket/prefix, or an "
+        "absolute directory that machines share",
+    )
+    option(
         "--on-load-failure",
         choices=("fail", "recompute"),
         default="fail",
@@ -129,7 +135,11 @@ def _serve(arguments: argparse.Namespace) -> None:
     from ..serve.arguments import redacted
     from ..serve.launch import plan
 
-    values = {name: value for name in ("cpu_bytes", "disk_bytes") if (value := getattr(arguments, name)) is not None}
+    values = {
+        name: value
+        for name in ("cpu_bytes", "disk_bytes", "library")
+        if (value := getattr(arguments, name)) is not None
+    }
     for name, value in map(_assignment, arguments.set):
         if name in values or (name == "home" and arguments.home is not None):
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")

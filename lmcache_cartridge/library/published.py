@@ -34,7 +34,7 @@ _TABLE = (
 _LOOKS = struct.Struct("<dd")
 """In the lock file: when somebody looked last, and when that last went well."""
 _SNAPSHOT_EVERY = 64
-"""Records between two snapshots: a fresh server reads so many at most. One of 10,000 cartridges has 0.9 MB."""
+"""Records between two snapshots: a fresh server reads so many at most. One of 10,000 cartridges has 0.5 MB."""
 _RECHECK_LOOKS = 60
 """Looks that find nothing after which the record that was read last is compared with what is there now."""
 _ATTEMPTS = 200

@@ -1,0 +1,141 @@
+"""A published library on the command line: published, named, promoted, checked, removed, and told to programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making import flip_bit, make_artifact
+from s3 import S3Server, both
+
+from lmcache_cartridge.artifact.reading import PAYLOAD
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.sources.shelf import S3Shelf
+
+
+class Author:
+    """A machine with cartridges of its own."""
+
+    def __init__(self, path: Path, library: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path, self.library, self._capsys = path, library, capsys
+
+    def __call__(self, *argv: str) -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("LMCACHE_CARTRIDGE_CACHE", str(self.path / "cache"))
+            status = main([*argv, "--home", str(self.path)])
+        return status, *self._capsys.readouterr()
+
+    def json(self, *argv: str) -> Any:
+        status, out, err = self(*argv, "--library", self.library, "--format", "json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    def make(self, name: str, version: int = 1, seed: int = 0) -> Path:
+        root = self.path / "cartridges" / name / str(version)
+        make_artifact(root, positions=32, layers=1, cartridge_id=name, version=version, seed=seed)
+        assert self("register", str(root))[0] == 0
+        return root
+
+
+@pytest.fixture
+def authors(tmp_path: Path, capsys: pytest.CaptureFixture[str], library: str) -> list[Author]:
+    return [Author(tmp_path / name, library, capsys) for name in ("one", "two")]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> str:
+    return str(tmp_path / "shared")
+
+
+def test_what_the_page_shows(authors: list[Author]) -> None:
+    one, two = authors
+    one.make("handbook")
+    told = one.json("publish", "handbook", "--label", "current")
+    assert told == {
+        "name": "handbook@1", "promoted": True, "digest": told["digest"], "label": "current",
+        "location": f"{one.library}/cartridges/handbook/1/{told['digest'][:16]}",
+    }  # fmt: skip
+    one.make("handbook", 2, seed=1)
+    assert one.json("publish", "handbook@2", "--no-promote")["promoted"] is False
+    assert two("list")[1].startswith("no cartridges yet"), "the library is not the registry of a home"
+    rows = two.json("list")
+    assert [(row["id"], row["version"], row["current"], row["labels"]) for row in rows] == [
+        ("handbook", 1, True, ["current"]), ("handbook", 2, False, [])
+    ]  # fmt: skip
+    assert two.json("promote", "handbook@2")["name"] == "handbook@2"
+    assert two.json("label", "current", "handbook") == {"label": "current", "name": "handbook@2"}
+    shown = one.json("describe", "current")
+    assert (shown["version"], shown["current"], shown["location"].rpartition("/")[0]) == (
+        2, True, f"{one.library}/cartridges/handbook/2"
+    )  # fmt: skip
+    assert two.json("verify", "handbook@1", "handbook@2") == [
+        {"name": f"handbook@{version}", "sound": True, "problem": None} for version in (1, 2)
+    ]
+    assert one.json("remove", "handbook@1")["files_deleted"] is False
+    assert one.json("unlabel", "current") == {"label": "current"}
+    assert [row["version"] for row in two.json("list")] == [2]
+    assert [row.name for row in Registry(one.path / "registry.sqlite").all()] == ["handbook@1", "handbook@2"]
+
+
+def test_the_second_publisher_of_a_version_is_told_and_uploads_nothing(authors: list[Author], tmp_path: Path) -> None:
+    for seed, author in enumerate(authors):
+        author.make("handbook", seed=seed)
+    assert authors[0]("publish", "handbook", "--library", authors[0].library)[0] == 0
+    before = sorted((tmp_path / "shared").rglob("*"))
+    status, out, err = authors[1]("publish", "handbook", "--library", authors[1].library)
+    assert (status, out) == (1, "")
+    assert err.startswith("lmcache-cartridge: handbook@1 is registered with other content (digest ")
+    assert sorted((tmp_path / "shared").rglob("*")) == before
+
+
+def test_a_cartridge_that_is_not_sound_is_not_published(authors: list[Author], tmp_path: Path) -> None:
+    root = authors[0].make("handbook")
+    flip_bit(root / PAYLOAD, (root / PAYLOAD).stat().st_size - 1)
+    status, _, err = authors[0]("publish", "handbook", "--library", authors[0].library)
+    assert status == 1 and "chunk 1" in err
+    assert authors[1].json("list") == []
+
+
+def test_mistakes_are_told_in_a_line(authors: list[Author], tmp_path: Path) -> None:
+    one, two = authors
+    one.make("handbook")
+    for argv, said in (
+        (["list", "--library", one.library], "nothing is published at"),
+        (["publish", "handbook", "--library", "shared"], "write s3://BUCKET/PREFIX or an absolute directory"),
+        (["publish", "handbook", "--library", "s3://bucket"], "is no s3://bucket/prefix"),
+        (["publish", "nobody", "--library", one.library], "no cartridge, version or label is called 'nobody'"),
+    ):
+        status, out, err = one(*argv)
+        assert (status, out) == (1, "") and said in err and err.count("\n") == 1, argv
+    one.json("publish", "handbook")
+    status, _, err = two("remove", "handbook", "--delete-files", "--library", one.library)
+    assert status == 1 and "servers may still read the files" in err
+    (tmp_path / "shared" / "log" / "000000000002.json").write_text("{}")
+    status, _, err = two("label", "current", "handbook", "--library", one.library)
+    assert status == 1 and "000000000002.json is no part of a library" in err
+
+
+@both
+def test_on_s3_too_with_its_server_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    s3_credentials: S3Server,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(S3Shelf, "settle", lambda self: False)  # nobody else publishes here
+    one, two = (Author(tmp_path / name, f"s3://{bucket}/fleet", capsys) for name in ("one", "two"))
+    server = ("--endpoint-url", s3_credentials.endpoint, "--region", "us-east-1")
+    one.make("handbook")
+    told = one.json("publish", "handbook", "--label", "current", *server)
+    assert told["location"] == f"s3://{bucket}/fleet/cartridges/handbook/1/{told['digest'][:16]}"
+    assert two.json("describe", "current", *server)["digest"] == told["digest"]
+    assert two.json("verify", "current", *server)[0]["sound"]
+    status, out, err = two("pull", told["location"], *server)
+    assert (status, err, out.startswith("pulled handbook@1")) == (0, "", True)
+    assert two.json("unlabel", "current", *server) and two.json("remove", "handbook", *server)
+    assert one.json("list", *server) == []
