@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from lmcache_cartridge.errors import (
 )
 from lmcache_cartridge.library import log
 from lmcache_cartridge.library.changes import Added, Labelled
+from lmcache_cartridge.library.looks import Looks
 from lmcache_cartridge.library.published import Published
 from lmcache_cartridge.library.registry import Registry, RegistryEntry
 from lmcache_cartridge.settings import Settings
@@ -688,3 +690,79 @@ def test_damage_anywhere_in_a_record_is_noticed_or_changes_nothing_that_matters(
             except RegistryError:
                 continue
             assert msgspec.structs.asdict(found.changes[0])["id"], "it is a record still; its successor's hash tells"
+
+
+def test_a_publisher_killed_after_its_record_has_published(where: Where) -> None:
+    author = where.machine("author")
+    add(author, made(where.tmp_path / "a", "a"))
+    create = author._shelf.inner.create
+
+    def die(file: str, data: bytes) -> bool:
+        if create(file, data) and file != log.record_file(0):
+            raise KeyboardInterrupt
+        return False
+
+    author._shelf.inner.create = die
+    root = made(where.tmp_path / "b", "b")
+    with pytest.raises(KeyboardInterrupt):
+        add(author, root)
+    assert names(author) == ["a@1"], "its own copy has not heard of it"
+    again = where.machine("author")
+    add(again, root)
+    assert (names(again), again.following().position) == (["a@1", "b@1"], 2)
+
+
+def test_a_process_that_holds_the_copy_is_not_waited_for_for_ever(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_cartridge.library.looks._WAIT_S", 0.05)
+    author = where.machine("author")
+    with Looks(author.path.with_suffix(".lock")).take(), pytest.raises(RegistryError, match="has held it for 0.05 s"):
+        author.follow()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(where: Where, seed: int) -> None:
+    """Each machine looks now and then; what is refused is refused by a plain registry too, and all copies come out alike."""
+    chance = random.Random(seed)
+    machines = [where.machine(str(n)) for n in range(3)]
+    plain = Registry(where.tmp_path / "plain.sqlite")
+    roots = [
+        made(where.tmp_path / f"root-{name}{version}-{n}", name, version, seed=n)
+        for name in "abc" for version in (1, 2, 3) for n in range(2)
+    ]  # fmt: skip
+    add(machines[0], roots[0])
+    first = reading.load_manifest(roots[0])
+    plain.register(roots[0], f"{where.location}/{log.place(first.id, first.version, first.digest)}")
+
+    def change(registry: Registry, kind: str, root: Path, label: str, name: str) -> str:
+        try:
+            if kind == "add":
+                manifest = reading.load_manifest(root)
+                file = log.place(manifest.id, manifest.version, manifest.digest)
+                registry.register(root, f"{where.location}/{file}", promote=len(label) > 1, label=label)
+            elif kind == "label":
+                registry.label(label, name, warm=True)
+            elif kind == "unlabel":
+                registry.unlabel(label)
+            else:
+                getattr(registry, kind)(name)
+        except CartridgeError as error:
+            return type(error).__name__
+        return "done"
+
+    outcomes: Counter[str] = Counter()
+    for _ in range(100):
+        kind = chance.choice(["add", "add", "add", "label", "unlabel", "promote", "remove"])
+        root, label = chance.choice(roots), chance.choice(["x", "yy", "a"])
+        name = f"{chance.choice('abc')}@{chance.randint(1, 3)}"
+        expected = change(plain, kind, root, label, name)
+        assert change(chance.choice(machines), kind, root, label, name) == expected
+        outcomes[expected] += 1
+    assert outcomes["done"] > 20 < outcomes.total() - outcomes["done"]
+    machines.append(where.machine("fresh", writes=False))
+    for machine in machines:
+        machine.follow()
+        assert [row[:7] for row in machine.all()] == [row[:7] for row in plain.all()]
+        assert (machine.labels(), machine.current("abc")) == (plain.labels(), plain.current("abc"))
+        assert machine.warm() == machines[0].warm()

@@ -92,6 +92,23 @@ def test_the_second_publisher_of_a_version_is_told_and_uploads_nothing(authors: 
     assert sorted((tmp_path / "shared").rglob("*")) == before
 
 
+def test_machines_that_count_by_themselves_publish_one_after_the_other(authors: list[Author], tmp_path: Path) -> None:
+    one, two = authors
+    for seed, author in enumerate(authors):
+        author.make("handbook", seed=seed)
+    for _ in range(2):  # the second time is no change
+        assert one.json("publish", "handbook", "--next-version")["name"] == "handbook@1"
+        told = two.json("publish", "handbook", "--next-version", "--label", "current")
+        assert (told["name"], told["label"]) == ("handbook@2", "current")
+    assert two.json("verify", "handbook@1", "handbook@2")[1]["sound"]
+    assert (json.loads((Path(told["location"]) / "manifest.json").read_text())["version"], len(one.json("list"))) == (
+        2,
+        2,
+    )
+    assert not (Path(told["location"]) / PAYLOAD).is_symlink()
+    assert two("publish", "handbook", "--library", two.library)[2].count("other content") == 1
+
+
 def test_a_cartridge_that_is_not_sound_is_not_published(authors: list[Author], tmp_path: Path) -> None:
     root = authors[0].make("handbook")
     flip_bit(root / PAYLOAD, (root / PAYLOAD).stat().st_size - 1)

@@ -106,6 +106,11 @@ def add(verb: Verb) -> None:
                    "publish handbook --library s3://cartridges/fleet --label current")  # fmt: skip
     publish.add_argument("name", help=NAME)
     publish.add_argument("--label", help="also point this label of the library at it, in the same step")
+    publish.add_argument(
+        "--next-version",
+        action="store_true",
+        help="publish it as the library's next version of its id; machines that build by themselves count by themselves",
+    )
     add_no_promote(publish)
     add_library(publish, required=True)
     for shared in (promote, label, unlabel, remove, listed, describe, verify):
@@ -319,13 +324,15 @@ def _publish(arguments: argparse.Namespace) -> None:
     row = registry_of(without).find(arguments.name)
     with Library(settings_of(arguments)) as library, Bars(partial(_bar, arguments)) as progress:
         manifest = library.publish(
-            local_root(row), label=arguments.label, promote=arguments.promote, progress=progress
+            local_root(row), label=arguments.label, promote=arguments.promote, next_version=arguments.next_version,
+            progress=progress,
         )  # fmt: skip
         where = library.registry.find(manifest.name).location
         promoted = manifest.name in library.registry.current([manifest.id])
     result = {"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "location": where,
               "label": arguments.label}  # fmt: skip
-    show(result, f"published {manifest.name} at {where}", arguments.format)
+    as_what = "" if manifest.name == row.name else f" as {manifest.name}"
+    show(result, f"published {row.name}{as_what} at {where}", arguments.format)
 
 
 def _bar(arguments: argparse.Namespace, desc: str, **options: Any) -> Any:

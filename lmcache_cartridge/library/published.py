@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import random
 import sqlite3
-import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -23,6 +20,7 @@ from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError, SourceDenied, SourceError, SourceNotFound
 from . import log
 from .changes import Added, Change, Labelled, apply, check_same
+from .looks import Held, Look, Looks
 from .registry import Registry, RegistryEntry
 
 logger = logging.getLogger(__name__)
@@ -31,8 +29,6 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS followed (one INTEGER PRIMARY KEY CHECK (one = 1), position INTEGER NOT NULL, "
     "mark TEXT NOT NULL, revision TEXT NOT NULL, problem TEXT)"
 )
-_LOOKS = struct.Struct("<dd")
-"""In the lock file: when somebody looked last, and when that last went well."""
 _SNAPSHOT_EVERY = 64
 """Records between two snapshots: a fresh server reads so many at most. One of 10,000 cartridges has 0.5 MB."""
 _RECHECK_LOOKS = 60
@@ -100,6 +96,7 @@ class Published(Registry):
         """
         self.location = location
         self._source, self._shelf, self._clock = source, shelf, clock
+        self._looks = Looks(path.with_suffix(".lock"))
         self._checked, self._idle = False, 0
         try:
             super().__init__(path)
@@ -120,35 +117,34 @@ class Published(Registry):
         `max_age_s`, or looks now, unless it is to `wait`. Raises `SourceError`, or `RegistryError` for a log that cannot be
         understood; what came before is taken in.
         """
-        with suppress(_Held), self._alone(wait=wait) as lock:
-            now, (looked_at, went_well_at) = self._clock(), _read_looks(lock)
-            if not 0 <= now - looked_at < max_age_s:
-                os.pwrite(lock, _LOOKS.pack(now, went_well_at), 0)
-                return self._look(lock)
+        with suppress(Held), self._looks.take(wait=wait) as look:
+            now_s = self._clock()
+            if not 0 <= now_s - look.looked_s < max_age_s:
+                look.begins(now_s)
+                return self._look(look)
         return 0
 
     def following(self) -> Following:
         """Return how far the library is followed, by whatever process of this machine."""
-        state, looked_at = self._state(), 0.0
-        with suppress(OSError):
-            descriptor = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                looked_at = _read_looks(descriptor)[1]
-            finally:
-                os.close(descriptor)
+        state = self._state()
         position, problem = (max(0, state.position), state.problem) if state else (0, None)
-        return Following(self.location, position, looked_at or None, problem)
+        return Following(self.location, position, self._looks.well_s(), problem)
+
+    def begin(self) -> None:
+        """Begin a library where there is none, and look. Raises `SourceError` for who may not write there."""
+        with self._looks.take() as look:
+            self._writable()
+            self._look(look)
 
     def check_free(self, manifest: Manifest) -> None:
-        """Look, begin a library where there is none, and raise `CartridgeExists` where other content has an id and version.
-
-        Raises `SourceError` for who may not write there.
-        """
-        with self._alone() as lock:
-            self._writable()
-            self._look(lock)
+        """Raise `CartridgeExists` where other content has an id and version, as of the last look."""
         with suppress(CartridgeNotFound):
             check_same(manifest.name, self.find(manifest.name).digest, manifest.digest)
+
+    def free_version(self, manifest: Manifest) -> int:
+        """Return the next version of an id, or the one that has this content already, as of the last look."""
+        same = [row.version for row in self.having([manifest.digest]) if row.id == manifest.id]
+        return max(same) if same else self.next_version(manifest.id)
 
     @property
     def is_known(self) -> bool:
@@ -158,14 +154,13 @@ class Published(Registry):
 
     # Looking.
 
-    def _look(self, lock: int) -> int:
+    def _look(self, look: Look) -> int:
         done, problem = 0, None
         try:
             for _ in self._news():
                 done += 1
             self._idle = 0 if done else self._idle + 1
-            now = self._clock()
-            os.pwrite(lock, _LOOKS.pack(now, now), 0)
+            look.went_well(self._clock())
         except CartridgeError as error:
             problem = str(error)
             raise
@@ -291,10 +286,10 @@ class Published(Registry):
         return self.find(name)
 
     def _change(self, *changes: Change) -> None:
-        with self._alone() as lock:
+        with self._looks.take() as look:
             shelf = self._writable()
             for attempt in range(_ATTEMPTS):
-                self._look(lock)
+                self._look(look)
                 if self._write(shelf, changes):
                     return
                 time.sleep(random.uniform(0, min(1.0, 0.01 * attempt)))
@@ -379,39 +374,10 @@ class Published(Registry):
 
     # The copy.
 
-    @property
-    def _lock_path(self) -> Path:
-        return self.path.with_suffix(".lock")
-
     def _state(self) -> _State | None:
         with self._connect() as db:
             row = db.execute("SELECT position, mark, revision, problem FROM followed").fetchone()
         return None if row is None else _State(*row)
-
-    @contextmanager
-    def _alone(self, *, wait: bool = True) -> Iterator[int]:
-        """Hold the copy against every other look and change; lend the lock file. Raises `_Held` rather than to `wait`."""
-        try:
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise RegistryError(f"registry {self._lock_path}: {error.strerror}") from error
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise _Held from None
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
-class _Held(Exception):
-    """Another one looks or changes something at this moment."""
-
-
-def _read_looks(descriptor: int) -> tuple[float, float]:
-    data = os.pread(descriptor, _LOOKS.size, 0)
-    return _LOOKS.unpack(data) if len(data) == _LOOKS.size else (0.0, 0.0)
 
 
 def _set_state(db: sqlite3.Connection, state: _State) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+from ..artifact import files, reading
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
-from ..errors import CartridgeError, SettingsError, SourceNotFound
+from ..errors import CartridgeError, CartridgeExists, SettingsError, SourceNotFound
 from ..library.log import place
 from ..library.published import Published
 from ..settings import Settings
@@ -43,15 +49,33 @@ class Library:
         self.close()
 
     def publish(
-        self, root: Path, *, label: str | None = None, promote: bool = True, progress: Progress = lambda *_: None
+        self,
+        root: Path,
+        *,
+        label: str | None = None,
+        promote: bool = True,
+        next_version: bool = False,
+        progress: Progress = lambda *_: None,
     ) -> Manifest:
-        """Store the artefact at `root` and let everybody see it, with `label` pointing at it, whole or not at all.
+        """Store the artefact at `root`, let everybody see it, with `label` pointing at it, and return its manifest there.
 
-        `promote` as for `Registry.register`. Blocks as long as it takes. The same again is no change. Raises
-        `CartridgeExists` where other content has this id and version: of two publishers the second is told.
+        Whole or not at all. `promote` as for `Registry.register`; with `next_version` it gets the next number of its id
+        here in place of its own. Blocks as long as it takes. The same again is no change. Raises `CartridgeExists` where
+        other content has this id and version: of two publishers the second is told.
         """
-        from ..artifact import reading
+        self.registry.begin()
+        if not next_version:
+            return self._publish(root, label=label, promote=promote, progress=progress)
+        while True:
+            version = self.registry.free_version(reading.load_manifest(root))
+            with _renumbered(root, version) as copy:
+                try:
+                    return self._publish(copy, label=label, promote=promote, progress=progress)
+                except CartridgeExists:
+                    if self.registry.free_version(reading.load_manifest(root)) == version:
+                        raise  # it is not the number that is taken
 
+    def _publish(self, root: Path, *, label: str | None, promote: bool, progress: Progress) -> Manifest:
         manifest = reading.load_manifest(root)
         self.registry.check_free(manifest)
         file = place(manifest.id, manifest.version, manifest.digest)
@@ -125,6 +149,17 @@ def look(settings: Settings) -> None:
 def follower_of(settings: Settings) -> Follower | None:
     """Return what follows the library that settings name, the caller's to close; None where they name none."""
     return None if settings.library is None else Follower(settings)
+
+
+@contextmanager
+def _renumbered(root: Path, version: int) -> Iterator[Path]:
+    """Lend a directory with the artefact at `root` under another version, which is no part of its digest."""
+    with tempfile.TemporaryDirectory(prefix="lmcache-cartridge-") as name:
+        copy, manifest = Path(name), reading.load_manifest(root)
+        for file in (*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
+            (copy / file).symlink_to((root / file).resolve())
+        files.write(copy / reading.MANIFEST, [msgspec.structs.replace(manifest, version=version).encode()])
+        yield copy
 
 
 def _location(settings: Settings) -> str:
