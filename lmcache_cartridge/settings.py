@@ -160,8 +160,11 @@ class Settings(BaseModel):
     @field_validator("library")
     @classmethod
     def _check_library(cls, library: str | None) -> str | None:
-        if library is None or library.startswith(SCHEME):
-            parse(library or f"{SCHEME}bucket/x")
+        if library is None:
+            return None
+        if library.startswith(SCHEME):
+            library = library.rstrip("/")
+            parse(library)
             return library
         if not library.startswith("/") or "\0" in library:
             raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from faulty_proxy import FaultyProxy, status
 from making import files_under, make_artifact
 from waiting import Clock, run_threads, until
 
@@ -23,6 +24,7 @@ from lmcache_cartridge.errors import (
     CartridgeExists,
     CartridgeNotFound,
     RegistryError,
+    SettingsError,
     SourceDenied,
     SourceError,
     SourceNotFound,
@@ -32,7 +34,7 @@ from lmcache_cartridge.library.changes import Added, Labelled
 from lmcache_cartridge.library.looks import Looks
 from lmcache_cartridge.library.published import Published
 from lmcache_cartridge.library.registry import Registry, RegistryEntry
-from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.sources.published import Follower, Library
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.shelf import DirectoryShelf, S3Shelf
@@ -81,6 +83,9 @@ class Shelf:
 
     def replace(self, file: str, data: bytes) -> None:
         self.inner.replace(file, data)
+
+    def remove(self, file: str) -> None:
+        self.inner.remove(file)
 
     def settle(self) -> bool:
         return self.inner.settle()
@@ -427,6 +432,10 @@ def test_a_snapshot_lets_a_fresh_server_begin_with_few_requests(where: Where) ->
     )  # fmt: skip
     assert (fresh.labels(), fresh.all()) == (author.labels(), author.all())
     assert fresh.current(["a"]) == {"a@1"}
+    for name in range(130):
+        author.label("moving", "a", warm=name % 2 == 0)
+    kept = sorted(path.name for path in (Path(where.location) / "snapshot").iterdir())
+    assert kept == [Path(log.snapshot_file(number)).name for number in (128, 192)]
 
 
 def test_ten_thousand_cartridges_cost_a_fresh_server_four_requests_and_then_one_a_look(where: Where) -> None:
@@ -648,6 +657,60 @@ def test_a_follower_sees_changes_until_it_is_closed(where: Where) -> None:
         follower.close()
     add(author, made(where.tmp_path / "b", "b"))
     assert copy.all() == []
+
+
+@pytest.mark.parametrize("s3_kind", ["swift", "moto"])
+def test_a_conditional_put_says_who_was_first(where: Where, proxy: FaultyProxy) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint)
+    try:
+        assert [source.create(where.location, "a", data) for data in (b"first", b"second")] == [True, False]
+        assert source.read(where.location, "a", 99).data == b"first"
+        proxy.faults = [status(409, "ConditionalRequestConflict")]
+        assert source.create(where.location, "b", b"x") is False
+        # It was stored, the answer was lost, and botocore asks again: the caller has to look whose it is.
+        proxy.faults = [status(500)]
+        assert source.create(where.location, "c", b"mine") is False
+        assert source.read(where.location, "c", 99).data == b"mine"
+        proxy.always = status(403, "AccessDenied")
+        with pytest.raises(SourceDenied):
+            source.create(where.location, "d", b"x")
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "settles"),
+    [
+        ("https://s3.amazonaws.com", False),
+        ("https://s3.eu-west-1.amazonaws.com", False),
+        ("https://s3.cn-north-1.amazonaws.com.cn", False),
+        ("https://s3.amazonaws.com.example.org", True),
+        ("https://minio:9000", True),
+        ("http://127.0.0.1:9000", True),
+    ],
+)
+def test_who_does_not_promise_to_decide_in_one_step_is_given_a_second(endpoint: str, settles: bool) -> None:
+    waited: list[float] = []
+    source = S3Source(endpoint_url=endpoint, region="us-east-1")
+    shelf = S3Shelf("s3://bucket/library", source, pause=waited.append)
+    try:
+        assert (shelf.settle(), waited) == (settles, [1.0] if settles else [])
+    finally:
+        shelf.close()
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("s3://bucket/a/b/", "s3://bucket/a/b"), ("/shared/fleet/", "/shared/fleet"), ("/shared/../fleet", "/fleet")],
+)
+def test_a_library_has_one_name(written: str, read: str) -> None:
+    assert Settings(library=written).library == read
+
+
+@pytest.mark.parametrize("wrong", ["s3://bucket", "shared/fleet", "", "s3://bucket/../x", "http://x/y", "/a\0b"])
+def test_what_is_no_library_is_refused(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="library"):
+        from_mapping({"library": wrong})
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])

@@ -46,6 +46,9 @@ class Shelf(Protocol):
     def replace(self, file: str, data: bytes) -> None:
         """Make a file whole, in place of the one that may be there."""
 
+    def remove(self, file: str) -> None:
+        """Remove a file; no change if there is none."""
+
     def settle(self) -> bool:
         """Return False where `create` decides between two callers in one step. Else wait until any other call that began
         before has ended, and return True: whose file is there now was first.
@@ -369,8 +372,10 @@ class Published(Registry):
         try:
             shelf.replace(log.snapshot_file(number), log.encode_snapshot(number, mark, rows, labels))
             shelf.replace(log.POINTER, log.encode_pointer(number))
+            # Nobody begins with it any more; one who did just now has read it.
+            shelf.remove(log.snapshot_file(number - 2 * _SNAPSHOT_EVERY))
         except SourceError as error:
-            logger.warning("%s has no snapshot of record %d: %s", self.location, number, error)
+            logger.warning("%s: snapshots could not be kept at record %d: %s", self.location, number, error)
 
     # The copy.
 

@@ -38,6 +38,9 @@ class S3Shelf:
     def replace(self, file: str, data: bytes) -> None:
         self._source.upload(self._location, file, BytesIO(data))
 
+    def remove(self, file: str) -> None:
+        self._source.delete(self._location, file)
+
     def settle(self) -> bool:
         if _AT_ONCE.fullmatch(self._source.host(self._location)):
             return False
@@ -82,6 +85,12 @@ class DirectoryShelf:
             files.replace(path, [data])
         except OSError as error:
             raise _mapped(path, error) from error
+
+    def remove(self, file: str) -> None:
+        try:
+            (self._root / file).unlink(missing_ok=True)
+        except OSError as error:
+            raise _mapped(self._root / file, error) from error
 
     def settle(self) -> bool:
         return False
