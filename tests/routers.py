@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,10 +42,26 @@ class Reply(NamedTuple):
     body: Mapping[str, Any] = {}
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connections: list[Any] = []
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
+
+
 class Stub:
     """No engine: an HTTP server that is healthy and lists a model, and answers all else by `answer`."""
 
-    def __init__(self, name: str, answer: Callable[[Request], Reply] = lambda request: Reply()) -> None:
+    def __init__(
+        self, name: str, answer: Callable[[Request], Reply] = lambda request: Reply(), *, port: int = 0
+    ) -> None:
         self.name, self.requests = name, []
         stub = self
 
@@ -73,8 +89,7 @@ class Stub:
             def log_message(self, *arguments: Any) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer((LOCAL, 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((LOCAL, port), Handler)
         self.requests: list[Request]
         self.url = f"http://{LOCAL}:{self._server.server_port}"
 
@@ -83,8 +98,20 @@ class Stub:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.server_port
+
+    def close(self) -> None:
+        """End it with all of its connections, as a process that is killed does."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in self._server.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -124,14 +151,12 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[]
 
 
 @contextmanager
-def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "RING_HASH") -> Iterator[str]:
+def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "MAGLEV") -> Iterator[str]:
     """Run Envoy by the configuration that we give, before these servers; yield its address."""
     config: Any = yaml.safe_load((ENVOY / "envoy.yaml").read_text())
     resources, port, admin = config["static_resources"], free_port(), free_port()
     resources["listeners"][0]["address"]["socket_address"] = {"address": LOCAL, "port_value": port}
     cluster = resources["clusters"][0] | {"lb_policy": lb_policy}
-    if lb_policy != "RING_HASH":
-        del cluster["ring_hash_lb_config"]
     resources["clusters"] = [cluster | {"load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": [
         {"endpoint": {"hostname": f"engine-{number}", "address": {"socket_address": {
             "address": LOCAL, "port_value": int(url.rpartition(":")[2])}}}}
@@ -143,12 +168,26 @@ def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "RING_HASH")
     directory.mkdir(exist_ok=True)
     (directory / "envoy.yaml").write_text(yaml.safe_dump(config))
     command = [Path(sys.executable).parent / "envoy", "-c", directory / "envoy.yaml", "--use-dynamic-base-id",
-               "--concurrency", "2", "--log-level", "warn"]  # fmt: skip
+               "--concurrency", "1", "--log-level", "warn"]  # fmt: skip
     log = directory / "envoy.log"
 
+    def asked() -> dict[str, int]:
+        """Return how many requests each server got that Envoy's worker knows of."""
+        found = httpx.get(f"http://{LOCAL}:{admin}/clusters?format=json").json()["cluster_statuses"][0]["host_statuses"]
+        return {
+            str(host["address"]): int(stat.get("value", 0))
+            for host in found
+            for stat in host["stats"]
+            if stat["name"] == "rq_total"
+        }
+
     def is_ready() -> bool:
-        stats = httpx.get(f"http://{LOCAL}:{admin}/stats?filter=cluster.engines.membership_healthy").text
-        return re.findall(r"\d+", stats) == [str(len(urls))]
+        """Whether requests reach all servers: the worker learns of healthy ones some time after the main thread."""
+        before = asked()
+        for number in range(16 * len(urls)):
+            httpx.get(f"http://{LOCAL}:{port}/health", headers={"X-Cartridges": f"probe-{number}"})
+        after = asked()
+        return len(after) == len(urls) and all(after[host] > before.get(host, 0) for host in after)
 
     with _running(command, log, cwd=ENVOY) as process:
         _wait_for(process, log, is_ready)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,8 +14,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from recall.ward import ask
-from routers import Stub, envoy, stubs, vllm_router
+from routers import Reply, Request, Stub, envoy, stubs, vllm_router
 from serving import SERVER_ARGS
+from waiting import until
 from wards import MODEL, patients, register, write_ward
 
 from lmcache_cartridge.fleet.affinity import affinity_key, session_headers
@@ -78,6 +81,70 @@ def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(
     ):
         spread = _chosen(http, [way for name in names[:10] for way in _ways(name)])
         assert all(len(servers) > 1 for servers in spread.values()), "the control: without the hash they scatter"
+
+
+def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_else_moves(tmp_path: Path) -> None:
+    """The stubs keep answers back, so that what is in flight adds up."""
+    go_on, holding = threading.Event(), threading.Semaphore(0)
+
+    def answer(request: Request) -> Reply:
+        if request.headers.get("x-hold"):
+            holding.release()
+            go_on.wait(60)
+        return Reply()
+
+    names = [f"doc-{number}" for number in range(12)]
+    with (
+        stubs(4, answer) as servers,
+        envoy([stub.url for stub in servers], tmp_path) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+        ThreadPoolExecutor(24) as pool,
+    ):
+
+        def ask_for(name: str, **headers: str) -> str:
+            reply = http.post("/v1/completions", json={"model": "m"}, headers={"X-Cartridges": name} | headers)
+            return str(reply.json()["stub"])
+
+        homes = {name: ask_for(name) for name in names}
+        held = []
+        for _ in range(24):  # one after the other, each of them in flight before the next
+            held.append(pool.submit(ask_for, "hot", **{"x-hold": "1"}))
+            assert holding.acquire(timeout=60)
+        go_on.set()
+        order = [future.result(timeout=60) for future in held]
+        assert order[0] == order[1] == order[2] != order[3], "a quiet fleet spills early"
+        shares = Counter(order)
+        # Of 24 a server may have 1.5 times 6, and the one that comes last one more.
+        assert max(shares.values()) <= 10
+        assert len(shares) == 3, f"three servers are needed, and no fourth: {shares}"
+        assert {name: ask_for(name) for name in names} == homes
+        assert len({ask_for("hot") for _ in range(8)}) == 1, "alone it fits on its own server"
+
+
+def test_a_server_that_dies_loses_its_cartridges_to_others_and_gets_them_back(tmp_path: Path) -> None:
+    names = [f"doc-{number}" for number in range(30)]
+    with (
+        ExitStack() as stack,
+        stubs(2) as others,
+        envoy([*(stub.url for stub in others), (dead := stack.enter_context(Stub("2"))).url], tmp_path) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+
+        def answered() -> dict[str, str]:
+            replies = {
+                name: http.post("/v1/completions", json={"model": "m"}, headers={"X-Cartridges": name})
+                for name in names
+            }
+            assert {reply.status_code for reply in replies.values()} == {200}
+            return {name: reply.json()["stub"] for name, reply in replies.items()}
+
+        homes = answered()
+        dead.close()
+        after = answered()  # at once: the router may not know yet, and tries the next server
+        assert "2" not in after.values()
+        assert all(after[name] == home for name, home in homes.items() if home != "2"), "others moved too"
+        stack.enter_context(Stub("2", port=dead.port))
+        until(lambda: answered() == homes)
 
 
 def test_vllm_router_sends_a_session_to_one_server(three: list[Stub], tmp_path_factory: pytest.TempPathFactory) -> None:
