@@ -576,7 +576,7 @@ def test_a_label_is_pointed_at_what_a_name_means_now(where: Where) -> None:
 def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_believed(where: Where) -> None:
     follower = where.machine("follower", writes=False)
     for name in "ab":
-        add(where.machine("author"), made(where.tmp_path / name, name))
+        add(where.machine("author"), made(where.tmp_path / name, name), label=f"old-{name}")
     follower.follow()
     Path(where.location).rename(where.tmp_path / "away")
     fresh = where.machine("follower", writes=False)  # as after a restart
@@ -588,7 +588,7 @@ def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_b
     add(author, made(where.tmp_path / "c", "c"))
     sequence = fresh.changes().sequence
     fresh.follow()
-    assert names(fresh) == ["b@1", "c@1"]
+    assert (names(fresh), fresh.labels()) == (["b@1", "c@1"], {})
     assert fresh.changes(sequence).gone == ["a@1"]
     # One that never restarts finds out by the hash of the record before, or after some looks.
     add(author, made(where.tmp_path / "d", "d"))
