@@ -25,6 +25,7 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.library import catalog
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.train.trainer import wrap
 from lmcache_cartridge.serve.request import Reference, Refusal
 from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
@@ -142,6 +143,15 @@ def test_the_fingerprint_is_the_base_models_with_the_adapter(written: Path) -> N
     assert {p.dtype for p in adapted.model.parameters()} == {torch.bfloat16}
     (line,) = adapted.fingerprint.differences(base.fingerprint)
     assert line.startswith("lora: ")
+
+
+def test_a_cartridge_is_trained_for_the_adapter_and_the_adapter_is_not(written: Path) -> None:
+    model = CausalModel(MODEL, dtype="float32", lora=written)
+    kv = prefill(model, IDS)
+    peft = wrap(model, kv[:, :, :16])
+    assert torch.equal(prefill(model, IDS), kv)
+    trained = [name for name, parameter in peft.named_parameters() if parameter.requires_grad]
+    assert trained and all(name.startswith("prompt_encoder.") for name in trained)
 
 
 def test_commands_make_cartridges_of_an_adapter(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from adapters import write_adapter
+from recall.ward import ask
 from serving import SERVER_ARGS, Reply, difference
 from test_l2_saving import NOISE, Served, _build, _cut, _questions
 from wards import MODEL, Ward, patients, register, write_ward
 
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
@@ -48,10 +52,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         httpx.Client(base_url=server.url, timeout=120) as http,
     ):
         served = Served(http, launch, model, settings, {"doc": ward})
-        for (
-            asked,
-            name,
-        ) in MODELS.items():  # the engine is tried with each, and plain prompts are answered from the base's
+        # The engine is tried with each, and from then on plain prompts are answered from the base model's.
+        for asked, name in MODELS.items():
             served.ask([5], name, model=asked)
         yield served
 
@@ -103,6 +105,23 @@ def test_a_chain_is_of_one_adapter(served: Served) -> None:
     assert reply.cached_tokens == TEXT + 256
     assert difference(reply, computed) < 2 * NOISE, "keys are rotated in bfloat16"
     assert "no chain" in _refused(served, "one", ["one", "short-two"])
+
+
+def test_a_server_is_validated_and_evaluated_by_the_adapters_name(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions, facts = tmp_path / "q.jsonl", _ward(served).facts[:4]
+    questions.write_text("".join(f"{json.dumps({'question': ask(f, 0), 'answer': f.value})}\n" for f in facts))
+    options = ["--server", str(served.http.base_url), "--home", str(served.settings.home), "--format", "json"]
+    assert main(["validate", "one", "--server-model", "one", *options]) == 0, capsys.readouterr()
+    assert main(["validate", "one", *options]) == 1
+    capsys.readouterr()
+    assert (
+        main(["evaluate", "one", "--server-model", "one", "--questions", str(questions), "--ask-as", "text", *options])
+        == 0
+    )
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert ways["cartridge"] == ways["document"] != ways["no prefix"]
 
 
 def test_plain_prompts_never_get_anothers_kv(served: Served) -> None:

@@ -48,6 +48,15 @@ def add_lora(parser: Any, when: str = "") -> None:
     )  # fmt: skip
 
 
+def add_server_model(parser: Any) -> None:
+    """Add the option that says what a server is asked for."""
+    parser.add_argument(
+        "--server-model",
+        metavar="NAME",
+        help="its model, or the LoRA adapter of the cartridge (default: the first it serves)",
+    )
+
+
 def add_no_promote(parser: Any) -> None:
     """Add the option that leaves an id where it is; `arguments.promote` is False with it."""
     parser.add_argument(

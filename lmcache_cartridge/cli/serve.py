@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CartridgeError, SettingsError
-from .options import NAME, Verb, registry_of, root_of, settings_of
+from .options import NAME, Verb, add_server_model, registry_of, root_of, settings_of
 from .show import bars, show, table, working
 
 
@@ -27,6 +27,7 @@ def add(verb: Verb) -> None:
     validate.add_argument(
         "--server", required=True, metavar="URL", help="server that serves it; its key is that in $OPENAI_API_KEY"
     )
+    add_server_model(validate)
 
     top = verb(
         "top",
@@ -187,7 +188,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
     location = registry_of(arguments, read_only=True).find(arguments.name)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
-    with Server(arguments.server) as server, bars(arguments.format) as progress:
+    with Server(arguments.server, arguments.server_model) as server, bars(arguments.format) as progress:
         rows = validate(manifest, server, progress)
     passed = all(row.passed for row in rows)
     sensitivity = manifest.canary and manifest.canary.sensitivity

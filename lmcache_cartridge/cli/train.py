@@ -19,6 +19,7 @@ from .options import (
     add_length,
     add_lora,
     add_made,
+    add_server_model,
     check_accept,
     check_files,
     check_made,
@@ -130,6 +131,7 @@ def _add_evaluate(verb: Verb) -> None:
     where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")
     where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
     add_lora(evaluate, "with --model: ")
+    add_server_model(evaluate)
     option("--document", type=Path, help="text of the document (default: the ids that the cartridge carries)")
     option("--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)")
     option("--answer-tokens", type=int, default=64, help="longest answer (default 64)")
@@ -243,7 +245,8 @@ def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitSt
         ids = reading.load_document_ids(manifest, root)
         document = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
     if arguments.server:
-        return ServerAsker(stack.enter_context(Server(arguments.server)), location.name, document, arguments.ask_as)
+        server = stack.enter_context(Server(arguments.server, arguments.server_model))
+        return ServerAsker(server, location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
     from ..make.payload import read_kv

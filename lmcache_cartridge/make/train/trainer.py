@@ -7,6 +7,7 @@ import math
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -337,7 +338,9 @@ class Trainer:
 def wrap(model: CausalModel, kv: torch.Tensor) -> Any:
     """Return PEFT's model with CARTRIDGE parameters set to canonical `kv`; nothing else of it can be trained."""
     config = CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=kv.shape[2], num_frozen_tokens=FROZEN)
-    peft: Any = get_peft_model(model.model, config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
+        peft: Any = get_peft_model(model.model, config)  # of a LoRA adapter, which goes on computing
     peft.eval()  # no dropout: the teacher had none
     expected = to_peft(kv).shape
     encoder = peft.prompt_encoder[peft.active_adapter]
