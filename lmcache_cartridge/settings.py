@@ -136,6 +136,9 @@ class Settings(BaseModel):
     resident_names: int = Field(default=0, ge=0, le=1024)
     """How many cartridges that are whole in memory `/metrics` names, for routers that place by it: the most recently used
     ones. Each change of what is named is a new time series."""
+    kv_events: bool = False
+    """Whether vLLM's KV events, where it publishes them (`--kv-events-config`), also tell which cartridges are whole in
+    memory (`CPU`) and on the local disk (`STORAGE`). They carry token ids."""
     salt_secret_file: Path | None = None
     """File with the secret, of 32 bytes or more, that a fleet's servers share, so that vLLM's block hashes of one cartridge
     agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, or else each API server has one of its own. Who knows

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import torch
 from safetensors import safe_open
+from waiting import until
 
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
@@ -65,9 +66,13 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self._http.close()
 
-    def ask(self, ids: list[int], tag: str | None = None, tokens: int = 4) -> Reply:
+    def ask(self, ids: list[int], tag: str | None = None, tokens: int = 4, **fields: Any) -> Reply:
         """Return the reply to a prompt; `tag` is the request's `lmcache.tag.cartridge`, which the request API refuses."""
-        return self._ask(ids, {} if tag is None else {"lmcache.tag.cartridge": tag}, tokens)
+        return self._ask(ids, {} if tag is None else {"lmcache.tag.cartridge": tag}, tokens, **fields)
+
+    def forget(self) -> None:
+        """Have vLLM forget its own blocks, so that what is cached comes from LMCache."""
+        until(lambda: self._http.post("/reset_prefix_cache").is_success)
 
     def ask_with(self, cartridges: list[str], ids: list[int], tokens: int = 4) -> Reply:
         """Return the reply to a prompt behind cartridges."""

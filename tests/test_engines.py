@@ -95,14 +95,32 @@ def test_a_chunk_that_cannot_be_had_after_all_is_computed_and_the_answer_right(
     assert "retrieved tokens is less than the" in (tmp_path / "log").read_text(), "the fault was not met"
 
 
+PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def _ask_for_what_was_saved(client: Client, model: CausalModel) -> None:
+    """Have what follows a cartridge computed, and read back from LMCache by every rank, once vLLM has forgotten it."""
+    first, between = (model.encode(load_sheet(name).text, special=name == "ward-a") for name in ("ward-a", "ward-b"))
+    for question in load_sheet("ward-a").questions[4:6]:
+        prompt = [*first, *between, *question_ids(model, question.text)]
+        found = []
+        for cached in (1024, len(prompt) // 256 * 256):
+            client.forget()
+            found.append(client.ask(prompt, cache_salt=question.text))
+            assert found[-1].cached_tokens == cached
+        plain = client.computed(prompt)
+        assert {reply.text.strip() for reply in found} == {plain.text.strip()}
+        assert max(difference(reply, plain) for reply in found) < NOISE
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_tensor_parallel_rank_injects_its_own_heads(
     settings: Settings, model: CausalModel, world: int, tmp_path: Path
 ) -> None:
     """The model has two KV heads, so of four ranks each two hold the same head."""
     args = [*SERVER_ARGS, "--tensor-parallel-size", str(world)]
-    launch = plan(str(MODEL_DIR), settings, on_load_failure="fail", vllm_args=args)
-    with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
+    launch = plan(str(MODEL_DIR), settings, on_load_failure="fail", vllm_args=args, l1_bytes=128 << 20)
+    with _serving(launch, tmp_path, PARALLEL) as client:
         for name, question in itertools.product(("ward-a", "trained"), load_sheet("ward-a").questions[:4]):
             own = question_ids(model, question.text)
             body = client.post({"prompt": own, "cartridges": [name], "max_tokens": 4, "temperature": 0}).json()
@@ -113,6 +131,7 @@ def test_each_tensor_parallel_rank_injects_its_own_heads(
             assert reply.cached_tokens == 1024
             assert reply.text.strip() == answer
             assert difference(reply, client.computed(prompt)) < NOISE
+        _ask_for_what_was_saved(client, model)
 
 
 def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(

@@ -30,7 +30,10 @@ PROMISED = {
     "vllm.sampling_params": {"RequestOutputKind"},
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec"},
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": {"KVConnectorRole", "KVConnectorMetadata"},
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorRole", "KVConnectorMetadata", "KVConnectorWorkerMetadata",
+    },
+    "vllm.distributed.kv_events": {"MEDIUM_CPU", "MEDIUM_STORAGE", "BlockRemoved", "BlockStored", "KVCacheEvent"},
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector": {"LMCacheConnectorV1"},
     "lmcache.integration.vllm.lmcache_mp_connector": {"LMCacheMPConnector"},
     "lmcache.integration.vllm.lmcache_mp_metadata": {"LMCacheMPConnectorMetadata"},

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 from serving import SERVER_ARGS, difference
-from test_engines import NOISE, _prompts, _serving, model, settings  # noqa: F401 - two are fixtures
+from test_engines import (  # noqa: F401 - two are fixtures
+    NOISE,
+    PARALLEL,
+    _ask_for_what_was_saved,
+    _prompts,
+    _serving,
+    model,
+    settings,
+)
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings
 
 
@@ -25,9 +33,10 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
     patient = settings.model_copy(update={"lookup_timeout_s": 20.0})
     arguments = [*SERVER_ARGS, "--tensor-parallel-size", "4"]
     launch = plan(str(MODEL_DIR), patient, vllm_args=arguments, mode="multiprocess")
-    with _serving(launch, tmp_path, SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as client:
+    with _serving(launch, tmp_path, PARALLEL) as client:
         # The engine is tried with it, and from then on plain prompts are answered from it.
         client.post({"prompt": [5], "cartridges": ["ward-a"], "max_tokens": 1}).raise_for_status()
+        _ask_for_what_was_saved(client, model)
         for prompt, answer in _prompts(model, 4):
             reply = client.ask(prompt)
             assert reply.cached_tokens == 1024

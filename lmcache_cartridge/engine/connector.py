@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 
 from .contract import API_PLUGIN, GRANT, REQUEST_API
 from .saving import Lost, keep_apart
+from .tier_events import TellsTiers
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_cartridge.connector")
 
 
-class CartridgeConnector(LMCacheConnectorV1):
+class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
     """Stops the server, with the reason, where LMCache would go on without cartridges or with wrong KV."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -46,6 +47,8 @@ class CartridgeConnector(LMCacheConnectorV1):
         self._config = vllm_config
         self._lmcache = host_inprocess.InProcess(self)
         self._failed: set[int] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self.tell_tiers(vllm_config)
         self._lost = Lost(vllm_config.cache_config.block_size, host_inprocess.over_ranks)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -65,7 +68,7 @@ class CartridgeConnector(LMCacheConnectorV1):
         from ..errors import UnsupportedEngine
         from . import host
         from .backend import CartridgeBackend
-        from .control import offer
+        from .control import CartridgeWorker, offer
         from .describe import is_split
 
         if self._lmcache.engine is None:
@@ -83,6 +86,7 @@ class CartridgeConnector(LMCacheConnectorV1):
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
         self._lmcache.ask_first(CartridgeBackend)
         offer()
+        self.tell_socket(self._config, CartridgeWorker().cartridge_control)
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape

@@ -37,7 +37,9 @@ logger = logging.getLogger(__name__)
 _PREFIX, _SOCKET = "lmcache-cartridge-control-", "control"
 _STARTING_S = 60.0
 """A directory younger than this may be that of a server which does not listen yet."""
-_METHODS = "pin", "unpin", "evict", "trust", "untried", "distrust", "refresh", "status", "numbers"
+_METHODS = (
+    "pin", "unpin", "evict", "trust", "untried", "distrust", "refresh", "status", "numbers", "chunks_by_tier", "described",
+)  # fmt: skip
 """Those of a store that a client may call as they are."""
 _MAX_CALLS = 64
 """Calls of one client at once that are no claims."""

@@ -111,11 +111,9 @@ def wrap_handlers(
 
 
 def extend_models(
-    state: Any,
-    takes: Callable[[str], bool],
-    answered: Callable[[], str | None],
+    state: Any, takes: Callable[[str], bool], answered: Callable[[], str | None],
     more: Callable[[], Awaitable[Mapping[str, str]]],
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
 
     `answered` is what a request's answer calls the model in the place of the first name, `more` the names that

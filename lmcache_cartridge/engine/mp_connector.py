@@ -26,6 +26,7 @@ from .describe import answering, check_vllm, fingerprint_of, own_layers, transfe
 from .probe import written_layout
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, is_apart, key_salt
+from .tier_events import TellsTiers
 from .turns import Turns
 from .versions import versions
 
@@ -59,7 +60,7 @@ class _Retry(NamedTuple):
     """Monotonic time after which a miss counts."""
 
 
-class CartridgeMPConnector(LMCacheMPConnector):
+class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
     """Tells the adapter what this engine is, names its keys, and never lets a trained cartridge be computed."""
 
     def __init__(
@@ -93,6 +94,8 @@ class CartridgeMPConnector(LMCacheMPConnector):
         self._config = vllm_config
         with host.model_name(self._engine.key_name):
             super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.tell_tiers(vllm_config)
 
     # The worker's side.
 
@@ -105,6 +108,7 @@ class CartridgeMPConnector(LMCacheMPConnector):
             super().register_kv_caches(kv_caches)
             self._confirmed = self._confirm(layout)
             offer(self._confirmed.control)
+            self.tell_socket(self._config, lambda: self._confirmed.control)
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise

@@ -1,9 +1,10 @@
-"""Residents: which cartridges are whole in memory, by name."""
+"""Residents: which cartridges are in memory and on disk, by name and by tier."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..artifact.reading import load_token_ids
 from ..library.catalog import Catalog
 from .tier import MemoryTier
 
@@ -28,3 +29,21 @@ def residents(
     whole = [digest for digest, count in counts.items() if catalog.chunks_of(digest) == count]
     kinds = {"whole": whole, "coming": waiting}
     return {kind: [n for d in digests for n in catalog.names_of(d)][:limit] for kind, digests in kinds.items()}
+
+
+def described(catalog: Catalog, digest: str, chunk_tokens: int) -> tuple[list[int], dict[str, int]] | None:
+    """Return the token ids of a cartridge's whole chunks, and how many chunks of each tier are all of it.
+
+    None for a chain, for what is not served, and for an adapter's: its token ids are the base model's too. Blocks for
+    local reads; raises `CartridgeError`.
+    """
+    segments = catalog.segments(digest)
+    if len(segments) != 1:
+        return None
+    manifest, root, _ = segments[0].cartridge
+    if manifest.fingerprint.lora is not None:
+        return None
+    positions = manifest.positions // chunk_tokens * chunk_tokens
+    in_memory, stored = positions // chunk_tokens, -(-positions // manifest.payload.chunk_tokens)
+    token_ids = load_token_ids(manifest, root)[:positions].tolist()
+    return token_ids, {"device": in_memory, "cpu": in_memory, "disk": stored}

@@ -32,7 +32,7 @@ from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
 from .loads import LoadRun, copy_and_wait, one_by_one
 from .readiness import Readiness
-from .residents import residents
+from .residents import described, residents
 from .tier import Hold, MemoryTier, TierStats
 
 logger = logging.getLogger(__name__)
@@ -315,6 +315,15 @@ class CartridgeStore:
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
         } | residents(self._memory.values(), self._catalog, waiting, self._settings.resident_names)
+
+    def chunks_by_tier(self) -> dict[str, dict[str, int]]:
+        """Return how many chunks each tier holds of each digest, at a cost that grows with them."""
+        counts = {name: tier.resident_by_digest() for name, tier in self._memory.items()}
+        return counts if self._disk is None else counts | {"disk": self._disk.chunks_by_digest()}
+
+    def described(self, digest: str) -> tuple[list[int], dict[str, int]] | None:
+        """See `residents.described`."""
+        return described(self._catalog, digest, self.engine.chunk_tokens)
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return the counters of every tier there is, fastest first; no side effects."""

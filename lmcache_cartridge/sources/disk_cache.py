@@ -113,6 +113,8 @@ class DiskCache:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._complaints: set[int | None] = set()
+        self._chunks: dict[str, tuple[int, int]] = {}
+        """When each cartridge's directory had changed when it was read, and how many chunks there were."""
         self._oldest: deque[_Copy] = deque()
         """Oldest first; used and changed by whoever holds the directory."""
         self._sum = _Sum(0, 0)
@@ -205,6 +207,22 @@ class DiskCache:
             did = {name: self._counts[name] for name in DiskStats._fields[:7]}
         total = self._sum
         return DiskStats(**did, resident=total.copies, resident_bytes=total.bytes, budget_bytes=self._budget_bytes)
+
+    def chunks_by_digest(self) -> dict[str, int]:
+        """Return how many stored chunks of each cartridge have a copy, of any heads. Reads changed directories only."""
+        found: dict[str, tuple[int, int]] = {}
+        with suppress(OSError), os.scandir(self.root) as entries:
+            for entry in entries:
+                with suppress(OSError):  # it may go while this looks
+                    if _DIGEST.fullmatch(entry.name):
+                        changed_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                        known = self._chunks.get(entry.name, (0, 0))
+                        if known[0] != changed_ns:
+                            names = {Path(c.path).name.partition("-")[0] for c in self._copies([entry.name])}
+                            known = changed_ns, len(names)
+                        found[entry.name] = known
+        self._chunks = found
+        return {digest: chunks for digest, (_, chunks) in found.items()}
 
     def check(self) -> None:
         """Raise `AssertionError` unless the budget holds and no copy is left out of the sum. Looks at every file."""

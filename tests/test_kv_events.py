@@ -1,0 +1,245 @@
+"""KV events: what routers that follow a server's stream learn of cartridges, in both modes, from two servers of a fleet."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import zmq
+from homes import STILL, Home
+from serving import SERVER_ARGS
+from waiting import until
+from wards import MODEL, Asker, patients, register, write_ward
+
+from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
+from lmcache_cartridge.engine.client import ControlClient
+from lmcache_cartridge.engine.control import ControlServer
+from lmcache_cartridge.errors import CartridgeError
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import free_port, plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import SECRET_VARIABLE, from_mapping
+
+with warnings.catch_warnings():  # torch's, while vLLM is imported
+    warnings.simplefilter("ignore")
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+    from lmcache_cartridge.engine.tier_events import TierEvents
+
+P, BLOCK = 1024, 128
+
+
+class Stream:
+    """Follows one server's events as an index does: from the first one on, in order, none missing."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.RCVTIMEO, 200)
+        self.events: list[Any] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        while not self._stopping.is_set():
+            try:
+                _, _, payload = self._socket.recv_multipart()
+            except zmq.Again:
+                continue
+            self.events += decoder.decode(payload).events
+
+    def blocks(self, medium: str) -> dict[int, BlockStored]:
+        """Return what an index has of a medium now, by block hash."""
+        held: dict[int, BlockStored] = {}
+        for event in list(self.events):
+            if isinstance(event, AllBlocksCleared):
+                held.clear()
+            elif event.medium == medium and isinstance(event, BlockStored):
+                held |= dict.fromkeys(event.block_hashes, event)
+            elif event.medium == medium and isinstance(event, BlockRemoved):
+                for block_hash in event.block_hashes:
+                    held.pop(block_hash, None)
+        return held
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._socket.close()
+
+
+class Server(NamedTuple):
+    asker: Asker
+    stream: Stream
+
+    def step(self) -> None:
+        """Have the engine make a step: events go with one."""
+        self.asker.complete([5, 6, 7], tokens=2)
+
+    def tell(self, seen: Callable[[Stream], bool]) -> None:
+        """Make steps until the stream has told something."""
+
+        def found() -> bool:
+            self.step()
+            return seen(self.stream)
+
+        until(found)
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return write_ward(CausalModel(MODEL), patients(0, 4), "a").ids[:P]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> Iterator[dict[str, Server]]:
+    """Two servers, one in each mode, with homes of their own and one secret."""
+    found, model = {}, CausalModel(MODEL)
+    with ExitStack() as stack:
+        for mode in ("in-process", "multiprocess"):
+            home = tmp_path_factory.mktemp(mode)
+            settings = from_mapping(
+                {"home": home, "disk_dir": home / "disk", "disk_local": True, "admin": True, "kv_events": True}
+            )
+            for kind in ("prefill", "trained"):
+                register(model, settings, ids if kind == "prefill" else ids[:512], name=kind, kind=kind)
+            port = free_port()
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
+            args = [*SERVER_ARGS, "--kv-events-config", json.dumps(events)]
+            environment = SMALL | {SECRET_VARIABLE: "s" * 40, "VLLM_SERVER_DEV_MODE": "1"}
+            launch = plan(MODEL, settings, on_load_failure="fail", mode=mode, vllm_args=args)
+            stream = Stream(port)
+            stack.callback(stream.close)
+            server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
+            found[mode] = Server(stack.enter_context(Asker(server.url)), stream)
+        yield found
+
+
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+def test_what_the_tiers_hold_is_told_until_it_is_evicted_and_again_after_all_was_cleared(
+    servers: dict[str, Server], ids: list[int], mode: str, kind: str
+) -> None:
+    server = servers[mode]
+    server.asker.complete("x", [kind])
+    tokens = server.asker.http.post("/tokenize", json={"model": MODEL, "prompt": "x", "cartridges": [kind]}).json()
+    positions = P if kind == "prefill" else 512
+    identity = tokens["tokens"][:positions]
+    assert (identity == ids) == (kind == "prefill")
+
+    def told(medium: str) -> bool:
+        return sum(e.token_ids == identity for e in server.stream.blocks(medium).values()) == positions // BLOCK
+
+    for medium in ("CPU", "STORAGE"):
+        server.tell(lambda _, medium=medium: told(medium))
+    assert all(e.block_size == BLOCK for e in server.stream.blocks("CPU").values())
+    until(lambda: server.asker.http.post("/reset_prefix_cache").is_success)
+    server.tell(lambda stream: any(isinstance(e, AllBlocksCleared) for e in stream.events))
+    server.tell(lambda _: told("CPU") and told("STORAGE"))
+    server.asker.http.post(f"/v1/cartridges/{kind}/evict").raise_for_status()
+    server.tell(lambda _: not told("CPU") and not told("STORAGE"))
+
+
+def test_two_servers_with_one_secret_name_a_cartridges_blocks_alike(servers: dict[str, Server]) -> None:
+    hashes = []
+    for server in servers.values():
+        server.asker.complete("where is it", ["prefill"])
+        server.step()
+        (salted,) = {
+            tuple(e.block_hashes)
+            for e in server.stream.events
+            if isinstance(e, BlockStored)
+            and e.medium == "GPU"
+            and e.extra_keys
+            and e.extra_keys[0]
+            and len(e.token_ids) >= P
+        } or {()}
+        hashes.append(salted)
+    assert len(hashes[0]) >= P // BLOCK
+    assert hashes[0] == hashes[1]
+
+
+# Without an engine.
+
+
+@pytest.fixture
+def ask(home: Home) -> Iterator[Callable[..., Any]]:
+    """A worker's store with two cartridges of four chunks of 16, asked over its socket."""
+    for seed, name in enumerate("ab"):
+        home.make(name, seed=seed)
+    store = home.open(chunks=8, settings=STILL | {"disk_bytes": 0})
+    server = ControlServer(lambda: store)
+    client = ControlClient([server.path])
+    yield lambda *call: client.call(*call)[0]
+    client.close()
+    server.close()
+
+
+def _load(home: Home, ask: Callable[..., Any], name: str) -> tuple[str, list[int]]:
+    manifest = load_manifest(home.root(name))
+    until(lambda: ask("preload", manifest.digest, {manifest.digest: [str(home.root(name))] * 2})["resident"] == 4)
+    return manifest.digest, load_token_ids(manifest, home.root(name))[:64].tolist()
+
+
+def test_what_comes_and_goes_is_told_once(home: Home, ask: Callable[..., Any]) -> None:
+    events = TierEvents(8)
+    events.look(ask)
+    assert events.take() == []
+    first, second = (_load(home, ask, name) for name in "ab")
+    events.look(ask)
+    stored = events.take()
+    assert sorted(event.token_ids for event in stored) == sorted([first[1], second[1]])
+    assert {(event.medium, event.block_size, len(event.block_hashes)) for event in stored} == {("CPU", 8, 8)}
+    assert len({block for event in stored for block in event.block_hashes}) == 16, "every block has a name of its own"
+    events.look(ask)
+    assert events.take() == []
+    ask("unpin", first[0])
+    assert ask("evict", first[0]) == 4
+    events.look(ask)
+    (gone,) = events.take()
+    assert (type(gone), gone.block_hashes) == (
+        BlockRemoved,
+        next(e for e in stored if e.token_ids == first[1]).block_hashes,
+    )
+    events.tell_again()
+    assert [event.token_ids for event in events.take()] == [second[1]]
+
+
+def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(
+    home: Home, ask: Callable[..., Any]
+) -> None:
+    events, (digest, token_ids) = TierEvents(24), _load(home, ask, "a")
+
+    def some(method: str, *arguments: Any) -> Any:
+        return {"cpu": {digest: 3, "chain": 1}} if method == "chunks_by_tier" else ask(method, *arguments)
+
+    events.look(some)
+    assert events.take() == [], "a quarter is missing"
+    events.look(ask)
+    (stored,) = events.take()
+    assert (len(stored.block_hashes), stored.token_ids) == (2, token_ids[:48]), "whole blocks only"
+
+
+def test_where_a_worker_is_gone_nothing_is_told_to_be_there(home: Home, ask: Callable[..., Any]) -> None:
+    events, calls = TierEvents(8), []
+    _load(home, ask, "a")
+
+    def broken(*call: Any) -> Any:
+        calls.append(call)
+        if len(calls) > 3:
+            raise CartridgeError("gone")
+        return ask(*call)
+
+    events.follow(broken)
+    events.follow(lambda *_: pytest.fail("one thread asks"))
+    found: list[Any] = []
+    until(lambda: found.extend(events.take()) or len(found) == 2)
+    assert [type(event) for event in found] == [BlockStored, BlockRemoved]
