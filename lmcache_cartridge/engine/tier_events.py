@@ -41,7 +41,7 @@ _MEDIA = {"device": MEDIUM_CPU, "cpu": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
 class Content(NamedTuple):
     """What is known of one cartridge."""
 
-    hashes: list[int]
+    hashes: list[bytes | int]
     """Names of its blocks in this stream: none of the engine's has them."""
     token_ids: list[int]
     whole: dict[str, int]
@@ -104,7 +104,9 @@ class TierEvents:
         blocks = len(token_ids) // self._block
         if not blocks:
             return None
-        hashes = [int.from_bytes(blake3(f"{digest}/{i}".encode()).digest(8), "big") for i in range(blocks)]
+        hashes: list[bytes | int] = [
+            int.from_bytes(blake3(f"{digest}/{i}".encode()).digest(8), "big") for i in range(blocks)
+        ]
         return self._contents.put(digest, Content(hashes, token_ids[: blocks * self._block], whole))
 
     def _stored(self, content: Content, medium: str) -> BlockStored:
@@ -195,4 +197,4 @@ def _after_reset(block_pool: BlockPool, then: Callable[[], None]) -> None:
             then()
         return done
 
-    block_pool.reset_prefix_cache = reset_and_tell
+    block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]

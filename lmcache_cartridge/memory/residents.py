@@ -41,7 +41,7 @@ def described(catalog: Catalog, digest: str, chunk_tokens: int) -> tuple[list[in
     if len(segments) != 1:
         return None
     manifest, root, _ = segments[0].cartridge
-    if manifest.fingerprint.lora is not None:
+    if manifest.fingerprint.lora is not None or manifest.payload is None:
         return None
     positions = manifest.positions // chunk_tokens * chunk_tokens
     in_memory, stored = positions // chunk_tokens, -(-positions // manifest.payload.chunk_tokens)
