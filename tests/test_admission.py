@@ -335,3 +335,12 @@ def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve: Callable, home: H
         writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
     home.registry.register(home.root("text"))
     _run(_admit(serve(admin=admin), "text", force_redownload=True))
+
+
+def test_servers_make_the_same_salts_with_one_secret_and_others_without(
+    serve: Callable[..., Admission], tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("s" * 40)
+    shared = [serve(salt_secret_file=str(tmp_path / "secret")).secret for _ in range(2)]
+    assert shared[0] == shared[1] == b"s" * 40
+    assert len({serve().secret for _ in range(3)}) == 3

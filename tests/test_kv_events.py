@@ -112,7 +112,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> Iterato
             for kind in ("prefill", "trained"):
                 register(model, settings, ids if kind == "prefill" else ids[:512], name=kind, kind=kind)
             port = free_port()
-            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
             args = [*SERVER_ARGS, "--kv-events-config", json.dumps(events)]
             environment = SMALL | {SECRET_VARIABLE: "s" * 40, "VLLM_SERVER_DEV_MODE": "1"}
             launch = plan(MODEL, settings, on_load_failure="fail", mode=mode, vllm_args=args)
