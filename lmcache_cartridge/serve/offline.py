@@ -56,8 +56,8 @@ def with_cartridges(
 
     Waits, `ready_timeout_s` at most, until the cartridges are in memory, where they stay as long as the prompt is
     referred to. The first time of each cartridge the engine is asked its canary's questions, as the setting `canary`
-    says. Raises `Refusal` for unknown ones, `CartridgeError` for those that cannot be served, are not there in time, or
-    that this engine does not answer right from.
+    says. Raises `Refusal` for unknown ones and those of another adapter, `CartridgeError` for those that cannot be
+    served, are not there in time, or that this engine does not answer right from.
     """
     selection = Resolver(settings).resolve(read_references({"cartridges": list(cartridges)}, None))
     check(selection, None if lora_request is None else read(lora_request))
