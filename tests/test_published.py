@@ -244,34 +244,6 @@ def test_without_the_condition_both_would_think_that_they_won(where: Where) -> N
     }
 
 
-@pytest.mark.parametrize("s3_kind", ["swift"])
-def test_swift_lets_both_win_where_nobody_looks_again(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why `settle` is there: Swift looks first and writes later."""
-    machines = [where.machine(str(number)) for number in range(2)]
-    monkeypatch.setattr(S3Shelf, "settle", lambda self: False)
-    add(machines[0], made(where.tmp_path / "first", "first"))
-    doubles = 0
-    for version in range(1, ROUNDS):
-        for machine in machines:
-            machine.follow()
-        where.flight.gate, won = threading.Barrier(2), []
-
-        def publish(number: int, version: int = version, won: list[int] = won) -> None:
-            root = made(where.tmp_path / f"{number}-{version}", version=version, seed=number)
-            try:
-                add(machines[number], root)
-            except CartridgeExists:
-                return
-            won.append(number)
-
-        run_threads(2, publish)
-        where.flight.gate = None
-        doubles += len(won) == 2
-        if doubles:
-            break
-    assert doubles
-
-
 def test_whoever_is_overwritten_before_it_looks_again_is_told(where: Where) -> None:
     """A server that lets both PUTs win, as Swift does: the later one stays."""
     one, two = where.machine("one"), where.machine("two")
