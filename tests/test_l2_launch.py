@@ -20,6 +20,7 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.engine.contract import CONTROL
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.serve import processes
 from lmcache_cartridge.serve.launch import l1_size_bytes, l1_watermark, plan
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -251,3 +252,29 @@ def test_shared_memory_left_by_a_killed_server_is_removed(tmp_path: Path) -> Non
         pair.terminate()
         pair.wait(60)
         assert not left.exists()
+
+
+_DRAINS = """
+import os, signal, time
+def drain(*_):
+    while not os.path.exists({release!r}): time.sleep(0.05)
+    open({done!r}, "w").write("all answered"); os._exit(0)
+signal.signal(signal.SIGTERM, drain)
+open({ready!r}, "w").write(str(os.getpid()))
+while True: time.sleep(1)
+"""
+
+
+def test_requests_under_way_are_finished_where_vllm_was_given_time_for_them(tmp_path: Path) -> None:
+    files = [tmp_path / "lmcache", tmp_path / "vllm"]
+    release, done = tmp_path / "release", tmp_path / "done"
+    code = _DRAINS.format(release=str(release), done=str(done), ready=str(files[1]))
+    vllm = [*_python(code), "--shutdown-timeout", "60"]
+    with _pair(_python(_SLEEP.format(str(files[0]))), vllm, files) as (pair, pids):
+        pair.terminate()
+        time.sleep(processes._LET_GO_S + 1)  # without the option it is killed by then
+        assert not any(map(_gone, pids)), "both are there: what is answered may need LMCache"
+        release.touch()
+        assert pair.wait(60) == 0
+        assert done.read_text() == "all answered"
+        _wait(lambda: all(map(_gone, pids)))

@@ -22,10 +22,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import UnsupportedEngine
+from .arguments import Arguments
 from .launch import SHM, Launch, free_port
 
 _LET_GO_S = 5.0
-"""How long each server of a pair may take to end by itself."""
+"""How long each server of a pair may take to end by itself, beside what `--shutdown-timeout` gives vLLM's requests."""
 _PR_SET_PDEATHSIG = 1
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 """Environment for a small model on a shared CPU: one compute thread, and one process less."""
@@ -93,6 +94,7 @@ def run_pair(lmcache: list[str], vllm: list[str]) -> int:
     Returns 1 where vLLM did not end by itself, 0 after a signal. Blocks.
     """
     children: dict[str, subprocess.Popen] = {}
+    let_go_s = {"vLLM": _LET_GO_S + float(Arguments(vllm).get("shutdown-timeout") or 0)}
     stopped: list[bool] = []  # no event: its lock may be held by the very code that the signal interrupts
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stopped.append(True))
@@ -112,7 +114,7 @@ def run_pair(lmcache: list[str], vllm: list[str]) -> int:
             with suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                child.wait(_LET_GO_S if name == "vLLM" else _LET_GO_S / 2)
+                child.wait(let_go_s.get(name, _LET_GO_S / 2))
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
