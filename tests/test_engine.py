@@ -66,6 +66,7 @@ def test_the_configuration_that_serve_starts_is_accepted() -> None:
     engines.check_vllm(vllm_config())
     engines.check_vllm(vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}))
     engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
+    engines.check_vllm(vllm_config(kv_cache_dtype="fp8_e5m2"))
     engines.check_vllm(vllm_config(tensor_parallel_size=2))
     engines.check_vllm(vllm_config(enable_lora=True))
     for method in ("ngram", "suffix", "draft_model"):
@@ -122,7 +123,14 @@ def _of_several_engines(**values: int) -> VllmConfig:
             lambda: _speculating("eagle"),
             ["speculation by eagle", "ngram, ngram_gpu, suffix, draft_model"],
         ),
-        (lambda: vllm_config(kv_cache_dtype="fp8"), ["quantised (fp8)", "remove --kv-cache-dtype"]),
+        (
+            lambda: vllm_config(kv_cache_dtype="fp8_per_token_head"),
+            ["quantised (fp8_per_token_head)", "one of fp8, fp8_e4m3, fp8_e5m2", "remove --kv-cache-dtype"],
+        ),
+        (
+            lambda: vllm_config(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]),
+            ["LMCache has one dtype", "--kv-cache-dtype-skip-layers"],
+        ),
         (
             lambda: vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 512}}),
             ["lmcache.max_tokens_per_load", "remove it"],

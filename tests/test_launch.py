@@ -138,7 +138,7 @@ REFUSED = {
     "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
     '--speculative-config {"method":"eagle"}': "by eagle: other methods", "--speculative-config.method mtp": "by mtp",
     "-sc {}": "without a method", "--spec-model x": "without a method", "--spec-method eagle3": "suffix, draft_model",
-    "--kv-cache-dtype fp8": "quantised", "--kv_cache_dtype=fp8_e4m3": "quantised",
+    "--kv-cache-dtype fp8_per_token_head": "use one of fp8, fp8_e4m3, fp8_e5m2", "--kv_cache_dtype=nvfp4": "quantised",
     "--data-parallel-size 2": "--mode multiprocess", "-dp 2": "--mode multiprocess", "-dp=2": "second engine",
     "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",
     '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
@@ -165,6 +165,7 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
 @pytest.mark.parametrize(
     "given",
     ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--enable-lora", "--max-lora-rank 8",
+     "--kv-cache-dtype fp8_e5m2",
      '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
      "--spec-method ngram",
      '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1"],

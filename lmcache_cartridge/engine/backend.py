@@ -30,7 +30,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ..errors import UnsupportedEngine
 from ..memory.described import Engine
-from ..memory.layout import DTYPES, ChunkShape
+from ..memory.layout import HELD, ChunkShape
 from ..memory.store import CartridgeStore
 from ..memory.tier import Hold
 from ..settings import Settings, from_extra_config
@@ -201,7 +201,7 @@ class MemoryObjects:
         """`layout` is how the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
         planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
         self._size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
-        self._dtype, self._bytes = DTYPES[shape.dtype], shape.size_bytes
+        self._dtype, self._bytes = HELD[shape.dtype], shape.size_bytes
 
     def over(self, hold: Hold) -> MemoryObj:
         """Return an object over the bytes of a hold, LMCache's to release, which ends the hold. Copies nothing."""

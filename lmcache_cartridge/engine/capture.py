@@ -22,6 +22,10 @@ def captured(name: str, token_ids: list[int], chunk: int) -> bytes:
     engine = host_inprocess.lmcache_engine()
     if engine is None or not isinstance(engine.gpu_connector, EngineWriteConnector):
         raise UnsupportedEngine("KV can be fetched where LMCache runs in vLLM's workers; here it does not")
+    if engine.gpu_connector.quantiser:
+        raise UnsupportedEngine(
+            "this engine caches KV in fp8, not as it computes it; take it from one without --kv-cache-dtype"
+        )
     size = engine.config.chunk_size
     tags = {CAPTURE: name} | tenant(name)
     tokens = token_ids[: (chunk + 1) * size]

@@ -91,7 +91,7 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
         from . import host
-        from .describe import own_layers, transfer_of
+        from .describe import computed_dtype, own_layers, transfer_of
         from .inject import EngineWriteConnector
 
         engine = self._lmcache.engine
@@ -103,8 +103,13 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         saves = transfer_of(self._config).kv_role != "kv_consumer"
         is_stage = self._config.parallel_config.pipeline_parallel_size > 1
         first = own_layers(self._config).start if is_stage else 0
-        engine.gpu_connector.bind(kv_caches, host.attention_layers(self._config), shape, saves=saves, first_layer=first)
-        self._lmcache.name_layout(engine.gpu_connector.layout)
+        injector = engine.gpu_connector
+        injector.bind(
+            kv_caches, host.attention_layers(self._config), shape, saves=saves, first_layer=first,
+            computed=computed_dtype(self._config, engine.metadata.kv_dtype),
+        )  # fmt: skip
+        quantised = f"/{injector.quantiser.digest}" if injector.quantiser else ""
+        self._lmcache.name_layout(injector.layout + quantised)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have LMCache load what this step needs, and note what it could not."""

@@ -36,6 +36,12 @@ REFUSED_EXTRA = {
 """Keys of `kv_connector_extra_config` that may not be set, and why."""
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
+QUANTISED_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Those under which it holds a byte for each number, by a scale for each layer that is settled when the model is loaded."""
+QUANTISED_OTHERWISE = (
+    f"by scales that are found as KV comes, which no cartridge made ahead can have; use one of {', '.join(QUANTISED_CACHES)}, "
+    "or remove --kv-cache-dtype"
+)
 SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Methods of speculation that go with cartridges. The first three have no KV of their own. A draft model has none for what
 was injected, so it proposes less well there; the model itself decides on each token, so the answers are the same."""

@@ -14,7 +14,16 @@ from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
 from . import host, host_inprocess
-from .contract import DATA_PARALLEL, PLAIN_CACHES, REFUSED_EXTRA, SAVING_STAGES, SPECULATION, SPECULATION_OTHERWISE
+from .contract import (
+    DATA_PARALLEL,
+    PLAIN_CACHES,
+    QUANTISED_CACHES,
+    QUANTISED_OTHERWISE,
+    REFUSED_EXTRA,
+    SAVING_STAGES,
+    SPECULATION,
+    SPECULATION_OTHERWISE,
+)
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -58,8 +67,12 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
     if config.speculative_config is not None and config.speculative_config.method not in SPECULATION:
         raise refuse(f"speculation by {config.speculative_config.method}: {SPECULATION_OTHERWISE}")
-    if config.cache_config.cache_dtype not in PLAIN_CACHES:
-        raise refuse(f"the KV cache is quantised ({config.cache_config.cache_dtype}); remove --kv-cache-dtype")
+    if (kind := config.cache_config.cache_dtype) not in PLAIN_CACHES + QUANTISED_CACHES:
+        raise refuse(f"the KV cache is quantised ({kind}) {QUANTISED_OTHERWISE}")
+    if kind in QUANTISED_CACHES and config.cache_config.kv_cache_dtype_skip_layers:
+        raise refuse(
+            "some layers' KV is quantised and some is not; LMCache has one dtype. Remove --kv-cache-dtype-skip-layers"
+        )
     if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
         raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
     for key, why in REFUSED_EXTRA.items():
@@ -176,7 +189,9 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
     if len(layers) != metadata.kv_shape[0]:
         raise UnsupportedEngine(f"this stage caches {len(layers)} layers, LMCache {metadata.kv_shape[0]}")
     return Engine(
-        fingerprint=fingerprint_of(vllm_config, metadata.kv_dtype, None if is_stage else layers),
+        fingerprint=fingerprint_of(
+            vllm_config, computed_dtype(vllm_config, metadata.kv_dtype), None if is_stage else layers
+        ),
         chunk_tokens=config.chunk_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         world=parallel.tensor_parallel_size,
@@ -186,7 +201,17 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
         layers=layers,
         worker=worker_number(vllm_config),
+        quantiser=getattr(engine.gpu_connector, "quantiser", None),
     )
+
+
+def computed_dtype(vllm_config: VllmConfig, cached: torch.dtype) -> torch.dtype:
+    """Return the dtype in which an engine computes the KV that it caches in `cached`."""
+    if cached != torch.uint8:
+        return cached
+    computed = vllm_config.model_config.dtype
+    assert isinstance(computed, torch.dtype), "vLLM resolves names when it makes its configuration"
+    return computed
 
 
 def own_layers(vllm_config: VllmConfig) -> range:
@@ -210,6 +235,8 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
         if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
     ]
     if caches and all(map(is_split, caches)):
+        if vllm_config.cache_config.cache_dtype in QUANTISED_CACHES:
+            raise UnsupportedEngine("quantised KV caches need vLLM >= 0.26; remove --kv-cache-dtype")
         return "kv_2ltd"
     raise UnsupportedEngine(
         "LMCache's own connector writes wrong KV into this engine's fused cache layout (LMCache#4463). Use "

@@ -14,8 +14,9 @@ from lmcache.v1.memory_management import MemoryObj
 from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.layout import ChunkShape, heads_view
+from ..memory.quantise import Quantiser, quantiser
 from . import host
-from .probe import check_writes, places, written_layout
+from .probe import Written, check_writes, places, written_layout, written_rules
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class EngineWriteConnector(GPUConnectorInterface):
     def __init__(self) -> None:
         self.layout = "heads"
         """The layout that chunks must have: a key of `layout.VIEWS`, or one of `tiles`. Settled by `bind`."""
+        self.quantiser: Quantiser | None = None
+        """How the engine writes its numbers where its caches are quantised. Settled by `bind`."""
         self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         self._shape: ChunkShape | None = None
         self._gathered = 1
@@ -59,11 +62,12 @@ class EngineWriteConnector(GPUConnectorInterface):
         *,
         saves: bool = False,
         first_layer: int = 0,
+        computed: torch.dtype | None = None,
     ) -> None:
         """Write to `kv_caches` from now on: one tensor a layer, by the name of its attention layer in `layers`.
 
         `shape` is that of the chunks that will come, from the model's layer `first_layer` on; with `saves` they are read
-        too. Raises `UnsupportedEngine` when a layer cannot be written to, or read.
+        too. `computed` is the dtype of the model's KV where `shape` is of a quantised cache's bytes. Raises `UnsupportedEngine` when a layer cannot be written to, or read.
         """
         names = sorted(kv_caches, key=host.layer_index)
         own = range(first_layer, first_layer + shape.layers)
@@ -74,8 +78,8 @@ class EngineWriteConnector(GPUConnectorInterface):
                 raise UnsupportedEngine(f"the attention backend of layer {name} has no op to write its KV cache")
             if str(kv_caches[name].dtype).removeprefix("torch.") != shape.dtype:
                 raise UnsupportedEngine(
-                    f"the KV cache of layer {name} is {kv_caches[name].dtype}, the model's KV {shape.dtype}. "
-                    "Quantised KV caches are not supported: remove --kv-cache-dtype"
+                    f"the KV cache of layer {name} is {kv_caches[name].dtype}, not {shape.dtype} as LMCache has it; remove "
+                    "--kv-cache-dtype"
                 )
             # vLLM's ops check no shapes: heads or elements too many would land in the next block.
             if kv_caches[name].shape[1::2] != (shape.heads, 2 * shape.head_size):
@@ -83,15 +87,20 @@ class EngineWriteConnector(GPUConnectorInterface):
                     f"the KV cache of layer {name} is {list(kv_caches[name].shape)}, not [blocks, {shape.heads} heads, "
                     f"block, 2 * {shape.head_size}]; layers that differ in KV heads or head size are not supported"
                 )
-        check_writes(kv_caches, layers)
+        rules: dict[str, Written] = {}
+        if shape.dtype == "uint8" and computed is not None:
+            rules = written_rules(kv_caches, layers, computed)
+            self.quantiser = quantiser([rules[name].rule for name in names])
+        else:
+            check_writes(kv_caches, layers)
         self._offsets = []
-        for name in names if saves else ():
-            found = _offsets(places(name, kv_caches[name], layers[name]), kv_caches[name])
+        for name in names if saves or rules else ():
+            found = _offsets(places(name, kv_caches[name], layers[name], computed if rules else None), kv_caches[name])
             same = self._offsets and torch.equal(found, self._offsets[-1])
             self._offsets.append(self._offsets[-1] if same else found)
         self._layers = [(layers[name], kv_caches[name]) for name in names]
         self._shape = shape
-        self.layout = _layout(kv_caches, layers, shape)
+        self.layout = _layout(kv_caches, layers, shape, rules)
         self._gathered = max(1, _GATHER_BYTES * shape.layers // shape.size_bytes)
 
     @torch.inference_mode()
@@ -170,6 +179,10 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
         """Write some chunks together: to gather a layer of several costs less than a call of the op for each."""
+        if self.quantiser:
+            for piece in pieces:
+                self._write_bytes(piece)
+            return
         slots = torch.cat([piece.slots for piece in pieces])
         layers = list(map(self._layers_of, pieces))
         for layer, (module, kv_cache) in enumerate(self._layers):
@@ -211,15 +224,25 @@ class EngineWriteConnector(GPUConnectorInterface):
         shape = self._bound()
         if not self._offsets:
             raise UnsupportedEngine("the injector was not bound to read the engine's blocks")
+        read = [_elements(kv_cache).index_select(0, where) for kv_cache, where in self._places_of(piece)]
+        kv = torch.stack(read).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
+        tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
+
+    def _write_bytes(self, piece: _Piece) -> None:
+        """Write bytes of a quantised cache to the places to which the engine's op was seen to write."""
+        kv = self._canonical(piece.raw)[:, :, piece.skip :]  # [2, L, T, H, D]
+        for (kv_cache, where), layer in zip(self._places_of(piece), kv.unbind(1), strict=True):
+            _elements(kv_cache)[where] = layer.transpose(0, 1).flatten().to(kv_cache.device)
+
+    def _places_of(self, piece: _Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's cache and where in its memory a piece's numbers are, `[token][K or V][head][element]`."""
         block = self._layers[0][1].shape[2]
         number, token = piece.slots[:, None] // block, piece.slots % block
-        read, last, where = [], None, piece.slots
+        last, where = None, piece.slots
         for (_, kv_cache), offsets in zip(self._layers, self._offsets, strict=True):
             if offsets is not last:  # as a rule all layers have the same, and finding the places is most of the work
                 last, where = offsets, (number * kv_cache.stride(0) + offsets[token]).flatten()
-            read.append(_elements(kv_cache).index_select(0, where))
-        kv = torch.stack(read).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
-        tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
+            yield kv_cache, where
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Read one chunk; see `batched_from_gpu`."""
@@ -227,7 +250,10 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def canonical(self, chunk: MemoryObj) -> torch.Tensor:
         """Return the KV `[2, L, T, H, D]` of a chunk in this layout; a new tensor on the CPU."""
-        shape, raw = self._bound(), _bytes(chunk)
+        return self._canonical(_bytes(chunk))
+
+    def _canonical(self, raw: torch.Tensor) -> torch.Tensor:
+        shape = self._bound()
         return tiles.unpack(raw, shape, self.layout) if tiles.is_tiled(self.layout) else heads_view(raw, shape).clone()
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -236,12 +262,14 @@ class EngineWriteConnector(GPUConnectorInterface):
         return torch.Size([2 * shape.heads, shape.layers, num_tokens, shape.head_size])
 
 
-def _layout(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape) -> str:
+def _layout(
+    kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape, rules: Mapping[str, Written]
+) -> str:
     """Return the layout of whole blocks that can be copied into these caches, or `heads` where the op has to write."""
     if any(cache.device.type != "cpu" for cache in kv_caches.values()):
         return "heads"
     try:
-        found = written_layout(kv_caches, layers, in_blocks=True)
+        found = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
     except UnsupportedEngine as error:
         logger.info("chunks will be written by vLLM's op: %s", error)
         return "heads"

@@ -31,7 +31,7 @@ from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEn
 from ..library.index import Hasher
 from ..memory.claim import Claim
 from ..memory.described import Engine
-from ..memory.layout import DTYPES, rank_heads
+from ..memory.layout import HELD, rank_heads
 from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
 from ..memory.tiles import is_tiled
@@ -160,6 +160,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             allow_trained=report.allow_trained,
             layers=None if report.layers is None else range(report.first_layer, report.first_layer + report.layers),
             worker=report.rank,
+            quantiser=report.quantiser,
         )
         store = CartridgeStore(self._settings, engine)
         copies = L1Copies(self._http)
@@ -296,7 +297,7 @@ class EngineRank(NamedTuple):
         """Whether LMCache's objects have room for exactly our chunks."""
         if desc is None or len(desc.shapes) != 1:
             return False
-        return desc.dtypes[0] == DTYPES[self.store.shape.dtype] and tuple(desc.shapes[0]) in self.objects
+        return desc.dtypes[0] == HELD[self.store.shape.dtype] and tuple(desc.shapes[0]) in self.objects
 
 
 class ClaimingStore:

@@ -18,12 +18,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
+from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .connector import check_api, positions_to_inject
 from .contract import CONTROL, GRANT, SKIP_SAVE
 from .control import offer
-from .describe import answering, check_vllm, fingerprint_of, own_layers, transfer_of, without_draft
-from .probe import written_layout
+from .describe import answering, check_vllm, computed_dtype, fingerprint_of, own_layers, transfer_of, without_draft
+from .probe import written_layout, written_rules
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, is_apart, key_salt
 from .tier_events import TellsTiers
@@ -104,16 +105,20 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         try:
             host.verify("worker")
             kv_caches = answering(kv_caches)
-            layout = written_layout(kv_caches, host.attention_layers(self._config))
+            names = sorted(kv_caches, key=host.layer_index)
+            layers, rules = host.attention_layers(self._config), {}
+            if kv_caches[names[0]].dtype == torch.uint8:
+                rules = written_rules(kv_caches, layers, computed_dtype(self._config, torch.uint8))
+            layout = written_layout(kv_caches, layers, rules=rules)
             super().register_kv_caches(kv_caches)
-            self._confirmed = self._confirm(layout)
+            self._confirmed = self._confirm(layout, quantiser([rules[name].rule for name in names]) if rules else None)
             offer(self._confirmed.control)
             self.tell_socket(self._config, lambda: self._confirmed.control)
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise
 
-    def _confirm(self, layout: str) -> Confirmed:
+    def _confirm(self, layout: str, quantised: Quantiser | None) -> Confirmed:
         parallel, layers = self._config.parallel_config, own_layers(self._config)
         report = Report(
             model_name=self._engine.key_name,
@@ -127,8 +132,12 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             stages=parallel.pipeline_parallel_size,
             first_layer=layers.start,
             layers=len(layers),
+            quantiser=quantised,
         )
-        logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
+        kind = f"{self._config.cache_config.cache_dtype} {quantised.digest}, " if quantised else ""
+        logger.info(
+            "this engine writes KV as %s%s; its keys at LMCache are those of %s", kind, layout, report.model_name
+        )
         path = transfer_of(self._config).get_from_extra_config(CONTROL, None)
         return confirm(path, report, self._look_up_check())
 
@@ -312,7 +321,11 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
             f"LMCache's server has one size for the chunks of all stages, and {layers} layers do not divide among "
             f"{stages}; serve in-process, or with another --pipeline-parallel-size"
         )
-    fingerprint = fingerprint_of(vllm_config, spec.dtype, None if stages > 1 else range(len(group.layer_names)))
+    dtype = computed_dtype(vllm_config, spec.dtype)
+    fingerprint = fingerprint_of(vllm_config, dtype, None if stages > 1 else range(len(group.layer_names)))
     allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
-    name = key_name(vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages)
+    kind = vllm_config.cache_config.cache_dtype if dtype != spec.dtype else None  # the scales are among the weights
+    name = key_name(
+        vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages, kind
+    )
     return _EngineFacts(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)

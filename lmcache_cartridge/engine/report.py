@@ -26,6 +26,7 @@ from blake3 import blake3
 from ..artifact.fingerprint import Fingerprint
 from ..artifact.lru import Lru
 from ..errors import UnsupportedEngine
+from ..memory.quantise import Quantiser
 from . import frames
 from .contract import CONTROL
 from .salts import is_check
@@ -60,6 +61,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_layer: int = 0
     layers: int | None = None
     """Layers of this worker's stage; None: all."""
+    quantiser: Quantiser | None = None
+    """How these layers write their caches where these are quantised."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -114,7 +117,7 @@ def confirm(path: str, report: Report, check: str) -> Confirmed:
     try:
         if frames.peer_uid(connection) != os.geteuid():
             raise UnsupportedEngine(f"another user listens at {path}")
-        frames.send(connection, [msgspec.to_builtins(report), check])
+        frames.send(connection, [msgspec.to_builtins(report, builtin_types=(bytes,)), check])
         if (frame := frames.receive(connection)) is None:
             raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
         problem, result = msgspec.msgpack.decode(frame)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..artifact.fingerprint import Fingerprint
 from ..library.index import Hasher
+from .quantise import Quantiser
 
 
 class Engine(NamedTuple):
@@ -29,6 +30,8 @@ class Engine(NamedTuple):
     """Layers of this process's stage under pipeline parallelism; None: all."""
     worker: int | None = None
     """Number of this process among the workers of all engines that one server has; None: that of its rank."""
+    quantiser: Quantiser | None = None
+    """How its layers write their caches where these are quantised; None: as the model computes."""
 
     @property
     def number(self) -> int:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HELD = DTYPES | {"uint8": torch.uint8}
+"""What the chunks that an engine is given may be made of: KV as it was computed, or the bytes of a quantised cache."""
 
 
 class ChunkShape(NamedTuple):
@@ -27,7 +29,7 @@ class ChunkShape(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes of K and V."""
-        return 2 * self.heads * self.layers * self.tokens * self.head_size * DTYPES[self.dtype].itemsize
+        return 2 * self.heads * self.layers * self.tokens * self.head_size * HELD[self.dtype].itemsize
 
 
 def rank_heads(kv_heads: int, rank: int, world: int) -> range:
@@ -52,18 +54,18 @@ def to_heads(canonical: torch.Tensor) -> torch.Tensor:
 
 def heads_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
     """View flat uint8 bytes in the heads layout as canonical `[2, L, T, H, D]`; no copy, not contiguous."""
-    stored = raw.view(DTYPES[shape.dtype]).view(shape.heads, 2, shape.layers, shape.tokens, shape.head_size)
+    stored = raw.view(HELD[shape.dtype]).view(shape.heads, 2, shape.layers, shape.tokens, shape.head_size)
     return stored.permute(1, 2, 3, 0, 4)
 
 
 def kv_2ltd_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
     """View flat uint8 bytes in LMCache's KV_2LTD layout as canonical `[2, L, T, H, D]`; no copy, contiguous."""
-    return raw.view(DTYPES[shape.dtype]).view(2, shape.layers, shape.tokens, shape.heads, shape.head_size)
+    return raw.view(HELD[shape.dtype]).view(2, shape.layers, shape.tokens, shape.heads, shape.head_size)
 
 
 def fused_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
     """View flat uint8 bytes with K beside V as canonical `[2, L, T, H, D]`; no copy, not contiguous."""
-    stored = raw.view(DTYPES[shape.dtype]).view(shape.layers, shape.tokens, shape.heads, 2, shape.head_size)
+    stored = raw.view(HELD[shape.dtype]).view(shape.layers, shape.tokens, shape.heads, 2, shape.head_size)
     return stored.permute(3, 0, 1, 2, 4)
 
 

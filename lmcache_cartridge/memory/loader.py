@@ -21,6 +21,7 @@ from ..sources.disk_cache import CopyKey, DiskCache
 from ..sources.sources import Sources
 from . import codec, tiles
 from .layout import VIEWS, ChunkShape, heads_view
+from .quantise import Quantiser
 from .rope import shift_keys
 
 MAX_SCRATCH_BYTES = 1 << 30
@@ -60,16 +61,19 @@ class ChunkLoader:
         *,
         keep_local: bool = False,
         layers: range | None = None,
+        quantiser: Quantiser | None = None,
     ) -> None:
-        """`heads` are the KV heads of this rank, `layers` the layers of its stage, all by default, `layout` a key of `layout.VIEWS` or one of `tiles`.
+        """`shape` is that of chunks in the model's dtype, `heads` are the KV heads of this rank, `layers` the layers of its
+        stage, all by default, `layout` is a key of `layout.VIEWS` or one of `tiles`, `quantiser` for an engine with such a cache.
 
         `disk` keeps copies of what comes from remote sources, with `keep_local` of what comes from directories too.
         """
         self.shape, self._keep_local = shape, keep_local
         self._sources, self._heads, self._disk = sources, heads, disk
         self._layers = layers or range(shape.layers)
-        self._tiles = layout if tiles.is_tiled(layout) else None
-        self._layout = "heads" if self._tiles else layout
+        self._quantiser = quantiser
+        self._packed = layout if quantiser or tiles.is_tiled(layout) else None
+        self._layout = "heads" if self._packed else layout
         self._lock = threading.Lock()
         self._stats = SourceStats(0, 0, 0, 0.0, 0)
         self._finite: dict[str, int] = {}
@@ -81,7 +85,7 @@ class ChunkLoader:
         return self._stats
 
     def load(self, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> None:
-        """Fill `out`, flat uint8 of `shape.size_bytes`, with engine chunk `chunk` of some cartridges in a row.
+        """Fill `out`, flat uint8 of a chunk's size, with engine chunk `chunk` of some cartridges in a row.
 
         Blocks; safe from any thread. Raises a subclass of `ArtifactError` when the bytes are wrong and of `SourceError`
         when they cannot be had, its `digest` naming the cartridge at fault; `out` is then undefined.
@@ -108,13 +112,22 @@ class ChunkLoader:
         Where that brings wrong bytes each is loaded by itself, so one bad chunk fails alone.
         """
         # The one place where chunks get the engine's layout, however they were read.
-        read = [torch.empty_like(out) for out in outs] if self._tiles else outs
+        read = [torch.empty(self.shape.size_bytes, dtype=torch.uint8) for _ in outs] if self._packed else outs
         errors = self._read_run(segments, chunk, read)
-        if self._tiles:
+        if self._packed:
             for error, data, out in zip(errors, read, outs, strict=True):
                 if error is None:
-                    tiles.pack(heads_view(data, self.shape), out, self.shape, self._tiles)
+                    self._pack(data, out, self._packed)
         return errors
+
+    def _pack(self, data: torch.Tensor, out: torch.Tensor, layout: str) -> None:
+        """Fill `out` with a chunk in the engine's layout, and its numbers; `data` is it as it was read, rotations made."""
+        shape = self.shape
+        if self._quantiser:
+            shape, plain = shape._replace(dtype="uint8"), data
+            data = torch.empty(shape.size_bytes, dtype=torch.uint8)
+            self._quantiser.quantise(plain, data, shape)
+        tiles.pack(heads_view(data, shape), out, shape, layout)
 
     def _read_run(
         self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]

@@ -60,7 +60,8 @@ class CartridgeStore:
         self.engine, self._settings, self._clock = engine, settings, clock
         shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
         layers = engine.layers or range(shape.layers)
-        self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, shape.dtype)
+        dtype = "uint8" if engine.quantiser else shape.dtype
+        self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, dtype)
         self._sources = Sources(S3Source(**settings.s3))
         self._follower = follower_of(settings)
         self._registry = Registry(settings.registry_path, read_only=True)
@@ -78,8 +79,9 @@ class CartridgeStore:
         )
         self._disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
         self._loader = ChunkLoader(
-            self._sources, self.shape, heads, engine.layout, self._disk, keep_local=settings.disk_local, layers=layers
-        )
+            self._sources, self.shape._replace(dtype=shape.dtype), heads, engine.layout, self._disk,
+            keep_local=settings.disk_local, layers=layers, quantiser=engine.quantiser,
+        )  # fmt: skip
         self.cpu = MemoryTier(
             self.shape.size_bytes, settings.cpu_bytes, self._plan, pin_memory=engine.pin_memory,
             lease_s=settings.lease_s, clock=clock, threads=settings.load_threads, slow_threads=settings.s3_connections,

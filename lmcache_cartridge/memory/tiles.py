@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from .layout import DTYPES, VIEWS, ChunkShape
+from .layout import HELD, VIEWS, ChunkShape
 
 
 def _vec(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ def unpack(packed: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
     Raises `ValueError` where the chunk is not made of whole tiles.
     """
     canonical = torch.empty(
-        2, shape.layers, shape.tokens, shape.heads, shape.head_size, dtype=DTYPES[shape.dtype], device=packed.device
+        2, shape.layers, shape.tokens, shape.heads, shape.head_size, dtype=HELD[shape.dtype], device=packed.device
     )
     tiles = packed
     if not _parse(name)[2]:
@@ -104,7 +104,7 @@ def _regions(
     kind, block, _ = _parse(name)
     if not fits(shape, name):
         raise ValueError(f"chunks of {shape.tokens} tokens and heads of {shape.head_size} are no whole tiles of {name}")
-    halves = tiles.view(DTYPES[shape.dtype]).view(shape.layers, -1, shape.heads, 2, block * shape.head_size).unbind(3)
+    halves = tiles.view(HELD[shape.dtype]).view(shape.layers, -1, shape.heads, 2, block * shape.head_size).unbind(3)
     packed = _PACKS[kind](*canonical.unflatten(2, (-1, block)).transpose(3, 4))  # of [L, T / block, H, block, D]
     return [(half.unflatten(-1, view.shape[3:]), view) for half, view in zip(halves, packed, strict=True)]
 
@@ -112,4 +112,4 @@ def _regions(
 def _rows(tiles: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
     """View `[L, block, H, tile]` as `[L, block, token, H, 2 * D]`: what vLLM calls the memory of its tiles."""
     named = (shape.layers, -1, shape.heads, _parse(name)[1], 2 * shape.head_size)
-    return tiles.view(DTYPES[shape.dtype]).view(named).transpose(2, 3)
+    return tiles.view(HELD[shape.dtype]).view(named).transpose(2, 3)

@@ -16,6 +16,8 @@ import yaml
 from ..engine.contract import (
     DATA_PARALLEL,
     PLAIN_CACHES,
+    QUANTISED_CACHES,
+    QUANTISED_OTHERWISE,
     REFUSED_EXTRA,
     SAVING_STAGES,
     SPECULATION,
@@ -118,8 +120,8 @@ class Arguments:
                 what = "speculation without a method" if method is None else f"speculation by {method}"
                 raise UnsupportedEngine(f"{what}: {SPECULATION_OTHERWISE}")
         kind = self.get("kv-cache-dtype")
-        if kind is not None and kind not in PLAIN_CACHES:
-            raise UnsupportedEngine(f"the KV cache is quantised ({kind}); remove --kv-cache-dtype")
+        if kind is not None and kind not in PLAIN_CACHES + QUANTISED_CACHES:
+            raise UnsupportedEngine(f"the KV cache is quantised ({kind}) {QUANTISED_OTHERWISE}")
         extra = self.mapping(TRANSFER).get("kv_connector_extra_config") or {}
         for key in REFUSED_EXTRA.keys() & extra.keys():
             if extra[key]:
