@@ -33,6 +33,7 @@ class Engine:
     """Answers canaries: right, wrong, or as it is told; notes what it was asked."""
 
     model_config = SimpleNamespace(max_model_len=4096, max_logprobs=20, logprobs_mode="raw_logprobs")
+    cache_dtype = "auto"
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, Any]] = []
@@ -42,6 +43,12 @@ class Engine:
         self.may_answer.set()
         self.cached: int | None = None
         self.finish = "length"
+
+    @property
+    def vllm_config(self) -> Any:
+        return SimpleNamespace(
+            model_config=self.model_config, cache_config=SimpleNamespace(cache_dtype=self.cache_dtype)
+        )
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.asked.append((prompt, params))

@@ -29,7 +29,7 @@ from lmcache_cartridge.artifact.canary import FLOOR, NOISES, Asked, Comparison, 
 from lmcache_cartridge.artifact.manifest import check
 from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import ManifestError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import canary as make_canary
@@ -197,6 +197,35 @@ def test_what_int8_does_is_measured_and_counts_as_noise(tiny: Tiny) -> None:
         after.answer.noise > before.answer.noise for after, before in zip(small.after, tiny.canary.after, strict=True)
     )
     assert make_canary.in_int8(small) is None, "it is int8 already"
+
+
+def test_what_an_fp8_cache_does_is_measured_and_counts_as_noise_in_fp8_engines_only(tiny: Tiny) -> None:
+    for asked in (*tiny.canary.after, *tiny.canary.behind):
+        assert asked.fp8 > 0
+        unmeasured = msgspec.structs.replace(asked, fp8=None)
+        assert unmeasured.expected(in_fp8=True).bound == pytest.approx(max(FLOOR, 64 * asked.answer.noise))
+        assert asked.expected(in_fp8=False) == unmeasured.expected(in_fp8=False) == asked.answer
+    for dtype in make_canary.FP8:
+        coarse = make_canary.cut_off(tiny.kv, dtype)
+        for asked in tiny.canary.after:
+            assert ask(tiny.model, coarse, Asked(asked.question, asked.expected(in_fp8=True))).passed
+    assert make_canary.in_int8(tiny.canary).after[0].fp8 == tiny.canary.after[0].fp8
+
+
+def test_kv_of_another_document_fails_in_fp8_engines_too() -> None:
+    """By a model that was trained: those of random weights answer from fp8 as from anything."""
+    model, kv, ids = CausalModel(str(MODEL_DIR)), {}, {}
+    for sheet in ("ward-a", "ward-b"):
+        ids[sheet] = model.encode(load_sheet(sheet).text, special=True)[:512]
+        kv[sheet] = torch.cat(list(model.prefill(ids[sheet], 256)), dim=2)
+    canary = make_canary.make(model, kv["ward-a"], ids["ward-a"], 256)
+    questions = [Asked(asked.question, asked.expected(in_fp8=True)) for asked in canary.after]
+    for dtype in make_canary.FP8:
+        right, other = (make_canary.cut_off(kv[sheet], dtype) for sheet in kv)
+        assert all(ask(model, right, asked).passed for asked in questions)
+        assert not all(ask(model, right, asked).passed for asked in canary.after), "as by the bound of other engines"
+        assert not all(ask(model, other, asked).passed for asked in questions)
+        assert not all(ask(model, in_another_layout(right, 0, 512), asked).passed for asked in questions)
 
 
 # The comparison by itself.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
-from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary
+from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary, compare
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift
@@ -37,6 +37,8 @@ _BEHIND = 6
 _DRAWS = (1, 1, 1, 2, 2, 2, 2)
 """How coarse each draw of rounding noise is. The coarse ones count by what is fair, and show where a router of experts
 is about to turn over, which would be no noise at all until it does."""
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+"""What `--kv-cache-dtype fp8` may mean."""
 _SEEN = 2.0
 """Damage that differs by so many bounds is noticed for sure."""
 
@@ -75,13 +77,19 @@ def make(
 def _best(
     model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], damages: Iterable[torch.Tensor]
 ) -> tuple[list[Asked], float]:
-    """Return the fewest questions whose answers change with each damage, and by how many bounds the least one shows."""
+    """Return the fewest questions whose answers change with each damage, and by how many bounds the least one shows.
+
+    With those that show most in engines whose KV cache is fp8: other questions may come out there as if they were damaged.
+    """
     asked = [Asked(tuple(row), answer) for row, answer in zip(rows, _ask(model, kv, rows), strict=True)]
-    seen = [
-        [n / each.answer.bound for n, each in zip(_differences(model, damaged, asked), asked, strict=True)]
-        for damaged in damages
-    ]
+    asked = _in_fp8(model, kv, asked)
+    apart = [_differences(model, damaged, asked) for damaged in damages]
+    seen, in_fp8 = (
+        [[n / each.expected(in_fp8=fp8).bound for n, each in zip(row, asked, strict=True)] for row in apart]
+        for fp8 in (False, True)
+    )
     chosen = _choose(seen)
+    chosen = list(dict.fromkeys([*chosen[: MAX_QUESTIONS - 1], *_choose(in_fp8), *chosen]))[:MAX_QUESTIONS]
     return [asked[n] for n in chosen], min(max(row[n] for n in chosen) for row in seen)
 
 
@@ -181,6 +189,29 @@ def _differences(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -
     ]  # fmt: skip
 
 
+def _in_fp8(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[Asked]:
+    """Return the questions with what is made of their answers by fp8 as the coarsest engine writes it."""
+    most = [0.0] * len(asked)
+    fed = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
+    for dtype in FP8:
+        for n, (each, logprobs) in enumerate(zip(asked, _logprobs(model, cut_off(kv, dtype), fed), strict=True)):
+            best = logprobs[-len(each.answer.tokens) :].topk(min(2 * TOP, logprobs.shape[1]))
+            listed = [
+                dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+            most[n] = max(most[n], compare(each.answer, best.indices[:, 0].tolist(), listed).difference)
+    return [msgspec.structs.replace(each, fp8=round(n, 4)) for each, n in zip(asked, most, strict=True)]
+
+
+def cut_off(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return KV as an fp8 `dtype` with scale 1 has it where numbers are cut off towards 0, as vLLM 0.32 does on CPU."""
+    numbers, largest = kv.float(), torch.finfo(dtype).max
+    nearest = numbers.clamp(-largest, largest).to(dtype)
+    # The bits of an fp8 number without its sign grow with it.
+    above = (nearest.float().abs() > numbers.abs()).to(torch.uint8)
+    return (nearest.view(torch.uint8) - above).view(dtype).to(kv.dtype)
+
+
 def _damages(kv: torch.Tensor, chunk_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the KV with one chunk damaged, for a few chunks."""
     last = max(0, kv.shape[2] // chunk_tokens - 1)
@@ -255,4 +286,4 @@ def in_int8(canary: ServedCanary | None) -> ServedCanary | None:
 
 def _noisier(asked: Asked, more: float) -> Asked:
     answer = msgspec.structs.replace(asked.answer, noise=round(asked.answer.noise + more, 4))
-    return Asked(asked.question, answer)
+    return Asked(asked.question, answer, fp8=asked.fp8)

@@ -14,15 +14,15 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm import SamplingParams
-from vllm.config import ModelConfig
+from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 
-from ..artifact.canary import Asked, Comparison, ServedCanary, compare
+from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient
-from ..engine.contract import GRANT, SKIP_SAVE, TAG
+from ..engine.contract import GRANT, QUANTISED_CACHES, SKIP_SAVE, TAG
 from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..library.registry import Registry
@@ -230,7 +230,7 @@ class Canaries:
         async with Claim(self._client, trial.selection) as claim:
             if not await claim.wait(self._settings):
                 raise Unfinished("it is not in memory")
-            exam = examine(trial, self._chunk_tokens, self._engine.model_config)
+            exam = examine(trial, self._chunk_tokens, self._engine.vllm_config)
             output = None
             while True:
                 try:
@@ -257,7 +257,7 @@ def trials(selection: Selection) -> Iterator[Trial]:
 
 
 def examine(
-    trial: Trial, chunk_tokens: int, config: ModelConfig
+    trial: Trial, chunk_tokens: int, config: VllmConfig
 ) -> Generator[tuple[Any, SamplingParams], Any, str | None]:
     """Yield each question, a prompt and its parameters, to be sent the engine's output for it, None for none.
 
@@ -266,10 +266,11 @@ def examine(
     """
     whole = trial.positions // chunk_tokens * chunk_tokens
     # Of its own, so that no request ever gets blocks that this one left; the later questions do.
-    salt = uuid.uuid4().hex
+    salt, model = uuid.uuid4().hex, config.model_config
+    in_fp8 = config.cache_config.cache_dtype in QUANTISED_CACHES
     for asked in trial.questions if whole else ():  # else nothing of it is ever injected
-        output = yield _prompt(trial, asked, salt, whole, config.max_logprobs)
-        found = _compare(asked, output, whole, config.logprobs_mode)
+        output = yield _prompt(trial, asked, salt, whole, model.max_logprobs)
+        found = _compare(asked.expected(in_fp8=in_fp8), output, whole, model.logprobs_mode)
         logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
         if not found.passed:
             return str(found)
@@ -290,13 +291,13 @@ def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int
     return {"prompt_token_ids": [*trial.selection.token_ids, *asked.question], "cache_salt": salt}, params
 
 
-def _compare(asked: Asked, output: Any, whole: int, logprobs_mode: str) -> Comparison:
+def _compare(expected: Expected, output: Any, whole: int, logprobs_mode: str) -> Comparison:
     """Compare the engine's output, None for none, with the answer. Raises `Unfinished` if it says nothing of the KV."""
     if output is None or not output.outputs or output.outputs[0].finish_reason == "error":
         raise Unfinished("the engine could not load it")
     if (output.num_cached_tokens or 0) < whole:
         raise Unfinished("the engine computed it")
-    answer, expected = output.outputs[0], asked.answer
+    answer = output.outputs[0]
     logprobs = [{token: found.logprob for token, found in each.items()} for each in answer.logprobs or ()]
     if "logits" in logprobs_mode:  # which differ from logprobs by a number for each position
         for each, values in zip(logprobs, expected.logprobs, strict=False):

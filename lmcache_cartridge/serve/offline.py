@@ -116,7 +116,7 @@ def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
 
 def _examine(llm: LLM, trial: Trial) -> str | None:
     """Return how the engine's answers to a canary differ from those expected, None if they do not."""
-    exam = examine(trial, _clients[llm].call("numbers")[0]["chunk_tokens"], llm.llm_engine.model_config)
+    exam = examine(trial, _clients[llm].call("numbers")[0]["chunk_tokens"], llm.llm_engine.vllm_config)
     output = None
     while True:
         try:

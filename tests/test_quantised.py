@@ -1,0 +1,245 @@
+"""Chunks for an fp8 cache are, byte for byte, what the engine's own op writes when it is given the same KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from blocks import Blocks, vllm_config  # before anything that imports lmcache
+from making import make_artifact, make_fingerprint, make_rope
+from test_inject import _memory_object
+from test_l2_probe import _beside, _Layer
+
+from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
+from lmcache_cartridge.engine import host
+from lmcache_cartridge.engine.inject import EngineWriteConnector
+from lmcache_cartridge.engine.probe import written_layout, written_rules
+from lmcache_cartridge.engine.report import Report
+from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.make.canary import cut_off
+from lmcache_cartridge.make.payload import as_served
+from lmcache_cartridge.memory.layout import ChunkShape
+from lmcache_cartridge.memory.loader import ChunkLoader
+from lmcache_cartridge.memory.quantise import NUMBERS, quantiser
+from lmcache_cartridge.memory.rope import shift_keys
+from lmcache_cartridge.sources.sources import Sources
+
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+MODEL = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+CHUNK = 128
+SCALES = ((0.07, 0.013), (1.0, 1.0), (0.5, 3.1))
+"""Of K and V, by layer."""
+
+
+def _blocks(kind: str = "fp8", block: int = 32, scales: Any = SCALES, dtype: str = "bfloat16") -> Blocks:
+    blocks = Blocks(vllm_config(block_size=block, kv_cache_dtype=kind, dtype=dtype), 4 * CHUNK // block)
+    for layer, (keys, values) in zip(blocks.layers.values(), scales, strict=True):
+        layer._k_scale_float, layer._v_scale_float = keys, values
+    return blocks
+
+
+def _bound(blocks: Blocks, **given: Any) -> EngineWriteConnector:
+    connector = EngineWriteConnector()
+    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK), computed=torch.bfloat16, **given)
+    return connector
+
+
+def _by_the_op(blocks: Blocks, kv: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
+    """Have vLLM's op write canonical KV; return the caches."""
+    for layer, (name, module) in enumerate(blocks.layers.items()):
+        host.write_kv(module, kv[0, layer].contiguous(), kv[1, layer].contiguous(), blocks.caches[name], slots)
+    return list(blocks.caches.values())
+
+
+def _by_us(
+    blocks: Blocks,
+    segments: list[Segment],
+    chunks: int,
+    slots: torch.Tensor,
+    *,
+    cached: int = 0,
+    as_in: Blocks | None = None,
+) -> list[torch.Tensor]:
+    """Load chunks, quantised as the engine of `as_in` does, and inject them; return the caches."""
+    connector = _bound(blocks)
+    rules = (_bound(as_in) if as_in else connector).quantiser
+    plain = ChunkShape(2, 3, CHUNK, 64, "bfloat16")
+    loader = ChunkLoader(Sources(), plain, range(2), connector.layout, quantiser=rules)
+    raw = [torch.empty(plain.size_bytes // 2, dtype=torch.uint8) for _ in range(chunks)]
+    for chunk, out in enumerate(raw):
+        loader.load(segments, chunk, out)
+    starts = [CHUNK * n for n in range(chunks)]
+    objects, ends = list(map(_memory_object, raw)), [start + CHUNK for start in starts]
+    connector.batched_to_gpu(objects, starts, ends, slot_mapping=slots, vllm_cached_tokens=cached)
+    return list(blocks.caches.values())
+
+
+def _segment(root: Path, encoding: str = "plain", *, offset: int = 0, seed: int = 0) -> tuple[Segment, torch.Tensor]:
+    made = make_artifact(root, positions=CHUNK, chunk_tokens=64, fingerprint=MODEL, encoding=encoding, seed=seed)
+    kv = as_served(made.kv, MODEL, "int8", 64) if encoding == "int8" else made.kv
+    return Segment(Cartridge(made.manifest, root, str(root)), offset), kv
+
+
+def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("block", [32, 256], ids=["copied", "written"])
+@pytest.mark.parametrize("encoding", ["plain", "int8"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_injected_bytes_are_those_of_the_engines_op(tmp_path: Path, kind: str, encoding: str, block: int) -> None:
+    segment, kv = _segment(tmp_path / "a", encoding)
+    slots = torch.arange(4 * CHUNK).view(-1, 32).flip(0).flatten()[:CHUNK] if block == 32 else torch.arange(CHUNK) + 99
+    ours, theirs = _blocks(kind, block), _blocks(kind, block)
+    assert _bound(ours).layout == ("heads" if block > CHUNK else f"{'amx' if _is_amx(ours) else 'vec'}/{block}/blocks")
+    expected = _by_the_op(theirs, kv, slots)
+    assert _equal(_by_us(ours, [segment], 1, slots), expected)
+
+
+def _is_amx(blocks: Blocks) -> bool:
+    return next(iter(blocks.layers.values())).isa == "amx"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: _blocks("fp8_e5m2"),
+        lambda: _blocks(scales=[(2 * keys, values) for keys, values in SCALES]),
+        lambda: _blocks(scales=[*SCALES[1:], SCALES[0]]),
+    ],
+    ids=["e5m2", "scale of keys", "scales of other layers"],
+)
+def test_another_rule_makes_other_bytes(tmp_path: Path, other: Callable[[], Blocks]) -> None:
+    """The control: by the rule of another dtype, of a scale twice as large, and of other layers."""
+    segment, kv = _segment(tmp_path / "a")
+    slots = torch.arange(CHUNK)
+    assert not _equal(_by_us(_blocks(), [segment], 1, slots, as_in=other()), _by_the_op(_blocks(), kv, slots))
+
+
+def test_the_later_of_a_chain_is_rotated_before_it_is_quantised(tmp_path: Path) -> None:
+    first, before = _segment(tmp_path / "a")
+    second, after = _segment(tmp_path / "b", "int8", offset=CHUNK, seed=1)
+    moved = torch.stack([shift_keys(after[0], MODEL.rope, CHUNK), after[1]])
+    slots = torch.arange(2 * CHUNK)
+    expected = _by_the_op(_blocks(), torch.cat([before, moved], dim=2), slots)
+    assert _equal(_by_us(_blocks(), [first, second], 2, slots), expected)
+    # The control, with scale 1: keys that were quantised, and moved then.
+    coarse = torch.stack([shift_keys(cut_off(after[0], FP8["fp8"]), MODEL.rope, CHUNK), after[1]])
+    ones = [(1.0, 1.0)] * 3
+    late = _by_the_op(_blocks(scales=ones), torch.cat([before, coarse], dim=2), slots)
+    assert not _equal(_by_us(_blocks(scales=ones), [first, second], 2, slots), late)
+
+
+@pytest.mark.parametrize("cached", [32, 45])
+def test_tokens_that_vllm_has_cached_itself_stay(tmp_path: Path, cached: int) -> None:
+    segment, kv = _segment(tmp_path / "a")
+    slots = torch.arange(CHUNK) + CHUNK
+    expected = _by_the_op(_blocks(), kv[:, :, cached:], slots[cached:])
+    assert _equal(_by_us(_blocks(), [segment], 1, slots, cached=cached), expected)
+
+
+@pytest.mark.parametrize("block", [32, 256], ids=["copied", "written"])
+def test_what_is_read_back_is_what_is_there(block: int) -> None:
+    blocks = _blocks("fp8_e5m2", block)
+    connector, slots = _bound(blocks, saves=True), torch.arange(CHUNK)
+    _by_the_op(blocks, make_artifact_kv(), slots)
+    before = [cache.clone() for cache in blocks.caches.values()]
+    saved = _memory_object(torch.zeros(blocks.shape(CHUNK).size_bytes, dtype=torch.uint8))
+    connector.batched_from_gpu([saved], [0], [CHUNK], slot_mapping=slots)
+    for cache in blocks.caches.values():
+        cache.view(-1)[:] = 7
+    connector.batched_to_gpu([saved], [0], [CHUNK], slot_mapping=slots)
+    whole = CHUNK // block if block <= CHUNK else 0
+    for cache, was in zip(blocks.caches.values(), before, strict=True):
+        assert torch.equal(cache[:whole], was[:whole])
+    other = _memory_object(torch.zeros_like(saved.raw_data))
+    connector.batched_from_gpu([other], [0], [CHUNK], slot_mapping=slots)
+    assert torch.equal(other.raw_data, saved.raw_data)
+
+
+def make_artifact_kv() -> torch.Tensor:
+    return torch.randn(2, 3, CHUNK, 2, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_the_op_for_cpu_cuts_numbers_off_and_saturates(kind: str) -> None:
+    """What `make/canary.py` takes for the coarsest engine, for every number of the dtype."""
+    blocks = _blocks(kind, scales=[(1.0, 0.5)] * 3)
+    written = written_rules(blocks.caches, blocks.layers, torch.bfloat16)
+    numbers = torch.arange(NUMBERS).to(torch.uint16).view(torch.bfloat16)
+    sound = numbers.isfinite() & (numbers != 0)
+    for scale, table in zip((1.0, 0.5), next(iter(written.values())).rule, strict=True):
+        codes = torch.frombuffer(bytearray(table), dtype=torch.uint8)
+        expected = cut_off(numbers.float() / scale, FP8[kind]).to(FP8[kind]).view(torch.uint8)
+        assert torch.equal(codes[sound], expected[sound])
+        assert codes[sound].view(FP8[kind]).float().isfinite().all()
+
+
+def _nearest(scale: float = 1.0) -> _Layer:
+    """A layer that writes as vLLM's ops for CUDA do: rounded to the nearest, the largest at most; K beside V."""
+
+    def write(keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor) -> None:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        kv = (torch.cat([keys, values], -1).float() / scale).nan_to_num(0).clamp(-largest, largest)
+        blocks.copy_(kv.to(torch.float8_e4m3fn).view(torch.uint8))
+
+    return _Layer(write)
+
+
+def test_an_op_that_rounds_to_the_nearest_is_followed_too() -> None:
+    caches = {name: torch.zeros(4, 2, 32, 128, dtype=torch.uint8) for name in "ab"}
+    layers = {"a": _nearest(), "b": _nearest(0.3)}
+    rules = written_rules(caches, layers, torch.float16)
+    assert written_layout(caches, layers, rules=rules) == "fused"
+    kv = make_artifact_kv().half()
+    expected = (kv.float() / 0.3).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(rules["b"].rule(kv), expected)
+    assert not torch.equal(rules["a"].rule(kv), expected)
+
+
+def _by_token(keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor) -> None:
+    kv = torch.cat([keys, values], -1).float().nan_to_num(0, 0, 0)
+    kv /= kv.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 448
+    blocks.copy_(kv.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_what_is_not_one_rule_for_every_number_is_refused() -> None:
+    cache = {"a": torch.zeros(4, 2, 32, 128, dtype=torch.uint8)}
+    with pytest.raises(UnsupportedEngine, match="scales that it finds as KV comes"):
+        written_rules(cache, {"a": _Layer(_by_token)}, torch.bfloat16)
+    with pytest.raises(UnsupportedEngine, match="--dtype bfloat16"):
+        written_rules(cache, {"a": _nearest()}, torch.float32)
+    with pytest.raises(UnsupportedEngine, match="layer b is torch.bfloat16"):
+        written_rules(
+            cache | {"b": torch.zeros(4, 2, 32, 128).bfloat16()},
+            {"a": _nearest(), "b": _Layer(_beside)},
+            torch.bfloat16,
+        )
+
+
+def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report() -> None:
+    blocks = [_blocks(), _blocks(scales=[*SCALES[:2], (0.5, 3.2)]), _blocks("fp8_e5m2"), _blocks("fp8_e4m3")]
+    found = [
+        quantiser([each.rule for each in written_rules(b.caches, b.layers, torch.bfloat16).values()]) for b in blocks
+    ]
+    assert len({each.digest for each in found}) == 3
+    assert found[0] == found[3]
+    report = Report("m", MODEL, CHUNK, 2, "vec/32", 0, 1, True, quantiser=found[0])
+    sent = msgspec.msgpack.encode(msgspec.to_builtins(report, builtin_types=(bytes,)))
+    assert msgspec.msgpack.decode(sent, type=Report) == report
+
+
+def test_a_rank_and_a_stage_have_their_own_heads_and_layers(tmp_path: Path) -> None:
+    segment, kv = _segment(tmp_path / "a", offset=0)
+    blocks = _blocks()
+    rules = [each.rule for each in written_rules(blocks.caches, blocks.layers, torch.bfloat16).values()]
+    plain = ChunkShape(1, 2, CHUNK, 64, "bfloat16")
+    loader = ChunkLoader(Sources(), plain, range(1, 2), "kv_2ltd", layers=range(1, 3), quantiser=quantiser(rules[1:]))
+    out = torch.empty(plain.size_bytes // 2, dtype=torch.uint8)
+    loader.load([segment], 0, out)
+    expected = torch.stack([rule(kv[:, 1 + n, :, 1:]) for n, rule in enumerate(rules[1:])], dim=1)
+    assert torch.equal(out.view(2, 2, CHUNK, 1, 64), expected)
