@@ -103,6 +103,10 @@ class Client:
         """Post a completion with a `cache_salt` of its own."""
         return self._http.post("/v1/completions", json={"model": self._model, "cache_salt": uuid.uuid4().hex} | body)
 
+    def post_to(self, path: str) -> httpx.Response:
+        """Post nothing to `path`."""
+        return self._http.post(path)
+
     def get(self, path: str) -> httpx.Response:
         """Return what the server says at `path`."""
         return self._http.get(path)
