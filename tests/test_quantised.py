@@ -88,6 +88,17 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
+def test_bytes_for_amx_are_those_of_the_op_too(tmp_path: Path) -> None:
+    """The op writes for any instruction set; no AMX machine has computed with it."""
+    ours, theirs = _blocks(), _blocks()
+    for blocks in (ours, theirs):
+        for layer in blocks.layers.values():
+            layer.isa = "amx"
+    segment, kv = _segment(tmp_path / "a")
+    assert _bound(ours).layout == "amx/32/blocks"
+    assert _equal(_by_us(ours, [segment], 1, torch.arange(CHUNK)), _by_the_op(theirs, kv, torch.arange(CHUNK)))
+
+
 @pytest.mark.parametrize("block", [32, 256], ids=["copied", "written"])
 @pytest.mark.parametrize("encoding", ["plain", "int8"])
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
@@ -146,22 +157,24 @@ def test_tokens_that_vllm_has_cached_itself_stay(tmp_path: Path, cached: int) ->
 def test_what_is_read_back_is_what_is_there(block: int) -> None:
     blocks = _blocks("fp8_e5m2", block)
     connector, slots = _bound(blocks, saves=True), torch.arange(CHUNK)
-    _by_the_op(blocks, make_artifact_kv(), slots)
+    _by_the_op(blocks, _some_kv(), slots)
     before = [cache.clone() for cache in blocks.caches.values()]
     saved = _memory_object(torch.zeros(blocks.shape(CHUNK).size_bytes, dtype=torch.uint8))
     connector.batched_from_gpu([saved], [0], [CHUNK], slot_mapping=slots)
     for cache in blocks.caches.values():
         cache.view(-1)[:] = 7
     connector.batched_to_gpu([saved], [0], [CHUNK], slot_mapping=slots)
-    whole = CHUNK // block if block <= CHUNK else 0
-    for cache, was in zip(blocks.caches.values(), before, strict=True):
-        assert torch.equal(cache[:whole], was[:whole])
+    if block <= CHUNK:
+        whole = CHUNK // block
+        assert all(
+            torch.equal(cache[:whole], was[:whole]) for cache, was in zip(blocks.caches.values(), before, strict=True)
+        )
     other = _memory_object(torch.zeros_like(saved.raw_data))
     connector.batched_from_gpu([other], [0], [CHUNK], slot_mapping=slots)
     assert torch.equal(other.raw_data, saved.raw_data)
 
 
-def make_artifact_kv() -> torch.Tensor:
+def _some_kv() -> torch.Tensor:
     return torch.randn(2, 3, CHUNK, 2, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
@@ -195,7 +208,7 @@ def test_an_op_that_rounds_to_the_nearest_is_followed_too() -> None:
     layers = {"a": _nearest(), "b": _nearest(0.3)}
     rules = written_rules(caches, layers, torch.float16)
     assert written_layout(caches, layers, rules=rules) == "fused"
-    kv = make_artifact_kv().half()
+    kv = _some_kv().half()
     expected = (kv.float() / 0.3).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(rules["b"].rule(kv), expected)
     assert not torch.equal(rules["a"].rule(kv), expected)

@@ -206,9 +206,16 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
 
 
 def computed_dtype(vllm_config: VllmConfig, cached: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an engine computes the KV that it caches in `cached`."""
+    """Return the dtype in which an engine computes the KV that it caches in `cached`.
+
+    Raises `UnsupportedEngine` where the configuration does not say how that is quantised: it is part of LMCache's keys.
+    """
     if cached != torch.uint8:
         return cached
+    if vllm_config.cache_config.cache_dtype not in QUANTISED_CACHES:
+        raise UnsupportedEngine(
+            "the checkpoint quantises the KV cache; say how, by --kv-cache-dtype fp8_e4m3 or fp8_e5m2"
+        )
     computed = vllm_config.model_config.dtype
     assert isinstance(computed, torch.dtype), "vLLM resolves names when it makes its configuration"
     return computed
