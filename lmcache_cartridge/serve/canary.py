@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 
 from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
+from ..artifact.fingerprint import DTYPE_BYTES
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient
 from ..engine.contract import GRANT, QUANTISED_CACHES, SKIP_SAVE, TAG
@@ -180,6 +181,8 @@ class Canaries:
         if not trial.questions or manifest.canary is None:
             return None
         size = trial.positions * manifest.fingerprint.token_bytes
+        if _in_fp8(self._engine.vllm_config):
+            size //= DTYPE_BYTES[manifest.fingerprint.dtype]
         if trial.longest > self._engine.model_config.max_model_len or (
             trial.is_behind and size > self._settings.cpu_bytes
         ):
@@ -267,14 +270,17 @@ def examine(
     whole = trial.positions // chunk_tokens * chunk_tokens
     # Of its own, so that no request ever gets blocks that this one left; the later questions do.
     salt, model = uuid.uuid4().hex, config.model_config
-    in_fp8 = config.cache_config.cache_dtype in QUANTISED_CACHES
     for asked in trial.questions if whole else ():  # else nothing of it is ever injected
         output = yield _prompt(trial, asked, salt, whole, model.max_logprobs)
-        found = _compare(asked.expected(in_fp8=in_fp8), output, whole, model.logprobs_mode)
+        found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
         logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
         if not found.passed:
             return str(found)
     return None
+
+
+def _in_fp8(config: VllmConfig) -> bool:
+    return config.cache_config.cache_dtype in QUANTISED_CACHES
 
 
 def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
