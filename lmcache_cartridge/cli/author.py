@@ -16,7 +16,6 @@ from .options import (
     add_no_promote,
     check_made,
     load_model,
-    local_root,
     next_version,
     registry_of,
     told,
@@ -241,5 +240,5 @@ def _local(registry: Registry, name: str) -> RegistryEntry:
     from ..artifact import reading
 
     location = registry.find(name)
-    reading.load_manifest(local_root(location), location.digest)
+    reading.load_manifest(location.local_root(), location.digest)
     return location

@@ -20,7 +20,6 @@ from .options import (
     check_files,
     check_numbers,
     load_model,
-    local_root,
     next_version,
     registry_of,
     told,
@@ -117,7 +116,7 @@ def _compact(arguments: argparse.Namespace) -> None:
     check(arguments)
     registry = registry_of(arguments)
     location = registry.find(arguments.name)
-    source = local_root(location)
+    source = location.local_root()
     before = reading.load_manifest(source, location.digest)
     chunk = arguments.chunk_size or before.stored.chunk_tokens
     model = load_model(arguments, before.fingerprint.dtype)

@@ -13,7 +13,7 @@ from ..errors import ArtifactError, CartridgeError
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
-    from ..library.registry import Registry, RegistryEntry
+    from ..library.registry import Registry
     from ..make.model import CausalModel
     from ..settings import Settings
 
@@ -170,15 +170,6 @@ def copy_of(arguments: argparse.Namespace, location: str) -> Path:
     settings = settings_of(arguments)
     with closing(Sources(S3Source(**settings.s3))) as sources:
         return ManifestCache(settings.manifests_dir, sources).fetch(location, force=True)
-
-
-def local_root(location: RegistryEntry) -> Path:
-    """Return the directory of a registered cartridge. Raises `ArtifactError` for one that lies on S3."""
-    if is_remote(location.location):
-        raise ArtifactError(
-            f"cartridge {location.name} lies on S3; `lmcache-cartridge pull {location.location}` brings it here first"
-        )
-    return Path(location.location)
 
 
 def root_of(arguments: argparse.Namespace, location: str) -> Path:

@@ -19,7 +19,6 @@ from .options import (
     add_s3,
     copy_of,
     load_model,
-    local_root,
     next_version,
     opened,
     registry_of,
@@ -305,7 +304,7 @@ def _push(arguments: argparse.Namespace) -> None:
 
     s3.parse(arguments.location)
     row = registry_of(arguments).find(arguments.name)
-    root = local_root(row)
+    root = row.local_root()
     with _transfer(arguments) as (source, shown):
         done = transfer.push(root, arguments.location, source, force=arguments.force, progress=shown)
     result = {
@@ -324,7 +323,7 @@ def _publish(arguments: argparse.Namespace) -> None:
     row = registry_of(without).find(arguments.name)
     with Library(settings_of(arguments)) as library, Bars(partial(_bar, arguments)) as progress:
         manifest = library.publish(
-            local_root(row), label=arguments.label, promote=arguments.promote, next_version=arguments.next_version,
+            row.local_root(), label=arguments.label, promote=arguments.promote, next_version=arguments.next_version,
             progress=progress,
         )  # fmt: skip
         where = library.registry.find(manifest.name).location

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CartridgeError, ModelMismatch
+from ..errors import CartridgeError
 from .options import (
     NAME,
     Verb,
@@ -25,7 +25,6 @@ from .options import (
     check_made,
     check_numbers,
     load_model,
-    local_root,
     registry_of,
     settings_of,
 )
@@ -234,7 +233,7 @@ def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitSt
     from ..make.questions import text_of
     from ..make.server import Server
 
-    root = local_root(location)
+    root = location.local_root()
     manifest = reading.load_manifest(root, location.digest)
     document: str | list[int]
     if arguments.document:
@@ -249,14 +248,11 @@ def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitSt
         return ServerAsker(server, location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
-    from ..make.payload import read_kv
+    from ..make.payload import read_checked
 
-    with bars(arguments.format) as progress:
-        for done, total in reading.verify(root):
-            progress("verify", done, total)
     model = load_model(arguments, manifest.fingerprint.dtype)
-    if differences := manifest.fingerprint.differences(model.fingerprint):
-        raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
+    with bars(arguments.format) as progress:
+        kv = read_checked(manifest, root, model, progress)
     if isinstance(document, str):
         document = model.encode(document, special=True)
-    return ModelAsker(model, document, read_kv(manifest, root), arguments.ask_as)
+    return ModelAsker(model, document, kv, arguments.ask_as)

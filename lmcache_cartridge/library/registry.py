@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest, check_id
-from ..errors import CartridgeNotFound, RegistryError
+from ..errors import ArtifactError, CartridgeNotFound, RegistryError
 from .changes import Added, Change, Labelled, Promoted, Removed, Unlabelled, apply
 
 _VERSION = 4
@@ -74,6 +75,14 @@ class RegistryEntry(NamedTuple):
     def name(self) -> str:
         """`id@version`."""
         return f"{self.id}@{self.version}"
+
+    def local_root(self) -> Path:
+        """Return the directory of the artefact. Raises `ArtifactError` for one that lies on S3."""
+        if is_remote(self.location):
+            raise ArtifactError(
+                f"cartridge {self.name} lies on S3; `lmcache-cartridge pull {self.location}` brings it here first"
+            )
+        return Path(self.location)
 
 
 _COLUMNS = ", ".join(RegistryEntry._fields)

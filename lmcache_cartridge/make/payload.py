@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from ..artifact import int8
+from ..artifact import int8, reading
 from ..artifact.fingerprint import Fingerprint
 from ..artifact.manifest import Manifest
-from ..errors import ArtifactError
+from ..errors import ArtifactError, ModelMismatch
 from ..memory import codec
 from ..memory.layout import DTYPES, to_heads
+from .model import CausalModel
+from .progress import Progress, silent
 
 
 def pack(kv: torch.Tensor, shape: Fingerprint, encoding: str = "plain") -> memoryview:
@@ -25,13 +27,25 @@ def pack(kv: torch.Tensor, shape: Fingerprint, encoding: str = "plain") -> memor
 
 
 def read_kv(manifest: Manifest, root: Path) -> torch.Tensor:
-    """Return the canonical KV `[2, L, p, H, D]` of an artefact as it is served, unchecked; see `reading.verify`.
+    """Return the canonical KV `[2, L, p, H, D]` of an artefact as it is served, unchecked; see `read_checked`.
 
     Raises `ArtifactError` for a cartridge without KV.
     """
     if manifest.payload is None:
         raise ArtifactError(f"cartridge {manifest.name} has no KV")
     return read_payload(root / manifest.payload.file, manifest.fingerprint, manifest.payload.encoding)
+
+
+def read_checked(manifest: Manifest, root: Path, model: CausalModel, progress: Progress = silent) -> torch.Tensor:
+    """Return what `read_kv` does, of an artefact that was verified and is of `model`.
+
+    Raises `ModelMismatch` for one of another model, `ArtifactError` for one that is corrupt or has no KV.
+    """
+    if differences := manifest.fingerprint.differences(model.fingerprint):
+        raise ModelMismatch(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
+    for done, total in reading.verify(root):
+        progress(f"verify {manifest.name}", done, total)
+    return read_kv(manifest, root)
 
 
 def read_payload(path: Path, shape: Fingerprint, encoding: str) -> torch.Tensor:

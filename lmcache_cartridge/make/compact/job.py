@@ -16,7 +16,7 @@ from ...artifact.manifest import Compaction, Manifest, Origin
 from ...errors import ArtifactError, CanaryFailed
 from ..document import read_document
 from ..model import CausalModel
-from ..payload import read_kv
+from ..payload import read_checked
 from ..progress import Progress, silent
 from ..train.initial import prefilled
 from ..train.packing import Example
@@ -185,18 +185,16 @@ def compact_cartridge(
     """Compact the prefill cartridge at `source`, verified, into an artefact at `root`; its document is not computed again.
 
     `wanted` is called with the document's length in tokens; `chunk_tokens` is the source's unless
-    given. Raises `ArtifactError` for a cartridge of another kind or model, or corrupt.
+    given. Raises `ArtifactError` for a cartridge of another kind, or corrupt, and `ModelMismatch` for one of another
+    model.
     """
     manifest = reading.load_manifest(source)
     if manifest.kind != "prefill" or manifest.payload is None:
         raise ArtifactError(f"cartridge {manifest.name} is {manifest.kind}; only a prefill cartridge can be compacted")
-    if differences := manifest.fingerprint.differences(model.fingerprint):
-        raise ArtifactError(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
-    for done, total in reading.verify(source):
-        progress("verify", done, total)
+    kv = read_checked(manifest, source, model, progress)
     ids = reading.load_token_ids(manifest, source).tolist()
     asked = wanted(len(ids))
-    made = compact(model, read_kv(manifest, source), ids, asked, say=say, progress=progress)
+    made = compact(model, kv, ids, asked, say=say, progress=progress)
     before = manifest.provenance
     provenance = model.provenance(
         "compact", document=before.document, document_blake3=before.document_blake3, compaction=made.about,

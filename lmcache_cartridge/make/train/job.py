@@ -18,7 +18,6 @@ from blake3 import blake3
 from tqdm import tqdm
 
 from ...artifact import files
-from ...artifact.location import is_remote
 from ...artifact.manifest import Manifest, Training
 from ...errors import CanaryFailed, CartridgeError, CartridgeExists
 from ...library.registry import Registry
@@ -213,10 +212,7 @@ class Job:
         return Company(model, others, task.beside)
 
     def _roots(self) -> list[Path]:
-        found = [self.registry.find(name) for name in self.task.beside_of]
-        if remote := [entry.name for entry in found if is_remote(entry.location)]:
-            raise CartridgeError(f"{', '.join(remote)} lies on S3; `lmcache-cartridge pull` brings it here first")
-        return [Path(entry.location) for entry in found]
+        return [self.registry.find(name).local_root() for name in self.task.beside_of]
 
     def _positions(self, tokens: int) -> int:
         task = self.task

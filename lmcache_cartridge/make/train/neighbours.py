@@ -9,12 +9,11 @@ from typing import Protocol
 import torch
 
 from ...artifact import reading
-from ...errors import ArtifactError
 from ..compact.job import make
 from ..compact.wanted import Wanted
 from ..document import read_document
 from ..model import CausalModel
-from ..payload import read_kv
+from ..payload import read_checked
 from ..progress import Progress, silent
 from ..questions import Question
 from .beside import Neighbour
@@ -34,14 +33,10 @@ class Teach(Protocol):
 def of_cartridge(model: CausalModel, root: Path, ask: Ask, teach: Teach, *, progress: Progress = silent) -> Neighbour:
     """Return the cartridge at `root`, verified, as a neighbour; asked nothing if it does not carry its document's ids.
 
-    Raises `ArtifactError` for one of another model, or corrupt, or without KV.
+    Raises `ModelMismatch` for one of another model, `ArtifactError` for one that is corrupt or has no KV.
     """
     manifest = reading.load_manifest(root)
-    if differences := manifest.fingerprint.differences(model.fingerprint):
-        raise ArtifactError(f"{manifest.name} is not of {model.name}: {'; '.join(differences)}")
-    for done, total in reading.verify(root):
-        progress(f"verify {manifest.name}", done, total)
-    kv = read_kv(manifest, root).float()
+    kv = read_checked(manifest, root, model, progress).float()
     is_prefill = manifest.kind == "prefill"
     found = reading.load_token_ids(manifest, root) if is_prefill else reading.load_document_ids(manifest, root)
     ids = [] if found is None else found.tolist()
