@@ -216,7 +216,7 @@ def test_training_stops_when_the_held_out_questions_get_no_better(made: School, 
     recipe = replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule)
     trainer = _trainer(made, recipe=recipe)
     result = trainer.run()
-    assert (result.steps, result.step, result.why) == (steps, 0, "held-out")
+    assert (result.steps, result.step, result.why) == (steps, steps, "held-out"), "of equals the last"
     if schedule == "plateau":
         rates = [1e9 * row["rate"] for row in trainer.rows if "rate" in row]
         assert rates == pytest.approx([*(i / 6 for i in range(1, 6)), 1, *(i / 6 for i in range(6, 0, -1))])
@@ -573,9 +573,19 @@ def test_by_its_defaults_it_finds_the_rate_ends_by_itself_and_keeps_what_the_doc
 
 def test_a_loss_that_is_as_good_as_nothing_is_not_waited_for_to_get_better(made: School) -> None:
     trainer, losses = _trainer(made, recipe=replace(RECIPE, check_every=1)), iter([0.5, 0.0020, 0.0015, 0.0012])
-    trainer.score = lambda examples: Score(next(losses), Answered(1.0, 1.0))
+    trainer.score = lambda examples: Score(1.0, next(losses), Answered(1.0, 1.0))
     trainer.train(None, lambda step, loss: None, 3)
-    assert (trainer.best_loss, trainer.waited) == (0.0020, 2)
+    assert (trainer.least_missed, trainer.waited) == (0.0020, 2)
+
+
+def test_a_few_tokens_at_many_nats_do_not_outweigh_the_others(made: School) -> None:
+    trainer = _trainer(made, recipe=replace(RECIPE, check_every=1))
+    score = trainer.score(made.unseen.examples)
+    assert 0 < score.missed < 1 < score.loss
+    losses = iter([(0.5, 0.3), (0.6, 0.1), (0.4, 0.2)])
+    trainer.score = lambda examples: Score(*next(losses), Answered(1.0, 1.0))
+    trainer.train(None, lambda step, loss: None, 2)
+    assert (trainer.least_missed, trainer.best_step) == (0.1, 1)
 
 
 def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(train: _Cli) -> None:

@@ -32,7 +32,9 @@ LOSS = "loss.jsonl"
 BETAS = (0.9, 0.95)
 """AdamW's. A question moves few positions, so that a longer memory of squared gradients slows them all."""
 BETTER, GAIN = 0.99, 0.001
-"""A held-out loss counts as better from this share of the best one before on, and only if it is so many nats lower."""
+"""A look at the held-out questions counts as better if they miss less than this share of the least before, and so much less.
+Of looks that are no better than each other the last one's KV is the best: it was trained longer, and answers wordings that
+nobody looked at better (at 16x on one sheet 97.8% after 280 steps, 93.8% after the 84 that the first such look had)."""
 
 OnStep = Callable[[int, float], None]
 """Called after every step with (steps done, its loss)."""
@@ -89,6 +91,9 @@ class Score(NamedTuple):
 
     loss: float
     """Nats an answer token."""
+    missed: float
+    """The mean over answer tokens of 1 - e^-loss, from 0 to 1: what decides which KV is the best. For small losses it is
+    the loss. A token of which the teacher was sure and wrong costs ten nats and more: 3 of 138 outweighed all others."""
     answered: Answered
 
 
@@ -160,7 +165,7 @@ class Trainer:
         self.step, self.seconds, self.waited = 0, 0.0, 0
         self.fall: int | None = None
         self.loss = math.inf
-        self.best_loss, self.best_step, self.best = math.inf, 0, self._start
+        self.least_missed, self.best_step, self.best = math.inf, 0, self._start
         self.rows: list[dict[str, float]] = []
 
     def kv(self) -> torch.Tensor:
@@ -200,16 +205,17 @@ class Trainer:
     @torch.no_grad()
     def score(self, examples: Sequence[Example]) -> Score:
         """Return how examples are answered with the KV as it stands: alone and, if it has any, in all its company."""
-        loss, right = 0.0, []
+        loss, missed, right = 0.0, 0.0, []
         ways: list[Around | None] = [None, self.company.whole(self._start.shape[2])] if self.company else [None]
         for around in ways:
             for start in range(0, len(examples), self.recipe.batch):
                 batch = examples[start : start + self.recipe.batch]
                 packed = pack_examples(batch, self.model.device)
                 logits = self._logits(packed, around)
-                loss += float(self._losses(logits, packed).sum())
+                losses = self._losses(logits, packed)
+                loss, missed = loss + float(losses.sum()), missed - float(torch.expm1(-losses).sum())
                 right += (logits.argmax(-1) == answer_ids(packed)).tolist()
-        return Score(loss / len(right), count([*examples] * len(ways), right))
+        return Score(loss / len(right), missed / len(right), count([*examples] * len(ways), right))
 
     def _take_step(self) -> None:
         if self.fall is None and self.recipe.schedule == "plateau" and self._falls():
@@ -277,10 +283,12 @@ class Trainer:
 
     def _look(self) -> None:
         score = self.score(self.held_out)
-        if score.loss < min(BETTER * self.best_loss, self.best_loss - GAIN):
-            self.best_loss, self.best_step, self.best, self.waited = score.loss, self.step, self.kv(), 0
+        if score.missed < min(BETTER * self.least_missed, self.least_missed - GAIN):
+            self.least_missed, self.waited = score.missed, 0
         else:
             self.waited += 1
+        if score.missed <= self.least_missed + GAIN:
+            self.best_step, self.best = self.step, self.kv()
         self.rows.append({"step": self.step, "held_out_loss": score.loss, "held_out_exact": score.answered.exact})
 
     @property
@@ -307,7 +315,7 @@ class Trainer:
             "parameters": [p.detach() for p in self.parameters],
             "optimizer": self.optimizer.state_dict(),
             "rows": self.rows,
-            "best": (self.best_loss, self.best_step, self.best),
+            "best": (self.least_missed, self.best_step, self.best),
             "counters": (self.step, self.seconds, self.waited, self.fall, self.loss),
         }
         with files.replacing(directory / CHECKPOINT) as partial:
@@ -330,7 +338,7 @@ class Trainer:
                 parameter.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self.rows = state["rows"]
-        self.best_loss, self.best_step, best = state["best"]
+        self.least_missed, self.best_step, best = state["best"]
         self.best = best.cpu()
         self.step, self.seconds, self.waited, self.fall, self.loss = state["counters"]
 
