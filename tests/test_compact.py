@@ -10,23 +10,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lessons import MODEL, write_template
+from msgspec import structs
 from recall.ward import QUESTIONS, Fact, write_document
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.errors import CartridgeError, UnsupportedModel
+from lmcache_cartridge.errors import ArtifactError, CartridgeError, ModelMismatch, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.compact import closed, references
 from lmcache_cartridge.make.compact.closed import attended, compacted, fit_errors, rerotated
+from lmcache_cartridge.make.compact.distill import RATE
 from lmcache_cartridge.make.compact.groups import groups
-from lmcache_cartridge.make.compact.job import compact
+from lmcache_cartridge.make.compact.job import compact, make
 from lmcache_cartridge.make.compact.judge import share_kept
 from lmcache_cartridge.make.compact.keys import fitted_keys
 from lmcache_cartridge.make.compact.references import References, collect
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.payload import read_kv
+from lmcache_cartridge.make.payload import read_checked, read_kv
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.train.initial import FROZEN, prefilled
 from lmcache_cartridge.make.train.packing import Example
@@ -340,6 +342,42 @@ def test_training_starts_from_a_compaction_for_its_questions(
     assert ran["compact"]["init"] == "compact" and ran["compact"]["best_step"] in (0, 1)
     right = {init: sheet.exact(home.read(init)[1]) for init in ran}
     assert right["compact"] >= right["sci"] + 0.3, right
+    assert home.read("compact")[0].provenance.training.rate == 1e-6
+
+
+def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(
+    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 32x, where what is fitted in closed form answers too little."""
+    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--positions", str(P32),
+              "--template", str(home.directory / "template.json"), "--init", "compact", "--accept", "0",
+              "--answer-tokens", "4", "--patience", "0", "--check-every", "20", "--schedule", "cosine")  # fmt: skip
+    closed = make(sheet.model, sheet.kv, sheet.ids, Wanted(P32, sheet.questions)).kv
+    home.run(capsys, *common, "--id", "start", "--steps", "1", "--rate", "1e-6")
+    home.run(capsys, *common, "--id", "trained", "--steps", "40")
+    rate = home.read("trained")[0].provenance.training.rate
+    assert rate == pytest.approx(RATE * float(closed[0].std()), rel=0.2)
+    right = [sheet.exact(kv) for kv in (closed, home.read("start")[1], home.read("trained")[1])]
+    assert right[1] >= right[0] + 0.1 and right[2] >= right[1], right
+
+
+def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(
+    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home.run(capsys, "build", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "64", "--id", "whole")
+    root = Path(Registry(home.directory / "registry.sqlite").find("whole").location)
+    manifest, kv = home.read("whole")
+    assert torch.equal(read_checked(manifest, root, sheet.model).float(), kv), "the control"
+    other = structs.replace(manifest, fingerprint=structs.replace(manifest.fingerprint, layers=4))
+    with pytest.raises(ModelMismatch, match="whole@1 is not of .*layers: 4, not 3"):
+        read_checked(other, root, sheet.model)
+    payload = root / manifest.payload.file
+    stored = bytearray(payload.read_bytes())
+    stored[-9] ^= 1
+    payload.chmod(0o644)
+    payload.write_bytes(stored)
+    with pytest.raises(ArtifactError):
+        read_checked(manifest, root, sheet.model)
 
 
 def test_a_compacted_cartridge_is_not_compacted_again(home: Home, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.train import job
 from lmcache_cartridge.make.train.beside import EACH, Company, Neighbour
 from lmcache_cartridge.make.train.initial import initial_kv, prefilled
 from lmcache_cartridge.make.train.lesson import Lesson
@@ -134,3 +135,24 @@ def test_the_command_takes_cartridges_and_documents_and_notes_it(
         entry = Registry(tmp_path / "registry.sqlite").find(result["name"])
         manifest = reading.load_manifest(Path(entry.location), entry.digest)
         assert result["beside"] == manifest.provenance.training.beside == manifest.company == expected
+
+
+def test_the_low_rate_of_a_compaction_is_not_for_what_is_trained_among_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sought(*_: object) -> None:
+        raise CartridgeError("a rate is sought")
+
+    monkeypatch.setattr(job, "find_rate", sought)
+    sheets = [tmp_path / f"{i}.txt" for i in range(2)]
+    for i, sheet in enumerate(sheets):
+        sheet.write_text(write_document(random.Random(f"beside {i}"), 100, NAMES[i::3]).text)
+    train = (
+        "train", "--home", str(tmp_path), "--model", MODEL, "--chunk-size", "16", "--document", str(sheets[1]), "--id", "a",
+        "--compress", "4x", "--steps", "1", "--template", str(write_template(tmp_path / "t.json")), "--accept", "0",
+        "--answer-tokens", "4", "--init", "compact", "--restart",
+    )  # fmt: skip
+    assert main([*train, "--beside-documents", str(sheets[0])]) == 1
+    assert "a rate is sought" in capsys.readouterr().err
+    assert main([*train]) == 0, "the control, alone"
+    assert "since a compaction is near" in capsys.readouterr().err

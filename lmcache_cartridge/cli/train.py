@@ -54,7 +54,7 @@ def _add_train(verb: Verb) -> None:
     add_length(train, "--compress", required=True)
     option("--init", choices=INITIALS, default="sci",
            help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
-           "tokens; KV of 64-token chunks sampled over it; the document compacted for the questions (default sci). The first position is the document's own and "
+           "tokens; KV of 64-token chunks sampled over it; the document compacted for the questions and refined (default sci). The first position is the document's own and "
            "stays")  # fmt: skip
 
     asked = train.add_argument_group("what to train on; several may be given")
@@ -88,7 +88,7 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--accumulate", type=int, default=1, help="forward passes a step (default 1)")
     how.add_argument("--rate", type=_rate, default="auto",
                      help="peak learning rate of AdamW; auto: that of a few short trainings which does the held-out "
-                     "questions most good (default auto)")  # fmt: skip
+                     "questions most good; from a compaction, a low one of its own (default auto)")  # fmt: skip
     how.add_argument("--schedule", choices=("plateau", "cosine", "constant"), default="plateau",
                      help="the rate after the warm-up; plateau: constant until patience ends, or half of --steps are done, "
                      "then down to 0 in as many steps again (default plateau)")  # fmt: skip
