@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import report
 import torch
-from quality import ASKED, COMPACT_RATE, HELD_OUT, MODEL, RATE, TRAINED
+from quality import ASKED, HELD_OUT, MODEL, RATE, TRAINED
 from recall.ward import Document, write_document
 from transformers.utils.logging import disable_progress_bar
 
 from lmcache_cartridge.make import evaluate
 from lmcache_cartridge.make.ask import ModelAsker
+from lmcache_cartridge.make.compact.distill import gentle_rate
 from lmcache_cartridge.make.compact.job import make
 from lmcache_cartridge.make.compact.wanted import Wanted
 from lmcache_cartridge.make.model import CausalModel
@@ -31,6 +32,7 @@ from lmcache_cartridge.make.payload import rounded
 from lmcache_cartridge.make.questions import Question
 from lmcache_cartridge.make.train import lesson
 from lmcache_cartridge.make.train.initial import INITIALS, initial_kv, prefilled
+from lmcache_cartridge.make.train.job import REFINE
 from lmcache_cartridge.make.train.trainer import Recipe, Trainer
 
 DEFAULT, COMPACT = "sci", "compact"
@@ -105,14 +107,13 @@ class School:
         """Yield looks at a training from a start."""
         started = time.monotonic()
         if init == COMPACT:
-            kv = make(self.model, self.kv, self.ids, Wanted(size.positions, self.trained, "chat")).kv
+            kv = make(self.model, self.kv, self.ids, Wanted(size.positions, self.trained, "chat", refine=REFINE)).kv
         else:
             kv = initial_kv(init, self.model, self.ids, size.positions, seed=0)
         made = time.monotonic() - started
         recipe = Recipe(
             steps=steps,
-            rate=COMPACT_RATE if init == COMPACT else RATE,
-            jitter=0 if init == COMPACT else 32,
+            rate=gentle_rate(kv) if init == COMPACT else RATE,
             schedule="cosine",
             warmup=min(20, steps // 10),
             patience=0,

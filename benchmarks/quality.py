@@ -72,12 +72,10 @@ SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-
                "--block-size", str(CHUNK)]  # fmt: skip
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
 GOAL_POINTS = 2.0
-SHORT = {"4x": 100, "16x": 200}
+SHORT = {"4x": 100, "16x": 280}
 """Steps of the short training that starts from a compaction."""
 RATE = 0.3
 """Peak learning rate: right for this tiny model, and far above what a real one wants. `train` finds it by itself too."""
-COMPACT_RATE = 0.02
-"""A compaction is near to where it should be: 0.3 and a jitter lead away from it (docs/compaction.md)."""
 
 
 class Variant(NamedTuple):
@@ -107,17 +105,17 @@ class Sheet:
 def variants(effort: float, defaults: bool) -> list[Variant]:
     """Return what is made for each sheet; `effort` multiplies the steps, unless all is left to `train`'s defaults."""
 
-    def how(steps: int, rate: float = RATE, jitter: int = 32) -> tuple[str, ...]:
-        given = ("--steps", str(max(1, int(steps * effort))), "--rate", str(rate), "--schedule", "cosine", "--warmup",
-                 str(min(20, steps // 10)), "--patience", "0", "--check-every", "50", "--jitter", str(jitter))  # fmt: skip
+    def how(steps: int, *rate: str) -> tuple[str, ...]:
+        given = ("--steps", str(max(1, int(steps * effort))), *rate, "--schedule", "cosine", "--warmup",
+                 str(min(20, steps // 10)), "--patience", "0", "--check-every", "50")  # fmt: skip
         return () if defaults else given
 
     found = []
     for factor, short, long in (("4x", SHORT["4x"], 1000), ("16x", SHORT["16x"], 1400)):
         found += [
             Variant(f"{factor}, compact", factor, None, ()),
-            Variant(f"{factor}, compact, {short} steps", factor, "compact", how(short, COMPACT_RATE, 0)),
-            Variant(f"{factor}, train, {long:,} steps", factor, "sci", how(long)),
+            Variant(f"{factor}, compact, {short} steps", factor, "compact", how(short)),
+            Variant(f"{factor}, train, {long:,} steps", factor, "sci", how(long, "--rate", str(RATE))),
         ]
     return found
 
