@@ -1,6 +1,9 @@
 -- Sets x-affinity, the key of lmcache_cartridge/fleet/affinity.py, where only the body says which cartridges are meant.
--- Envoy has no JSON parser for Lua, so this looks for the fields in the text. A string inside the body cannot be taken for a
--- field, since its quotation marks are escaped. Ids spelt with JSON escapes give no key, or another: a wrong key costs a load.
+-- Envoy has no JSON parser for Lua, so this looks for the fields in the text. A string inside the body cannot be taken
+-- for a field, since its quotation marks are escaped. Ids spelt with JSON escapes give no key, or another: a wrong key
+-- costs a load.
+
+local SERVED = {} -- models with a colon in their own names: {["qwen:7b"] = true}
 
 local function ids(text)  -- the strings of a list, and the ids of its objects
   local found = {}
@@ -11,6 +14,7 @@ end
 
 local function of_model(model)  -- MODEL:handbook,legal@2; a colon of MODEL's own is not the last one
   local names = {}
+  if SERVED[model] then return names end
   local rest = model:match("^.+:(s3://.*)$") or model:match("^.+:([^:]+)$")
   if rest == nil or rest:sub(1, 2) == "//" then return names end
   for id in rest:gmatch("[^,]+") do names[#names + 1] = id end

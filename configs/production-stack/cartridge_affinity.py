@@ -1,7 +1,7 @@
 """Callback of the vLLM production stack's router: requests for one cartridge go to one engine.
 
-Put this file and `lmcache_cartridge/fleet/affinity.py` into one directory of the router's PYTHONPATH (a ConfigMap does), and
-start the router with
+Put this file and `lmcache_cartridge/fleet/affinity.py` into one directory of the router's PYTHONPATH (a ConfigMap does),
+and start the router with
 
     --routing-logic session --session-key affinity_key --callbacks cartridge_affinity.callbacks
 
