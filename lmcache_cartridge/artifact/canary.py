@@ -10,7 +10,7 @@ noise; one chunk of eight in another layout to 5 to 100 of it, a head in the pla
 times the noise as bound `tests/test_canary.py` has no false alarm and no miss.
 
 An engine whose KV cache is fp8 gives other answers, from the same prompt computed by itself too, and how far from these
-depends on the question: on the shipped model 0.04 to 0.2 for a document's own questions, 1.9 for one of unknown words, where
+depends on the question: on the shipped model 0.1 to 0.25 for words of the document, 1.9 for one of unknown words, where
 it chose another token. So what fp8 does to each question is measured with the cartridge too, and counts as noise there.
 """
 
