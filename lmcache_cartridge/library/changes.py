@@ -105,8 +105,8 @@ def _add(db: sqlite3.Connection, new: Added, at: str | None) -> None:
     ).fetchone()
     if row:
         check_same(f"{new.id}@{new.version}", row[0], new.digest)
-    if row == (new.digest, new.location):
-        return
+    if at is not None and row == (new.digest, new.location):
+        return  # of a library that is read again; a person who registers it again has it looked at again
     if db.execute("SELECT 1 FROM labels WHERE label = ?", (new.id,)).fetchone():
         raise CartridgeExists(f"{new.id} is a label already and cannot be the id of a cartridge too")
     db.execute(
