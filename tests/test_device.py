@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 
 import pytest
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
@@ -11,7 +13,7 @@ from making import Made, make_fingerprint
 from waiting import run_threads, until
 
 from lmcache_cartridge.errors import CartridgeError
-from lmcache_cartridge.memory import store as store_module
+from lmcache_cartridge.memory import device as device_module
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.memory.tier import Hold, MemoryTier
 
@@ -135,7 +137,7 @@ def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(
     def fail(*_: object) -> None:
         raise CartridgeError("out of device memory")
 
-    monkeypatch.setattr(store_module, "copy_and_wait", fail)
+    monkeypatch.setattr(device_module, "copy_and_wait", fail)
     assert_served(store, made, prompt)
     _quiet(store)
     assert (device.stats().resident, device.stats().failed > 0) == (0, True)
@@ -147,14 +149,14 @@ def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home, monkeyp
     made = home.make()
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
     device, cpu = _tiers(store)
-    started, go, load = threading.Event(), threading.Event(), store_module.copy_and_wait
+    started, go, load = threading.Event(), threading.Event(), device_module.copy_and_wait
 
     def slow(*args: object) -> None:
         started.set()
         assert go.wait(20)
         load(*args)
 
-    monkeypatch.setattr(store_module, "copy_and_wait", slow)
+    monkeypatch.setattr(device_module, "copy_and_wait", slow)
     assert store.lookup(prompt.hashes) == 4
     assert started.wait(20)
     assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)
@@ -163,6 +165,33 @@ def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home, monkeyp
     assert device.stats().loading == 0
     for chunk_hash in prompt.hashes[:4]:
         store.release(chunk_hash)
+
+
+def test_asleep_it_has_no_memory_and_what_is_claimed_moves_to_the_cpu_tier(home: Home) -> None:
+    made, other = home.make(seed=1), home.make("other", kind="trained", positions=64, seed=2)
+    store, prompts = _open(home, cpu=8, device=8), [prompt_for(home, made), prompt_for(home, other, "other")]
+    for prompt in prompts:
+        _on_device(store, prompt)
+    assert store.pin(other.manifest.digest) == 4
+    claim = store.claim(made.manifest.digest, {})
+    assert claim.poll().ready
+    device, cpu = _tiers(store)
+    assert (device.stats().held, cpu.stats().held) == (8, 0)
+    left = weakref.ref(device)
+    del device
+    store.sleep()
+    store.sleep()
+    until(lambda: gc.collect() >= 0 and left() is None)
+    assert list(store.tiers()) == ["cpu", "disk", "source"]
+    until(lambda: claim.poll().ready and cpu.stats().held == 8)
+    for one, prompt in zip((made, other), prompts, strict=True):
+        assert_served(store, one, prompt)
+    assert store.pin(other.manifest.digest) == 4, "it is pinned still"
+    store.wake()
+    store.wake()
+    _on_device(store, prompts[0])
+    assert _tiers(store)[0].resident_by_digest() == {made.manifest.digest: 4}
+    claim.close()
 
 
 # Anything, in any order.

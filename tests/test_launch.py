@@ -182,6 +182,14 @@ def test_a_pipeline_goes_where_nothing_that_a_stage_lost_can_be_saved(tmp_path: 
         plan("m", settings, l1_bytes=1 << 30, vllm_args=options)
 
 
+@pytest.mark.parametrize("given", ["--enable-sleep-mode", "--enable_sleep_mode"])
+def test_sleep_mode_goes_where_vllm_tells_us_of_it(tmp_path: Path, given: str) -> None:
+    settings = from_mapping({"home": tmp_path})
+    plan("m", settings, vllm_args=[given])
+    with pytest.raises(UnsupportedEngine, match="keeps handles"):
+        plan("m", settings, mode="multiprocess", vllm_args=[given])
+
+
 def test_several_engines_go_with_lmcaches_server(tmp_path: Path) -> None:
     plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", vllm_args=["-dp", "2"])
 

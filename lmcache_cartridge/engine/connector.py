@@ -111,6 +111,25 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         quantised = f"/{injector.quantiser.digest}" if injector.quantiser else ""
         self._lmcache.name_layout(injector.layout + quantised)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return True: vLLM tells us when it sleeps, from 0.33 on. Before, the device tier keeps its memory meanwhile."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Give the device tier's memory back: vLLM falls asleep, and no request is under way."""
+        from .backend import stores
+
+        for store in stores():
+            store.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Have a device tier again."""
+        from .backend import stores
+
+        for store in stores():
+            store.wake()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have LMCache load what this step needs, and note what it could not."""
         super().start_load_kv(forward_context, **kwargs)

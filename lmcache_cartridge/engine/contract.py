@@ -48,6 +48,11 @@ was injected, so it proposes less well there; the model itself decides on each t
 SPECULATION_OTHERWISE = (
     f"other methods add layers to the model's own, whose KV no cartridge has; use one of {', '.join(SPECULATION)}"
 )
+SLEEP = (
+    "LMCache's server keeps handles of the KV cache, and nothing tells it when sleep mode frees that memory; serve "
+    "in-process, or without sleep mode"
+)
+"""Why an engine that may sleep is refused in multiprocess mode."""
 DATA_PARALLEL = (
     "LMCache 0.5.6 inside vLLM does not start in the second engine of a server; use `serve --mode multiprocess`, or one "
     "server for each engine and a router before them"

@@ -21,7 +21,7 @@ from ..errors import UnsupportedEngine
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .connector import check_api, positions_to_inject
-from .contract import CONTROL, GRANT, SKIP_SAVE
+from .contract import CONTROL, GRANT, SKIP_SAVE, SLEEP
 from .control import offer
 from .describe import answering, check_vllm, computed_dtype, fingerprint_of, own_layers, transfer_of, without_draft
 from .probe import written_layout, written_rules
@@ -80,6 +80,8 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
+        if vllm_config.model_config.enable_sleep_mode:
+            raise UnsupportedEngine(f"sleep mode is enabled: {SLEEP}")
         check_api(vllm_config, role)
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..artifact.cartridge import Place
 from ..errors import ArtifactError, CartridgeError
 from ..library.catalog import Catalog
@@ -28,9 +26,10 @@ from ..sources.sources import Sources
 from .background import Background
 from .claim import Claim
 from .described import Engine
+from .device import device_bytes, promote
 from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
-from .loads import LoadRun, copy_and_wait, one_by_one
+from .loads import LoadRun, one_by_one
 from .readiness import Readiness
 from .residents import described, residents
 from .tier import Hold, MemoryTier, TierStats
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often claims in the background are polled."""
-_PROMOTE_S = 30.0
-"""How long a chunk on its way to the device may take from the cpu tier."""
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -89,12 +86,8 @@ class CartridgeStore:
         )  # fmt: skip
         self._catalog.refresh()
         self.device: MemoryTier | None = None
-        if (device_bytes := self._device_bytes()) >= self.shape.size_bytes:
-            self.device = MemoryTier(
-                self.shape.size_bytes, device_bytes, one_by_one(self._promote), device=engine.device,
-                lease_s=settings.lease_s, clock=clock, threads=1,
-            )  # fmt: skip
-        self._memory = {"device": self.device, "cpu": self.cpu} if self.device is not None else {"cpu": self.cpu}
+        self._memory = {"cpu": self.cpu}
+        self.wake()
         self._reads = Reads(_MAX_READS)
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._trusted: set[str] | None = None
@@ -257,6 +250,27 @@ class CartridgeStore:
             self.device.evict(digest)
         return self.cpu.evict(digest)
 
+    def sleep(self) -> None:
+        """Give the device tier's memory back until `wake`. What is claimed there is loaded into the cpu tier.
+
+        Blocks for copies that are under way. Loans stay valid and keep their memory.
+        """
+        device, self.device, self._memory = self.device, None, {"cpu": self.cpu}
+        if device is not None:
+            for claim in self._claims():
+                claim.begin_again(self._opening(claim.tag, {}, None))
+            device.close()
+
+    def wake(self) -> None:
+        """Have a device tier, where the settings give it room for a chunk. No change where there is one."""
+        budget_bytes = device_bytes(self._settings, self.engine, self.shape, self._registry.largest_bytes())
+        if self.device is None and budget_bytes >= self.shape.size_bytes:
+            self.device = MemoryTier(
+                self.shape.size_bytes, budget_bytes, one_by_one(partial(promote, self.cpu)), device=self.engine.device,
+                lease_s=self._settings.lease_s, clock=self._clock, threads=1,
+            )  # fmt: skip
+            self._memory = {"device": self.device, "cpu": self.cpu}
+
     def distrust(self, digest: str, reason: str) -> None:
         """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
         self._catalog.distrust(digest, reason)
@@ -386,31 +400,12 @@ class CartridgeStore:
         error = self._catalog.refusal(tag)
         return None if error is None else Readiness.never(error)
 
-    def _device_bytes(self) -> int:
-        """Return the budget of the device tier: none on a CPU engine unless it was set."""
-        if self._settings.device_bytes is not None:
-            return self._settings.device_bytes
-        if self.engine.device == "cpu":
-            return 0
-        free, _ = torch.cuda.mem_get_info(self.engine.device)
-        share = self.shape.layers / self.engine.fingerprint.layers / self.engine.world
-        largest = int(self._registry.largest_bytes() * share)
-        return min(8 * largest, 1 << 30, free // 2)
-
     def _plan(self, key: ChunkKey) -> LoadRun:
         """Tell the cpu tier how a chunk is loaded."""
         segments = self._catalog.segments(key.digest)
         if not segments:
             raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
         return LoadRun(self._loader.run_of(segments), partial(self._loader.load_run, segments))
-
-    def _promote(self, key: ChunkKey, out: torch.Tensor) -> None:
-        """Fill a slot of the device tier from the cpu tier. Returns when the bytes are there."""
-        loan = next(iter(self.cpu.lend([key])), None) or self.cpu.load(key, _PROMOTE_S)
-        if loan is None:
-            raise CartridgeError(f"chunk {key.chunk} of {key.digest} left the cpu tier before it reached the device")
-        with loan:
-            copy_and_wait(loan.bytes, out)
 
     def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
         """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""

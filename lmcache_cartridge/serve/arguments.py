@@ -20,6 +20,7 @@ from ..engine.contract import (
     QUANTISED_OTHERWISE,
     REFUSED_EXTRA,
     SAVING_STAGES,
+    SLEEP,
     SPECULATION,
     SPECULATION_OTHERWISE,
     WORKER_EXTENSION,
@@ -105,6 +106,8 @@ class Arguments:
             raise UnsupportedEngine(f"--pipeline-parallel-size {size}: {SAVING_STAGES}")
         if in_process and (size := self.get("data-parallel-size")) not in (None, "1"):
             raise UnsupportedEngine(f"--data-parallel-size {size}: {DATA_PARALLEL}")
+        if not in_process and self.get("enable-sleep-mode") not in (None, "false", "False"):
+            raise UnsupportedEngine(f"--enable-sleep-mode: {SLEEP}")
         for name, why in _NEVER.items():
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")
