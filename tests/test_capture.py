@@ -115,13 +115,13 @@ def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "needs a --document"), (["--messages", "m.json"], "needs --from-server"),
+        ([], "needs a --document"), (["--messages", "m.json"], "m.json has 0 messages"),
         (["--document", "m.json", "--messages", "m.json", "--from-server", "http://x"], "needs a --document"),
         (["--document", "m.json", "--from-server", "http://x", "--compact", "4x"], "leave --from-server out"),
         (["--messages", "none.json", "--from-server", "http://x"], "no such file"),
     ],
 )  # fmt: skip
-def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded(
+def test_options_that_do_not_go_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from ..errors import ManifestError
 from .canary import ServedCanary
+from .chat import Chat
 from .fingerprint import DTYPE_BYTES, Fingerprint
 
 FORMAT = "1.0"
@@ -155,7 +156,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     version: int
     digest: str
-    """blake3 over everything that decides an answer: kind, model, p, tokens, checksums. Not the id or provenance."""
+    """blake3 over everything that decides an answer: kind, model, p, tokens, checksums, chat. Not the id or provenance."""
     kind: Kind
     positions: int
     """p, the number of KV positions."""
@@ -169,6 +170,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For a trained cartridge, the ids of its document: what a request gets when the KV cannot be had."""
     canary: ServedCanary | None = None
     """What a server asks of its engine before it answers from this cartridge. Not part of its digest."""
+    chat: Chat | None = None
+    """How a server goes on with tokens of a chat template; None where a prompt follows as it is."""
 
     @property
     def stored(self) -> Payload:
@@ -311,6 +314,9 @@ def check(manifest: Manifest, where: str) -> None:
         problem = manifest.canary.problem(shape.vocab_size)
         need(problem is None, f"its canary cannot be asked: {problem}")
         need(payload is not None, "a canary does not go with a cartridge of tokens only")
+    if manifest.chat is not None:
+        problem = manifest.chat.problem(shape.vocab_size)
+        need(problem is None, f"its chat cannot be gone on with: {problem}")
     need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
 
 
@@ -352,5 +358,6 @@ def content_digest(manifest: Manifest) -> str:
         payload and (payload.chunk_tokens, payload.checksums, *encoding),
         None if manifest.kind == "trained" else manifest.tokens.blake3,
         manifest.document and manifest.document.blake3,
+        *(() if manifest.chat is None else (manifest.chat,)),
     )
     return blake3(msgspec.json.encode(content)).hexdigest()

@@ -16,6 +16,7 @@ from blake3 import blake3
 from ..errors import ArtifactError, CartridgeExists
 from . import files
 from .canary import ServedCanary
+from .chat import Chat
 from .check import checksum
 from .fingerprint import Fingerprint
 from .identity import Identity
@@ -46,11 +47,12 @@ class ArtifactWriter:
         chunk_tokens: int = 256,
         document_ids: np.ndarray | None = None,
         encoding: str = "plain",
+        chat: Chat | None = None,
     ) -> None:
         """Start an artefact that will appear at `root`.
 
         `token_ids` are its p ids, or how a trained cartridge's are drawn from its digest. `document_ids` are those of
-        a trained cartridge's document. `encoding` is one of `manifest.ENCODINGS`. Raises `CartridgeExists` if `root` is
+        a trained cartridge's document, `chat` is how servers go on with either. `encoding` is one of `manifest.ENCODINGS`. Raises `CartridgeExists` if `root` is
         there already.
         """
         if root.exists():
@@ -58,7 +60,7 @@ class ArtifactWriter:
         self.root = root
         self._id, self._version = check_id(cartridge_id), version
         self._kind, self._fingerprint, self._chunk_tokens = kind, fingerprint, chunk_tokens
-        self._encoding = encoding
+        self._encoding, self._chat = encoding, chat
         self._token_ids, self._document_ids = token_ids, document_ids
         self._positions = token_ids.positions if isinstance(token_ids, Identity) else len(token_ids)
         self._checksums: list[tuple[str, ...]] = []
@@ -148,6 +150,7 @@ class ArtifactWriter:
             provenance=provenance,
             document=None if self._document_ids is None else self._write_ids(self._document_ids, DOCUMENT),
             canary=canary,
+            chat=self._chat,
         )
         ids = self._token_ids
         if isinstance(ids, Identity):

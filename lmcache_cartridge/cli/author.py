@@ -25,6 +25,7 @@ from .show import bars, fields, show, size, warn, working
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
     from ..library.registry import Registry, RegistryEntry
+    from ..make.document import Document
     from ..make.model import CausalModel
 
 USUAL_CHUNKS = 16, 256
@@ -42,8 +43,28 @@ def add(verb: Verb) -> None:
     add_made(build)
     build.add_argument("--document", type=Path, help="UTF-8 text file")
     build.add_argument(
-        "--messages", type=Path, metavar="FILE", help="with --from-server: a conversation, as JSON of chat messages"
+        "--chat", nargs="?", const="system", metavar="ROLE",
+        help="the document is a message of this role (default system) in the model's chat template; what requests send "
+        "as messages goes on behind it",
+    )  # fmt: skip
+    build.add_argument(
+        "--messages", type=Path, metavar="FILE",
+        help="the first messages of a chat in place of a document, as a JSON list of {role, content}. With "
+        "--from-server the server's template makes tokens of them, and prompts go on behind those as they are",
+    )  # fmt: skip
+    build.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="chat template in the place of the model's, as vLLM is given"
     )
+    build.add_argument(
+        "--chat-arguments",
+        type=_object,
+        metavar="JSON",
+        help="arguments of the template, as requests' chat_template_kwargs",
+    )
+    build.add_argument(
+        "--token-ids", type=Path, metavar="FILE",
+        help="token ids made elsewhere, as JSON, .npy or numbers with spaces; --document is what they were made of",
+    )  # fmt: skip
     build.add_argument(
         "--from-server", metavar="URL",
         help="have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
@@ -96,12 +117,9 @@ def add(verb: Verb) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    if (arguments.document is None) == (arguments.messages is None):
-        raise CartridgeError("build needs a --document, or with --from-server the --messages of a conversation")
-    if arguments.from_server is None and arguments.messages is not None:
-        raise CartridgeError("--messages needs --from-server, whose chat template makes tokens of them")
+    _check_what(arguments)
     compact.check(arguments)
-    check_made(arguments, arguments.document or arguments.messages)
+    check_made(arguments, arguments.document, arguments.messages, arguments.token_ids, arguments.chat_template)
     if arguments.from_server is not None and arguments.lora is not None:
         raise CartridgeError("--from-server has the base model compute; leave --lora or --from-server out")
     if arguments.from_server is not None and compact.is_wanted(arguments):
@@ -120,7 +138,7 @@ def _build(arguments: argparse.Namespace) -> None:
             manifest = _from_server(arguments, model, root, made | {"progress": progress})
         else:
             manifest = prefill.build(
-                model, arguments.document, root, chunk_tokens=arguments.chunk_size, progress=progress, **made
+                model, _read(arguments, model), root, chunk_tokens=arguments.chunk_size, progress=progress, **made
             )
     registry.register(root, promote=arguments.promote)
     canary = manifest.provenance.canary
@@ -135,26 +153,73 @@ def _build(arguments: argparse.Namespace) -> None:
     show(result | {"warnings": warnings}, fields(result | {"bytes": size(manifest.payload_bytes)}), arguments.format)
 
 
+def _check_what(arguments: argparse.Namespace) -> None:
+    """Raise `CartridgeError` unless the options say what to build, once."""
+    is_document = arguments.document is not None and arguments.token_ids is None
+    if is_document + (arguments.messages is not None) + (arguments.token_ids is not None) != 1:
+        raise CartridgeError("build needs a --document, the --messages of a conversation, or --token-ids; one of them")
+    if arguments.chat is not None and not is_document:
+        raise CartridgeError(
+            "--chat makes a message of a --document; --messages say their roles, and --token-ids have none"
+        )
+    is_chat = arguments.chat is not None or (arguments.messages is not None and arguments.from_server is None)
+    if not is_chat and (arguments.chat_template is not None or arguments.chat_arguments is not None):
+        raise CartridgeError("--chat-template and --chat-arguments go with --chat, or with --messages")
+    if is_chat and compact.is_wanted(arguments):
+        raise CartridgeError("a compaction stands for a plain document; leave --chat and --messages out")
+    if arguments.token_ids is not None and compact.is_wanted(arguments):
+        raise CartridgeError("a compaction reads the document itself; leave --token-ids out")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return a JSON object, for argparse."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
+def _read(arguments: argparse.Namespace, model: CausalModel) -> Document:
+    """Return the tokens to build from, and where they came from."""
+    from blake3 import blake3
+
+    from ..make.chat import read_chat
+    from ..make.document import read_document, read_ids
+
+    if arguments.token_ids is not None:
+        read = read_ids(model, arguments.token_ids)
+        source = arguments.document or arguments.token_ids
+        return read._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
+    if arguments.chat is None and arguments.messages is None:
+        return read_document(model, arguments.document)
+    if arguments.chat_template is not None:
+        model.tokenizer.chat_template = arguments.chat_template.read_text()
+    return read_chat(model, arguments.messages or arguments.document, arguments.chat, arguments.chat_arguments or {})
+
+
 def _from_server(arguments: argparse.Namespace, model: CausalModel, root: Path, made: dict[str, Any]) -> Manifest:
     """Return the manifest of what a server computed of a document or a conversation."""
     from blake3 import blake3
 
     from ..make import capture
-    from ..make.document import read_document
+    from ..make.document import Document
     from ..make.server import Server
 
-    file = arguments.document or arguments.messages
     with Server(arguments.from_server) as server:
-        if arguments.document is not None:
-            ids = read_document(model, file).ids
+        if (file := arguments.messages) is None:
+            read = _read(arguments, model)
         else:
             try:
                 messages = json.loads(file.read_text())
             except ValueError as error:
                 raise CartridgeError(f"{file} is no JSON: {error}") from None
             ids = capture.conversation_ids(server, messages)
-        facts = {"document": file.name, "document_blake3": blake3(file.read_bytes()).hexdigest()}
-        return capture.build(model, server, ids, root, **made, **facts)
+            read = Document(file, "", ids, blake3(file.read_bytes()).hexdigest())
+        facts: dict[str, Any] = {"document": read.path.name, "document_blake3": read.blake3}
+        return capture.build(model, server, read.ids, root, chat=read.chat, **made, **facts)
 
 
 def _warnings_of(positions: int) -> list[str]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from ..artifact.chat import Chat
 from ..artifact.manifest import Manifest, Provenance
 from ..engine.contract import CAPTURE
 from ..errors import ArtifactError, SourceError
 from ..memory.layout import DTYPES
 from .model import CausalModel
-from .prefill import CANARY, passed_canary
+from .prefill import CANARY, passed_canary, questions
 from .progress import Progress, silent
 from .server import Server
 from .write import write_kv
@@ -38,17 +39,18 @@ def conversation_ids(server: Server, messages: Any) -> list[int]:
 
 def build(
     model: CausalModel, server: Server, ids: list[int], root: Path, *, cartridge_id: str, version: int,
-    canary: str = CANARY, encoding: str = "plain", progress: Progress = silent, **facts: Any,
+    canary: str = CANARY, encoding: str = "plain", chat: Chat | None = None, progress: Progress = silent, **facts: Any,
 ) -> Manifest:  # fmt: skip
     """Have the server compute the tokens `ids`, and write the KV that it has of them as an artefact at `root`.
 
-    `model` is the server's own: its canary is made here, and the first chunk compared. `facts` go into the provenance.
+    `model` is the server's own: its canary is made here, and the first chunk compared. `chat` is how servers go
+    on with the ids; `facts` go into the provenance.
     Raises `SourceError` where the server computes or hands out something else, and `CanaryFailed` as a build does; leaves
     nothing then. Registers nothing.
     """
 
     def checked(kv: torch.Tensor) -> Provenance:
-        result = passed_canary(model, ids, kv, canary, cartridge_id)
+        result = passed_canary(model, ids, kv, canary, cartridge_id, chat)
         return model.provenance("build --from-server", canary=result, **facts)
 
     if not ids:
@@ -57,7 +59,7 @@ def build(
     return write_kv(
         model, _computed(model, server, ids, tokens), root, checked, cartridge_id=cartridge_id, version=version,
         positions=len(ids), token_ids=ids, chunk_tokens=tokens, encoding=encoding,
-        questions=[model.encode(canary, special=False)], progress=progress,
+        questions=questions(model, canary, chat), chat=chat, progress=progress,
     )  # fmt: skip
 
 

@@ -1,12 +1,15 @@
-"""Document: a text file as a model reads it."""
+"""Document: a text file as a model reads it, or token ids made elsewhere."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from blake3 import blake3
 
+from ..artifact.chat import Chat
 from ..errors import ArtifactError
 from .model import CausalModel
 
@@ -20,6 +23,8 @@ class Document(NamedTuple):
     """As a prompt begins: with BOS where the tokenizer adds one."""
     blake3: str
     """Of the file's bytes."""
+    chat: Chat | None = None
+    """How servers go on with it, where the ids are a chat template's."""
 
 
 def read_document(model: CausalModel, path: Path, *, must_fit: bool = True) -> Document:
@@ -28,6 +33,17 @@ def read_document(model: CausalModel, path: Path, *, must_fit: bool = True) -> D
     Raises `ArtifactError` for one that is no UTF-8 text, is empty, or has no tokens; with `must_fit` also where the
     model's context has no room for it and a question.
     """
+    digest, text = read_text(path)
+    ids = model.encode(text, special=True)
+    if not ids:
+        raise ArtifactError(f"{path} has no tokens")
+    if must_fit:
+        check_fits(model, path, ids)
+    return Document(path, text, ids, digest)
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """Return the blake3 and the text of a file. Raises `ArtifactError` for one that is no UTF-8 text or is empty."""
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8")
@@ -35,11 +51,41 @@ def read_document(model: CausalModel, path: Path, *, must_fit: bool = True) -> D
         raise ArtifactError(f"{path} is no UTF-8 text: {error}") from error
     if not text.strip():
         raise ArtifactError(f"{path} is empty; a cartridge needs a document")
-    ids = model.encode(text, special=True)
-    if not ids:
-        raise ArtifactError(f"{path} has no tokens")
-    if must_fit and model.context_tokens and len(ids) >= model.context_tokens:
+    return blake3(raw).hexdigest(), text
+
+
+def read_ids(model: CausalModel, path: Path) -> Document:
+    """Return the token ids of a file, with no text: a `.npy` file, a JSON list, or numbers with spaces between them.
+
+    Raises `ArtifactError` for anything else, no ids, ids outside the model's vocabulary or more than its context.
+    """
+    raw = path.read_bytes()
+    try:
+        if path.suffix == ".npy":
+            found = np.load(path, allow_pickle=False)
+        else:
+            text = raw.decode("utf-8")
+            found = np.array(
+                json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+            )
+    except (ValueError, EOFError, OverflowError, RecursionError) as error:
+        raise ArtifactError(f"{path} is no list of token ids: {error}") from None
+    if found.size == 0:
+        raise ArtifactError(f"{path} has no token ids")
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ArtifactError(f"{path} is no list of token ids, but {found.dtype} of shape {found.shape}")
+    size = model.fingerprint.vocab_size
+    wrong = found[(found < 0) | (found >= size)]
+    if len(wrong):
+        raise ArtifactError(f"{path} has the token id {wrong[0]}, outside the model's vocabulary of {size}")
+    ids = found.tolist()
+    check_fits(model, path, ids)
+    return Document(path, "", ids, blake3(raw).hexdigest())
+
+
+def check_fits(model: CausalModel, path: Path, ids: list[int]) -> None:
+    """Raise `ArtifactError` where the model's context has no room for the ids and a question."""
+    if model.context_tokens and len(ids) >= model.context_tokens:
         raise ArtifactError(
             f"{path} has {len(ids)} tokens; the model's context is {model.context_tokens}, less the question"
         )
-    return Document(path, text, ids, blake3(raw).hexdigest())

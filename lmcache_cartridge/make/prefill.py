@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 
+from ..artifact.chat import Chat
 from ..artifact.manifest import Canary, Manifest, Provenance
 from ..errors import CanaryFailed
-from .document import read_document
+from .canary import TEXTS
+from .chat import question_ids
+from .document import Document, read_document
 from .model import CausalModel
 from .progress import Progress, silent
 from .write import write_kv
@@ -19,7 +22,7 @@ CANARY = "\n\nQuestion: what does this document say?\nAnswer:"
 
 def build(
     model: CausalModel,
-    document: Path,
+    document: Path | Document,
     root: Path,
     *,
     cartridge_id: str,
@@ -29,29 +32,37 @@ def build(
     encoding: str = "plain",
     progress: Progress = silent,
 ) -> Manifest:
-    """Write the KV of the text file `document` under `model` as an artefact at `root` and return its manifest.
+    """Write the KV of `document`, a text file or what was read of one, under `model` as an artefact at `root` and return its manifest.
 
     Before the artefact appears, the *canary* runs: the logits of `canary` after the KV as it is served are compared with
     those of a plain forward pass over document and `canary`. Raises `CanaryFailed`, leaving nothing behind, unless
     the top token at its end is the same; `ArtifactError` for a document that is no text or empty, or longer than the
     model's context. Registers nothing.
     """
-    read = read_document(model, document)
+    read = document if isinstance(document, Document) else read_document(model, document)
 
     def checked(kv: torch.Tensor) -> Provenance:
-        result = passed_canary(model, read.ids, kv, canary, cartridge_id)
-        return model.provenance("build", document=document.name, document_blake3=read.blake3, canary=result)
+        result = passed_canary(model, read.ids, kv, canary, cartridge_id, read.chat)
+        return model.provenance("build", document=read.path.name, document_blake3=read.blake3, canary=result)
 
     return write_kv(
         model, model.prefill(read.ids, chunk_tokens), root, checked, cartridge_id=cartridge_id, version=version,
         positions=len(read.ids), token_ids=read.ids, chunk_tokens=chunk_tokens, encoding=encoding,
-        questions=[model.encode(canary, special=False)], progress=progress,
+        questions=questions(model, canary, read.chat), chat=read.chat, progress=progress,
     )  # fmt: skip
 
 
-def passed_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, cartridge_id: str) -> Canary:
+def questions(model: CausalModel, canary: str, chat: Chat | None) -> list[list[int]]:
+    """Return what engines may be tried with beside words of the document: `canary`, in a chat as users ask, and others."""
+    texts = [canary] if chat is None else [canary, *TEXTS]
+    return [question_ids(model, text, chat) for text in texts]
+
+
+def passed_canary(
+    model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, cartridge_id: str, chat: Chat | None = None
+) -> Canary:
     """Return what `run_canary` does. Raises `CanaryFailed` where the top token at the question's end is another."""
-    result = run_canary(model, ids, kv, question)
+    result = run_canary(model, ids, kv, question, chat)
     if not result.top1_equal:
         raise CanaryFailed(
             f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
@@ -61,11 +72,14 @@ def passed_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question
     return result
 
 
-def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str) -> Canary:
-    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves."""
-    question_ids = model.encode(question, special=False)
-    after_kv = model.logits_after(kv, question_ids)
-    plain = model.logits(ids + question_ids, len(question_ids))
+def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, chat: Chat | None = None) -> Canary:
+    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves.
+
+    In a `chat` the question is a user's message.
+    """
+    asked = question_ids(model, question, chat)
+    after_kv = model.logits_after(kv, asked)
+    plain = model.logits(ids + asked, len(asked))
     return Canary(
         question=question,
         top1_equal=bool(after_kv[-1].argmax() == plain[-1].argmax()),

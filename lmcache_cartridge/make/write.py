@@ -12,6 +12,7 @@ import torch
 
 from .. import __version__
 from ..artifact import reading
+from ..artifact.chat import Chat
 from ..artifact.identity import Identity
 from ..artifact.manifest import Manifest, Origin, Provenance
 from ..artifact.writing import ArtifactWriter
@@ -36,12 +37,13 @@ def write_kv(
     chunk_tokens: int = 256,
     encoding: str = "plain",
     questions: Sequence[list[int]] = (),
+    chat: Chat | None = None,
     progress: Progress = silent,
 ) -> Manifest:
     """Write canonical KV, in chunks of `chunk_tokens` and of the model's dtype, as an artefact; return its manifest.
 
     With `token_ids`, which have to be those of the KV, it is a prefill cartridge; without any a trained one, which
-    carries `document_ids`. `questions`, as ids, are further ones that engines may be tried with. `provenance` is asked
+    carries `document_ids`. `questions`, as ids, are further ones that engines may be tried with; `chat` is how servers go on with the ids. `provenance` is asked
     for when the KV is written, with the KV as the cartridge gives it back; if it raises, nothing is left behind.
     """
     shape = model.fingerprint
@@ -49,7 +51,7 @@ def write_kv(
         root, cartridge_id=cartridge_id, version=version, kind="trained" if token_ids is None else "prefill",
         fingerprint=shape, chunk_tokens=chunk_tokens, encoding=encoding,
         token_ids=Identity(positions, model.ordinary_ids()) if token_ids is None else np.array(token_ids),
-        document_ids=None if document_ids is None else np.array(document_ids),
+        document_ids=None if document_ids is None else np.array(document_ids), chat=chat,
     ) as writer:  # fmt: skip
         done = 0
         for chunk in chunks:
@@ -110,7 +112,7 @@ def compress(root: Path, output: Path, *, cartridge_id: str, version: int, progr
     writer = ArtifactWriter(
         output, cartridge_id=cartridge_id, version=version, kind=manifest.kind, fingerprint=manifest.fingerprint,
         token_ids=reading.load_token_ids(manifest, root), document_ids=reading.load_document_ids(manifest, root),
-        chunk_tokens=manifest.payload.chunk_tokens, encoding="int8",
+        chunk_tokens=manifest.payload.chunk_tokens, encoding="int8", chat=manifest.chat,
     )  # fmt: skip
     for done, total in reading.verify(root):
         progress("verify", done, total)

@@ -191,6 +191,8 @@ def compact_cartridge(
     manifest = reading.load_manifest(source)
     if manifest.kind != "prefill" or manifest.payload is None:
         raise ArtifactError(f"cartridge {manifest.name} is {manifest.kind}; only a prefill cartridge can be compacted")
+    if manifest.chat is not None:
+        raise ArtifactError(f"cartridge {manifest.name} is of a chat; only a plain document's can be compacted")
     kv = read_checked(manifest, source, model, progress)
     ids = reading.load_token_ids(manifest, source).tolist()
     asked = wanted(len(ids))

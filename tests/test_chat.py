@@ -1,0 +1,285 @@
+"""A document in a chat: its tokens and what goes behind them are what the model's template makes of the conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from templates import CHATML, COUNTING, DATED, HEADERS, INSIDE, LAST, LOUD, PAIRS, SPECIAL, WARD
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.chat import Chat, Message
+from lmcache_cartridge.artifact.manifest import decode
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
+from lmcache_cartridge.errors import ArtifactError, ManifestError
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.chat import STAND_IN, question_ids, read_chat, render
+from lmcache_cartridge.make.document import read_ids
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.settings import from_mapping
+
+SHEET = (SHEETS_DIR / "ward-a.txt").read_text()
+ENDS = ("", "\n", "\n\n", "  ", "…", " 7", "<br>")
+CONVERSATIONS = (
+    ["Hi"], ["\n\n7 days?\n"], [" What is it?"], ["é"], ["…and?"], ["s"], ["What?", "This.", "And then?"],
+    ["What?", "\nThis.\n", "\nWhy?", "So.", "Thanks"],
+)  # fmt: skip
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "inside": INSIDE, "pairs": PAIRS}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of merges across words' ends, spaces and newlines, as the pre-tokenizer of GPT-2 lets them be."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator([SHEET + "\n\nYou are a helpful assistant.\n\n\n  \n" * 9], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def _model(tokenizer: Any, template: str | None) -> Any:
+    """Return what of a model rendering needs."""
+    tokenizer.chat_template = template
+    model = SimpleNamespace(name="m", tokenizer=tokenizer, context_tokens=8192)
+    model.encode = lambda text, special: CausalModel.encode(model, text, special=special)
+    return model
+
+
+def _turns(contents: list[str]) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": content} for n, content in enumerate(contents)]
+
+
+def _rendered(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
+    given = {"tokenize": True, "add_generation_prompt": True, "return_dict": False} | options
+    return tokenizer.apply_chat_template(msgspec.to_builtins(list(messages)), **given)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_whole_conversation(
+    tokenizer: Any, name: str, end: str
+) -> None:
+    model, document = _model(tokenizer, TEMPLATES[name]), SHEET.strip() + end
+    ids, chat = render(model, [Message("system", document)], {})
+    assert tokenizer.decode(ids).rstrip("\n").removesuffix("<|im_end|>")[-40:].find(document.strip()[-20:-9]) >= 0, (
+        "it is whole"
+    )
+    assert len(chat.prefix) < len(ids) / 4 and len(chat.messages[0].content) == STAND_IN
+    for contents in CONVERSATIONS:
+        whole = _rendered(tokenizer, [{"role": "system", "content": document}, *_turns(contents)])
+        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *msgspec.convert(_turns(contents), list[Message])]))
+        assert [*ids, *(behind or [])] == whole, contents
+
+
+def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer: Any) -> None:
+    """The negative control: what a cartridge without a chat gets, for which the template adds its own system prompt."""
+    model = _model(tokenizer, CHATML)
+    ids, chat = render(model, [Message("system", SHEET)], {})
+    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])])
+    alone = _rendered(tokenizer, _turns(["Hi"]))
+    assert [*ids, *alone] != whole
+    assert "You are a helpful assistant" in tokenizer.decode(alone)
+    assert [*ids, *question_ids(model, "Hi", chat)] == whole
+
+
+def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer: Any) -> None:
+    model = _model(tokenizer, INSIDE)
+    messages = [Message("user", SHEET), Message("assistant", "Read.")]
+    ids, chat = render(model, messages, {})
+    whole = _rendered(tokenizer, [*messages, *msgspec.convert(_turns(["Hi"]), list[Message])])
+    assert [*ids, *question_ids(model, "Hi", chat)] == whole
+    model = _model(tokenizer, HEADERS)
+    ids, chat = render(model, [Message("user", SHEET)], {})
+    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(
+        tokenizer, [Message("user", SHEET), Message("user", "Hi")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "reason"),
+    [
+        (LAST, "system", "does not begin every conversation"), (INSIDE, "user", "roles must alternate"),
+        (DATED, "system", "today's date"), (COUNTING, "system", "depends on the document's text"),
+        (LOUD, "system", "stands elsewhere or is changed"), (None, "system", "no chat template"),
+        ("{{ messages[0].oops.x }}", "system", "does not take"),
+    ],
+)  # fmt: skip
+def test_a_template_whose_tokens_are_no_beginning_is_refused_with_the_reason(
+    tokenizer: Any, template: str | None, role: str, reason: str
+) -> None:
+    with pytest.raises(ArtifactError, match=reason):
+        render(_model(tokenizer, template), [Message(role, SHEET)], {})
+
+
+def test_a_date_that_is_given_goes_with_every_request(tokenizer: Any) -> None:
+    model, date = _model(tokenizer, DATED), {"date_string": "26 Jul 2024"}
+    ids, chat = render(model, [Message("system", SHEET)], date)
+    assert chat.arguments == date
+    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])], **date)
+    assert [*ids, *question_ids(model, "Hi", chat)] == whole
+    assert chat.behind(_rendered(tokenizer, [*chat.messages, Message("user", "Hi")])) is None, "today's"
+
+
+def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    behind = []
+    for template in (CHATML, HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}"):
+        _, chat = render(_model(tokenizer, template), [Message("system", SHEET)], {})
+        behind.append(chat.behind(_rendered(tokenizer, [*chat.messages, Message("user", "Hi")], tools=tools)))
+    assert behind[0] is None and behind[1] is not None
+
+
+@pytest.mark.parametrize("name", ["headers", "inside"])
+def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenizer: Any, name: str) -> None:
+    bos = tokenizer.bos_token_id
+    _, chat = render(_model(tokenizer, TEMPLATES[name]), [Message("system", SHEET)], {})
+    whole = _rendered(tokenizer, [*chat.messages, Message("user", "Hi")])
+    assert chat.behind([bos, *whole], bos) == chat.behind(whole, bos) == chat.behind(whole)
+    assert chat.behind([bos, *whole]) is None and chat.behind(whole[1:], bos) is None and chat.behind([], bos) is None
+    assert chat.behind([*chat.prefix, bos, bos], bos) == [bos, bos]
+
+
+# Files.
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return CausalModel(str(MODEL_DIR))
+
+
+@pytest.mark.parametrize("form", ["json", "words", "lines", "npy"])
+def test_token_ids_made_elsewhere_are_read_in_each_form(model: CausalModel, tmp_path: Path, form: str) -> None:
+    ids, path = [5, 0, 639, 7], tmp_path / ("ids.npy" if form == "npy" else "ids.txt")
+    if form == "npy":
+        np.save(path, np.array(ids, dtype=np.int32))
+    else:
+        path.write_text({"json": json.dumps(ids), "words": "5 0 639 7", "lines": "5\n0\n639\n7\n"}[form])
+    assert read_ids(model, path).ids == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "no token ids"), ("", "no token ids"), ("[1, 640]", "640, outside the model's vocabulary of 640"),
+        ("1 -1", "-1, outside"), ("a b", "no list"), ("[1.5]", "but float64"), ("[[1], [2]]", "of shape"), ("[1, [2]]", "no list"),
+        ("[true]", "but bool"), ('["1"]', "but <U1"), ('{"a": 1}', "no list"), ("[1", "no list"), ("5 " * 9000, "9000 tokens"),
+        (f"[{1 << 70}]", "but object"),
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_ids_of_the_model_is_refused(
+    model: CausalModel, tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "ids").write_text(text)
+    with pytest.raises(ArtifactError, match=reason):
+        read_ids(model, tmp_path / "ids")
+
+
+def test_a_file_that_is_no_array_is_refused_and_unpickles_nothing(model: CausalModel, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([object()]), allow_pickle=True)
+    (tmp_path / "b.npy").write_bytes(b"\x93NUMPY")
+    for name in ("ids.npy", "b.npy"):
+        with pytest.raises(ArtifactError, match="no list of token ids"):
+            read_ids(model, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "x", '[{"role": "user"}]', '[{"role": "user", "content": [1]}]', '[{"role": "user", "content": "x", "a": 1}]']
+)  # fmt: skip
+def test_messages_that_are_not_text_are_refused(tokenizer: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(ArtifactError, match=r"messages"):
+        read_chat(_model(tokenizer, HEADERS), tmp_path / "m.json", None, {})
+
+
+# The command.
+
+
+def _build(home: Path, *options: str) -> int:
+    given = ["build", "--home", str(home), "--model", str(MODEL_DIR), "--id", "a", *options]
+    return main([*given, "--document", str(SHEETS_DIR / "ward-a.txt")] if "--messages" not in options else given)
+
+
+def test_a_document_is_built_as_the_system_message_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jinja").write_text(WARD)
+    assert _build(tmp_path, "--chat", "--chat-template", str(tmp_path / "t.jinja")) == 0
+    assert main(["compress", "a", "--id", "b", "--home", str(tmp_path)]) == 0
+    assert (
+        main(["compact", "a", "--id", "c", "--model", str(MODEL_DIR), "--compact", "4x", "--home", str(tmp_path)]) != 0
+    )
+    assert "is of a chat" in capsys.readouterr().err
+    registry = Registry(from_mapping({"home": tmp_path}).registry_path)
+    plain, smaller = (
+        reading.load_manifest(Path(registry.find(name).location), registry.find(name).digest) for name in "ab"
+    )
+    tokenizer = CausalModel(str(MODEL_DIR)).tokenizer
+    tokenizer.chat_template = WARD
+    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["blood of Tehor?"])])
+    assert plain.chat is not None and plain.chat == smaller.chat
+    behind = plain.chat.behind(_rendered(tokenizer, [*plain.chat.messages, Message("user", "blood of Tehor?")]))
+    ids = reading.load_token_ids(plain, Path(registry.find("a").location)).tolist()
+    assert behind is not None and [*ids, *behind] == whole
+    assert plain.provenance.canary is not None and plain.provenance.canary.top1_equal and plain.canary is not None
+
+
+def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": SHEET}, {"role": "user", "content": "blood of Tehor?"}, {"role": "assistant", "content": "A+"}]  # fmt: skip
+    (tmp_path / "m.json").write_text(json.dumps(messages))
+    assert _build(tmp_path, "--messages", str(tmp_path / "m.json")) == 0
+    ids = _rendered(model.tokenizer, messages, add_generation_prompt=False)
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    assert _build(tmp_path, "--token-ids", str(tmp_path / "ids.json")) == 0
+    registry = Registry(from_mapping({"home": tmp_path}).registry_path)
+    roots = [Path(registry.find(name).location) for name in ("a@1", "a@2")]
+    chat, plain = (reading.load_manifest(root) for root in roots)
+    assert reading.load_token_ids(chat, roots[0]).tolist() == reading.load_token_ids(plain, roots[1]).tolist() == ids
+    assert [m.role for m in chat.chat.messages] == ["system", "user", "assistant"] and plain.chat is None
+    assert (chat.provenance.document, plain.provenance.document) == ("m.json", "ward-a.txt")
+    assert chat.digest != plain.digest, "requests go on with them otherwise"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--chat", "--token-ids", "x.json"], "--chat makes a message"), (["--chat-template", "x.json"], "go with --chat"),
+        (["--chat", "--chat-template", "none"], "no such file"), (["--chat", "--compact", "4x"], "leave --chat"),
+        (["--token-ids", "x.json", "--compact", "4x"], "leave --token-ids"), (["--token-ids", "none"], "no such file"),
+        (["--messages", "x.json", "--chat"], "--chat makes a message"),
+        (["--messages", "x.json", "--token-ids", "x.json"], "one of them"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("[]")
+    assert _build(tmp_path, *options)
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [Chat((), (1,)), Chat((Message("user", "x"),), ()), Chat((Message("user", "x"),), (640,)), Chat((Message("user", "x"),) * 257, (1,))],
+    ids=["no message", "no prefix", "outside the vocabulary", "too many"],
+)  # fmt: skip
+def test_a_manifest_whose_chat_cannot_be_gone_on_with_is_refused(
+    model: CausalModel, tmp_path: Path, chat: Chat
+) -> None:
+    (tmp_path / "ids.json").write_text("[5, 6, 7]")
+    assert _build(tmp_path, "--token-ids", str(tmp_path / "ids.json")) == 0
+    entry = Registry(from_mapping({"home": tmp_path}).registry_path).find("a")
+    manifest = reading.load_manifest(Path(entry.location))
+    with pytest.raises(ManifestError, match="chat cannot be gone on with"):
+        decode(msgspec.structs.replace(manifest, chat=chat).encode(), "here")
