@@ -395,6 +395,7 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
             kind(id="m:a", root="a@1", parent="m").parent == "m"
         ),
         "vllm.entrypoints.serve.engine.protocol:ModelPermission": lambda kind: kind(),
+        "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": callable,
     },
     "worker": {
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": lambda names: (

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from vllm import LLM, SamplingParams
 
 from ..engine.client import ControlClient, RemoteClaim
@@ -17,6 +18,7 @@ from ..errors import CartridgeError
 from ..settings import Settings
 from .adapters import check, read
 from .canary import Trial, Unfinished, examine, trials
+from .chat import behind
 from .launch import plan
 from .request import read_references
 from .resolve import Resolver, Selection
@@ -65,13 +67,17 @@ def with_cartridges(
     tokenizer: Any = llm.get_tokenizer()
     given: Any = prompt
     if isinstance(prompt, str):
-        own = tokenizer.encode(prompt)
+        own = _without_bos(tokenizer, tokenizer.encode(prompt))
     elif prompt and isinstance(prompt[0], dict):
-        own = tokenizer.apply_chat_template(given, tokenize=True, add_generation_prompt=True, return_dict=False)
+        how: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+        if (chat := selection.chat) is not None:
+            first = msgspec.to_builtins(list(chat.messages))
+            ids = tokenizer.apply_chat_template([*first, *given], **how, **chat.arguments)
+            own = behind(chat, ids, None)
+        else:
+            own = _without_bos(tokenizer, tokenizer.apply_chat_template(given, **how))
     else:
-        own = list(given)
-    if own and own[0] == tokenizer.bos_token_id:
-        own = own[1:]
+        own = _without_bos(tokenizer, list(given))
     if not own:
         raise CartridgeError("a prompt must have text beside its cartridges")
     params = params.clone() if params is not None else SamplingParams()
@@ -86,6 +92,10 @@ def with_cartridges(
         grant = {TAG: selection.tag, GRANT: granted}
         params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
     return result, params
+
+
+def _without_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+    return ids[1:] if ids and ids[0] == tokenizer.bos_token_id else ids
 
 
 class Prompt(dict):

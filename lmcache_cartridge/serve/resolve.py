@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from ..artifact import reading
+from ..artifact.chat import Chat
 from ..artifact.fingerprint import check_shift
 from ..artifact.location import allowed, is_remote
 from ..artifact.lru import Lru
@@ -76,6 +77,11 @@ class Selection(NamedTuple):
         """Every digest in order, which LMCache's keys are bound to. None without any KV."""
         digests = [m.digest for m in self.manifests if m.kind != "tokens"]
         return ".".join(digests) or None
+
+    @property
+    def chat(self) -> Chat | None:
+        """How a request's messages go on; None where they follow as they are rendered alone."""
+        return self.manifests[-1].chat
 
     @property
     def lora(self) -> str | None:
@@ -204,6 +210,10 @@ class Resolver:
             raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
         if len({manifest.fingerprint.lora for manifest in manifests}) > 1:
             raise Refusal(422, "cartridges of different LoRA adapters, or of one and the base model, make no chain")
+        if first := next((m for m in manifests[:-1] if m.chat is not None), None):
+            raise Refusal(
+                422, f"{first.name} is of a chat, which the request goes on with; in a chain it must be the last"
+            )
         for manifest in manifests[1:]:
             try:
                 check_shift(manifest.fingerprint.rope)

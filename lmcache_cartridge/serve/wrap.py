@@ -17,6 +17,7 @@ from ..settings import Settings
 from . import http
 from .adapters import Adapters
 from .admission import Admission
+from .chat import BEHIND, ChatRenderer
 from .claim import Claim, Computed, Grant
 from .metrics import Outcome, requests
 from .request import REQUIRED, Refusal, Router, check_params
@@ -44,23 +45,26 @@ class CartridgeRenderer:
 
     async def render_chat(self, request: Any, **kwargs: Any) -> Any:
         """Render a chat request."""
-        return await self._render(self._inner.render_chat, request, kwargs, lambda result: result[1])
+        return await self._render("render_chat", request, kwargs, lambda result: result[1])
 
     async def render_completion(self, request: Any, **kwargs: Any) -> Any:
         """Render a completion request."""
-        return await self._render(self._inner.render_completion, request, kwargs, lambda result: result)
+        return await self._render("render_completion", request, kwargs, lambda result: result)
 
     async def render_responses(self, request: Any, **kwargs: Any) -> Any:
         """Render a Responses request."""
-        return await self._render(self._inner.render_responses, request, kwargs, lambda result: [result.engine_input])
+        return await self._render("render_responses", request, kwargs, lambda result: [result.engine_input])
 
-    async def _render(self, render: Any, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
-        """Render a request; `inputs` returns the engine's inputs of what `render` returned."""
+    async def _render(self, how: str, request: Any, kwargs: dict[str, Any], inputs: Any, *args: Any) -> Any:
+        """Render a request by vLLM's method `how`; `inputs` returns the engine's inputs of what that returned."""
         with requests().request() as outcome, _refusals_as_http(self._admission.settings):
             selection = await self._select(request)
             if selection is not None:
-                return await self._render_with(selection, partial(render, request, **kwargs), request, inputs, outcome)
-        return await render(request, **kwargs)
+                chat = selection.chat
+                inner = self._inner if chat is None else ChatRenderer(self._inner, chat)
+                render = partial(getattr(inner, how), request, *args, **kwargs)
+                return await self._render_with(selection, render, request, inputs, outcome)
+        return await getattr(self._inner, how)(request, *args, **kwargs)
 
     async def _select(self, request: Any) -> Selection | None:
         """Return the request's cartridges, None if it has none. Raises `Refusal` and `CartridgeError`."""
@@ -119,7 +123,10 @@ class CartridgeRenderer:
             raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
         own = engine_input["prompt_token_ids"]
         bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
-        while own and own[0] == bos:  # /v1/responses renders two where the chat template has one (vLLM 0.32)
+        is_behind = engine_input.pop(BEHIND, False)  # a template's own BOS of a later turn
+        while (
+            own and own[0] == bos and not is_behind
+        ):  # /v1/responses renders two where the chat template has one (vLLM 0.32)
             own = own[1:]
         limit = self._inner.model_config.max_model_len
         if not own:
@@ -142,12 +149,11 @@ class ShowingRenderer(CartridgeRenderer):
 
     async def preprocess_chat(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Render a chat for `/tokenize`."""
-        render = partial(self._inner.preprocess_chat, request, *args)
-        return await self._render(lambda _, **own: render(**own), request, kwargs, lambda result: result[1])
+        return await self._render("preprocess_chat", request, kwargs, lambda result: result[1], *args)
 
     async def preprocess_completion(self, request: Any, **kwargs: Any) -> Any:
         """Render a prompt for `/tokenize`."""
-        return await self._render(self._inner.preprocess_completion, request, kwargs, lambda result: result)
+        return await self._render("preprocess_completion", request, kwargs, lambda result: result)
 
     def _router(self) -> Router:
         settings = self._admission.settings
