@@ -15,7 +15,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # The short forms, some fifteen minutes; `python benchmarks/NAME.py --help` for the long ones. BENCH_ARGS goes to each.
-BENCHMARKS := start request_path chunks inject mix scale cold_fetch saving ttft
+BENCHMARKS := start request_path chunks inject mix replacement scale cold_fetch saving ttft
 bench: $(READY)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
 	$(BIN)/python benchmarks/sizes.py

@@ -21,7 +21,8 @@ def on_path() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["mix", "scale", "inject", "chunks", "start", "request_path", "compaction", "chains", "inits"]
+    "name",
+    ["mix", "replacement", "scale", "inject", "chunks", "start", "request_path", "compaction", "chains", "inits"],
 )
 def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -101,7 +102,7 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["chains", "chunks", "cold_fetch", "compaction", "inits", "inject", "mix", "scale", "ttft"]
+    "name", ["chains", "chunks", "cold_fetch", "compaction", "inits", "inject", "mix", "replacement", "scale", "ttft"]
 )
 def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module(name).main

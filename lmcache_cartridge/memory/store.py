@@ -32,7 +32,8 @@ from .loader import ChunkLoader
 from .loads import LoadRun, one_by_one
 from .readiness import Readiness
 from .residents import described, residents
-from .tier import Hold, MemoryTier, TierStats
+from .tier import Hold, MemoryTier
+from .tier_stats import TierStats
 
 logger = logging.getLogger(__name__)
 

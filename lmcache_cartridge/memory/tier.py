@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Literal, Self
 
 import torch
 
@@ -22,41 +22,14 @@ from ..errors import CartridgeError, OverBudget
 from ..library.index import ChunkKey
 from .loads import LoadThreads, Plan
 from .readiness import Readiness
+from .replacement import Replacement
+from .tier_stats import TierStats
 
 _PAGE = 4096
 """Alignment of slots of whole pages. The kernel takes a tenth longer to read into memory that is not so aligned, and
 twice as long where it is not even aligned to 64 bytes."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 """The pause before a failed load is tried again doubles from the first to the last."""
-
-
-class TierStats(NamedTuple):
-    """Counters since the start, in chunks where no unit is named, and what is resident now.
-
-    promoted - evicted = resident, always.
-    """
-
-    hits: int
-    """Chunks that somebody asked for and that were resident."""
-    misses: int
-    promoted: int
-    """Chunks that became resident."""
-    failed: int
-    evicted: int
-    resident: int
-    loading: int
-    held: int
-    """Chunks with a reference count above 0: claimed, leased or lent."""
-    leased: int
-    """Leases of one chunk each that were not released and have not run out."""
-    lent: int
-    """Loans that are open."""
-    resident_bytes: int
-    budget_bytes: int
-    load_seconds: float
-    """Time spent in loads, failed ones too."""
-    load_counts: tuple[int, ...]
-    """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for longer ones."""
 
 
 class _Entry:
@@ -128,7 +101,7 @@ class Hold:
 
 
 class MemoryTier:
-    """Chunks of one size within a budget of bytes, evicted least recently used first.
+    """Chunks of one size within a budget of bytes. Whole cartridges leave it, in the order of `Replacement`.
 
     Held and loading chunks are never evicted, so the budget may refuse but is never exceeded. However many callers want
     a chunk, it is loaded once. Every method may be called from any thread; only `lease` and `load` wait.
@@ -158,8 +131,10 @@ class MemoryTier:
         self._free: list[torch.Tensor] = []
         """Slots that were given back, as views: to make one costs more than the rest of a hit."""
         self._lease_s, self.clock = lease_s, clock
-        self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
-        """Least recently used first."""
+        self._entries: dict[ChunkKey, _Entry] = {}
+        self._cartridges: OrderedDict[str, dict[int, _Entry]] = OrderedDict()
+        """The same entries by digest, least recently used first, and chunk."""
+        self._replacement = Replacement(self.slots)
         self._leases: dict[Hold, None] = {}
         """In the order in which they run out."""
         self._dropped: deque[Hold] = deque()
@@ -246,14 +221,14 @@ class MemoryTier:
         """Drop the chunks of a cartridge, or of a chain, that nobody holds and return how many."""
         with self._lock:
             self._expire()
-            mine = [e for key, e in self._entries.items() if key.digest == digest and _is_idle(e)]
+            mine = list(filter(_is_idle, self._cartridges.get(digest, {}).values()))
             self._drop(*mine)
             return len(mine)
 
     def resident_by_digest(self, most: int | None = None) -> dict[str, int]:
         """Return how many chunks of each digest are resident, the last used first; of the `most` last used chunks only."""
         with self._lock:
-            newest = islice(reversed(self._entries.values()), most)
+            newest = islice(chain.from_iterable(c.values() for c in reversed(self._cartridges.values())), most)
             return dict(Counter(entry.key.digest for entry in newest if entry.state == "resident"))
 
     def stats(self) -> TierStats:
@@ -275,6 +250,8 @@ class MemoryTier:
             slots = [slot.data_ptr() for slot in [*self._free, *(entry.bytes for entry in entries)]]
             assert len(set(slots)) == len(slots) == self._used <= self.slots, "a slot is lost, or two chunks share it"
             assert all(entry.holds >= len(entry.leases) for entry in entries), "a hold was closed twice"
+            by_digest = [entry for chunks in self._cartridges.values() for entry in chunks.values()]
+            assert set(by_digest) == set(entries) and all(self._cartridges.values()), "a chunk is in no cartridge"
             resident = sum(entry.state == "resident" for entry in entries)
             assert self._promoted - self._evicted == resident, "promoted - evicted != resident"
             assert self._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
@@ -334,6 +311,7 @@ class MemoryTier:
             hold._is_counted = True
             hits = sum(key in self._entries and self._entries[key].state == "resident" for key in hold.keys)
             self._hits, self._misses = self._hits + hits, self._misses + len(hold.keys) - hits
+            self._use(hold.keys, hits == len(hold.keys))
         if len(hold._entries) < len(hold.keys):
             if now >= hold._retry_at:
                 self._admit(hold)
@@ -372,6 +350,8 @@ class MemoryTier:
             hits = sum(e is not None and e.state == "resident" and e.holds == len(e.leases) for e in here)
             misses = sum(e is None or (e.state != "resident" and not e.holds) for e in here)
             self._hits, self._misses = self._hits + hits, self._misses + misses
+            if here and (here[0] is None or here[0].holds == len(here[0].leases)):
+                self._use(hold.keys, all(here))
         present = [entry for entry in here if entry is not None]
         if len(present) < len(here) and hold.whole and not self._fits(hold.keys):
             return []
@@ -381,22 +361,21 @@ class MemoryTier:
             if entry not in kept:
                 kept.add(entry)
                 self._keep(entry)
-        admitted = present if len(present) == len(here) else []
+        admitted, victims = present if len(present) == len(here) else [], self._victims()
         for key in hold.keys[len(admitted) :]:
             found = self._entries.get(key)
             if found is None:
-                slot = None if self._closed else self._take_slot()
+                slot = None if self._closed else self._take_slot(victims)
                 if slot is None:
                     break
                 found = self._entries[key] = _Entry(key, slot)
+                self._cartridges.setdefault(key.digest, {})[key.chunk] = found
                 self._threads.submit(key, slot)
                 kept.add(found)
                 self._keep(found)
             admitted.append(found)
-        # The first chunk is the most recently used: when memory runs short a cartridge loses its end, and the rest of it
-        # stays useful.
-        for entry in reversed(admitted):
-            self._entries.move_to_end(entry.key)
+        for digest in {entry.key.digest for entry in admitted}:
+            self._cartridges.move_to_end(digest)
         return admitted
 
     def _fits(self, keys: Sequence[ChunkKey]) -> bool:
@@ -408,14 +387,32 @@ class MemoryTier:
             return True
         return missing <= free + sum(_is_idle(entry) and key not in wanted for key, entry in self._entries.items())
 
-    def _take_slot(self) -> torch.Tensor | None:
-        """Return a free slot, that of the least recently used idle chunk if need be; None where there is none."""
+    def _use(self, keys: Sequence[ChunkKey], is_here: bool) -> None:
+        """Count a use of the cartridges, mostly one, that chunks are of."""
+        is_one = bool(keys) and keys[0].digest == keys[-1].digest  # a Counter takes longer than the rest
+        uses = {keys[0].digest: len(keys)} if is_one else Counter(digest for digest, _ in keys)
+        for digest, count in uses.items():
+            self._replacement.use(digest, count, is_here=is_here)
+
+    def _victims(self) -> Iterator[_Entry]:
+        """Yield idle chunks in the order in which to evict them, each to be evicted before the next is asked for.
+
+        Of a cartridge that is worth least the end goes first, so that the rest of a prefill one can be used yet.
+        """
+        idle = [digest for digest, chunks in self._cartridges.items() if any(map(_is_idle, chunks.values()))]
+        for digest in self._replacement.leave(idle):
+            chunks = sorted(filter(_is_idle, self._cartridges[digest].values()), key=lambda entry: entry.key.chunk)
+            self._replacement.tear(digest)
+            yield from reversed(chunks)
+
+    def _take_slot(self, victims: Iterator[_Entry]) -> torch.Tensor | None:
+        """Return a free slot, that of a victim if need be; None where there is none."""
         if not self._free and self._used < self.slots:
             self._free.append(self._memory[self._used * self.slot_bytes : (self._used + 1) * self.slot_bytes])
             self._used += 1
         if not self._free:
             self._expire()
-            self._drop(*islice(filter(_is_idle, self._entries.values()), 1))
+            self._drop(*islice(victims, 1))
         return self._free.pop() if self._free else None
 
     def _loaded(self, keys: Sequence[ChunkKey], errors: Sequence[CartridgeError | None]) -> None:
@@ -441,7 +438,11 @@ class MemoryTier:
 
     def _free_slot(self, entry: _Entry) -> None:
         entry.state = "gone"
-        del self._entries[entry.key]
+        digest, chunk = entry.key
+        del self._entries[entry.key], self._cartridges[digest][chunk]
+        if not self._cartridges[digest]:
+            del self._cartridges[digest]
+            self._replacement.gone(digest)
         self._free.append(entry.bytes)
 
 

@@ -1,0 +1,323 @@
+"""Which cartridge leaves memory first: published policies on loads of their own, beside the clairvoyant optimum.
+
+    python benchmarks/replacement.py [--full]
+
+Simulated, a request at a time, over whole cartridges; whatever is asked for is loaded, as a request must have it. `ours`
+is `lmcache_cartridge/memory/replacement.py`; `tests/test_replacement.py` holds that the tier does the same. Figures are
+shares of the optimum's hits (Belady), which knows every request to come; of cartridges of unequal size shares of the
+chunks that it finds, where the optimum is an upper bound (PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on
+optimal caching with variable object sizes", 2018). `knows the odds` has the most that a policy can have where requests
+are drawn independently (Aho, Denning, Ullman, "Principles of optimal page replacement", JACM 18(1), 1971): it keeps the
+cartridges that are asked for most, and has one place for the others. Where a load is not drawn so it has none. Loads
+whose favourites change are told in percent of the requests, as what counts there is not to fall behind LRU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import report
+from mix import belady
+
+from lmcache_cartridge.memory.replacement import Replacement
+
+SEED = 101
+"""The half-lives of ours were chosen on seeds 1 to 21."""
+
+
+class Load(NamedTuple):
+    """Who asks for what: numbers of cartridges, and how many chunks fit in memory."""
+
+    name: str
+    requests: list[int]
+    room: int
+    sizes: dict[int, int] | None = None
+    """Chunks of each; of one chunk all where there is none."""
+    wanted: float | None = None
+    """Share of the optimum's hits."""
+    is_drawn: bool = False
+    """Independently, number 0 most often."""
+    changes: bool = False
+
+    def size(self, number: int) -> int:
+        """Return the chunks of a cartridge."""
+        return self.sizes[number] if self.sizes else 1
+
+
+def zipf(cartridges: int, exponent: float, count: int, seed: int) -> list[int]:
+    """Return requests for the n-th cartridge in proportion to 1 / n ** exponent."""
+    weights = [1 / rank**exponent for rank in range(1, cartridges + 1)]
+    return random.Random(seed).choices(range(cartridges), weights, k=count)
+
+
+def scanned(cartridges: int, count: int, seed: int, share: float = 0.33) -> list[int]:
+    """Return Zipf's requests with scans over all cartridges in between, which make up `share` of them."""
+    chance, drawn, asked = random.Random(seed), iter(zipf(cartridges, 1.0, count, seed + 1)), []
+    while len(asked) < count:
+        if chance.random() < share / cartridges / (1 - share):
+            asked += range(cartridges)
+        asked.append(next(drawn))
+    return asked[:count]
+
+
+def changing(cartridges: int, count: int, seed: int, every: int) -> list[int]:
+    """Return Zipf's requests with other favourites after each `every` requests."""
+    chance, names = random.Random(seed), list(range(cartridges))
+    asked = []
+    for turn, number in enumerate(zipf(cartridges, 1.0, count, seed + 1)):
+        if turn % every == 0:
+            chance.shuffle(names)
+        asked.append(names[number])
+    return asked
+
+
+def loads(count: int, seed: int = SEED) -> list[Load]:
+    """Return the loads, `count` requests each: those of the goal first, then those that must not become worse."""
+    few = {name: zipf(20, exponent, count, seed) for name, exponent in [("1.0", 1.0), ("0.6", 0.6), ("1.4", 1.4)]}
+    chance = random.Random(seed)
+    sizes = {number: chance.choice([1, 2, 4, 8, 16]) for number in range(40)}
+    return [
+        Load("Zipf 1.0, 20 on 5", few["1.0"], 5, wanted=0.90, is_drawn=True),
+        Load("Zipf 0.6, 20 on 5", few["0.6"], 5, wanted=0.80, is_drawn=True),
+        Load("Zipf 1.4, 20 on 5", few["1.4"], 5, wanted=0.95, is_drawn=True),
+        Load("a third scans, 20 on 5", scanned(20, count, seed), 5, wanted=0.85),
+        Load("a loop, 20 on 5", [turn % 20 for turn in range(count)], 5, wanted=0.60),
+        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, seed), 10, wanted=0.88, is_drawn=True),
+        Load("a third scans, 100 on 10", scanned(100, count, seed), 10),
+        Load("unequal sizes, 40", zipf(40, 1.0, count, seed), sum(sizes.values()) // 4, sizes),
+        *[
+            Load(f"others after {every}", changing(20, count, seed, every), 5, changes=True)
+            for every in (50, 100, 200, 500, 2000)
+        ],
+        Load("ever new ones", [turn // 40 + n for turn, n in enumerate(few["1.0"])], 5, changes=True),
+    ]
+
+
+class Policy(Protocol):
+    """A memory of `room` chunks with a way to choose who leaves."""
+
+    def ask(self, number: int, size: int) -> bool:
+        """Return whether a cartridge is there, which it is from now on."""
+        ...
+
+
+class Lru:
+    """The least recently used leaves."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.here = room, OrderedDict[int, int]()
+
+    def ask(self, number: int, size: int) -> bool:
+        hit = number in self.here
+        self.here[number] = size
+        self.here.move_to_end(number)
+        while sum(self.here.values()) > self.room:
+            self.here.popitem(last=False)
+        return hit
+
+
+class Lfu:
+    """The one asked for least often since the start leaves, never the newest: what has no memory of change."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.here, self.uses = room, dict[int, int](), Counter[int]()
+
+    def ask(self, number: int, size: int) -> bool:
+        hit = number in self.here
+        self.uses[number] += 1
+        free = self.room - sum(self.here.values())
+        while not hit and free < size:
+            free += self.here.pop(min(self.here, key=self.uses.__getitem__))
+        self.here[number] = size
+        return hit
+
+
+class Odds:
+    """The one with the highest number leaves, never the newest: where that has the lowest probability, the best."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.here = room, set[int]()
+
+    def ask(self, number: int, size: int) -> bool:
+        hit = number in self.here
+        if not hit and len(self.here) == self.room:
+            self.here.remove(max(self.here))
+        self.here.add(number)
+        return hit
+
+
+class Sieve:
+    """SIEVE (Zhang et al., NSDI 2024): a queue that a hand goes through, sparing what was asked for since."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.queue, self.hand = room, list[int](), 0
+        self.here, self.seen = dict[int, int](), set[int]()
+
+    def ask(self, number: int, size: int) -> bool:
+        if number in self.here:
+            self.seen.add(number)
+            return True
+        while sum(self.here.values()) + size > self.room:
+            self.hand %= len(self.queue)
+            if (passed := self.queue[self.hand]) in self.seen:
+                self.seen.remove(passed)
+                self.hand += 1
+            else:
+                del self.queue[self.hand], self.here[passed]
+        self.queue.append(number)
+        self.here[number] = size
+        return False
+
+
+class S3Fifo:
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue for newcomers, a large one, and a list of who left the small one."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.small_room = room, max(1, room // 10)
+        self.small, self.main = deque[int](), deque[int]()
+        self.here, self.uses, self.ghosts = dict[int, int](), dict[int, int](), OrderedDict[int, None]()
+
+    def ask(self, number: int, size: int) -> bool:
+        if number in self.here:
+            self.uses[number] = min(3, self.uses[number] + 1)
+            return True
+        while sum(self.here.values()) + size > self.room:
+            self._evict()
+        (self.main if number in self.ghosts else self.small).append(number)
+        self.ghosts.pop(number, None)
+        self.here[number], self.uses[number] = size, 0
+        return False
+
+    def _evict(self) -> None:
+        if sum(map(self.here.__getitem__, self.small)) >= self.small_room or not self.main:
+            number = self.small.popleft()
+            if self.uses[number] > 1:
+                self.main.append(number)
+                self.uses[number] = 0
+                return
+            self.ghosts[number] = None
+            if len(self.ghosts) > self.room:
+                self.ghosts.popitem(last=False)
+        else:
+            number = self.main.popleft()
+            if self.uses[number]:
+                self.main.append(number)
+                self.uses[number] -= 1
+                return
+        del self.here[number]
+
+
+class TinyLfu:
+    """W-TinyLFU (Einziger et al., ACM TOS 2017) with a window of one cartridge: the one that leaves it takes the place of
+    the main part's least recently used, if it was asked for more often. Counts are halved every so often.
+    """
+
+    def __init__(self, room: int, sample: int = 10) -> None:
+        self.room, self.sample, self.turn = room, sample * room, 0
+        self.main, self.uses = OrderedDict[int, int](), Counter[int]()
+        self.window: tuple[int, int] | None = None
+
+    def ask(self, number: int, size: int) -> bool:
+        self.uses[number] += 1
+        self.turn += 1
+        if self.turn >= self.sample:
+            self.turn //= 2
+            self.uses = Counter({one: uses // 2 for one, uses in self.uses.items() if uses > 1})
+        if number in self.main:
+            self.main.move_to_end(number)
+            return True
+        if self.window is not None and self.window[0] == number:
+            return True
+        if self.window is not None:
+            self.main[self.window[0]] = self.window[1]
+        while sum(self.main.values()) + size > self.room:
+            oldest = next(iter(self.main))
+            newest = next(reversed(self.main)) if self.window is not None else oldest
+            self.main.pop(newest if self.uses[newest] <= self.uses[oldest] else oldest)
+            self.window = None
+        self.window = number, size
+        return False
+
+
+class Ours:
+    """`Replacement`, as the tier asks it."""
+
+    def __init__(self, room: int) -> None:
+        self.free, self.here, self.replacement = room, dict[str, int](), Replacement(room)
+
+    def ask(self, number: int, size: int) -> bool:
+        digest = str(number)
+        hit = digest in self.here
+        self.replacement.use(digest, size, is_here=hit)
+        if not hit:
+            if self.free < size:
+                for leaving in self.replacement.leave(self.here):
+                    self.free += self.here.pop(leaving)
+                    self.replacement.gone(leaving)
+                    if self.free >= size:
+                        break
+            self.here[digest] = size
+            self.free -= size
+        return hit
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "ours": Ours, "LRU": Lru, "LFU": Lfu, "SIEVE": Sieve, "S3-FIFO": S3Fifo, "W-TinyLFU": TinyLfu,
+    "W-TinyLFU, 16 x the sample": lambda room: TinyLfu(room, 160), "knows the odds": Odds,
+}  # fmt: skip
+
+
+def found(load: Load, policy: Policy) -> int:
+    """Return how many of the chunks that were asked for a policy had, of whole cartridges only."""
+    return sum(load.size(number) * policy.ask(number, load.size(number)) for number in load.requests)
+
+
+def optimum(load: Load) -> int:
+    """Return the most chunks that can be found, by whoever knows every request."""
+    if not load.sizes:
+        return belady(load.requests, load.room)
+    last: dict[int, int] = {}
+    stays = []
+    for turn, number in enumerate(load.requests):
+        if number in last:
+            stays.append((turn - last[number], load.size(number)))
+        last[number] = turn
+    left, chunks = load.room * len(load.requests), 0
+    for turns, size in sorted(stays):
+        left -= turns * size
+        if left < 0:
+            break
+        chunks += size
+    return chunks
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    options = report.parser(__doc__, "replacement").parse_args(arguments)
+    count = 300 if options.smoke else 100_000 if options.full else 20_000
+    machine, rows, lines = report.hardware(), [], []
+    curves: dict[str, list[report.Point]] = {}
+    for load in loads(count):
+        report.say(load.name)
+        best, asked = optimum(load), sum(map(load.size, load.requests))
+        names = [name for name in POLICIES if name != "knows the odds" or load.is_drawn]
+        hits = {name: found(load, POLICIES[name](load.room)) for name in names}
+        scale = asked / 100 if load.changes else best
+        told = {name: round(hits[name] / scale, 1 if load.changes else 3) if name in hits else "" for name in POLICIES}
+        rows.append({"load": load.name, **told, "wanted": load.wanted or "", "optimum": f"{best / asked:.1%}"})
+        for name, chunks in hits.items():
+            share = max(100 * chunks / asked, 0.01)
+            curves.setdefault(name, []).append(report.Point(load.name, report.Spread(share, share, share, 1)))
+        if load.changes:
+            lines.append(f"{load.name}: {100 * (hits['ours'] - hits['LRU']) / asked:+.1f} points to LRU")
+        elif load.wanted:
+            lines.append(f"{load.name}: {told['ours']} of the optimum's hits, wanted {load.wanted}")
+    panel = report.Panel("chunks found in memory", "", "%", curves)
+    report.publish("replacement", rows, options, machine, panels=[panel], lines=lines)
+
+
+if __name__ == "__main__":
+    main()
