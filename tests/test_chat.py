@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from blocks import quietly
 from templates import CHATML, COUNTING, DATED, HEADERS, INSIDE, LAST, LOUD, PAIRS, SPECIAL, WARD
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +25,11 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.chat import STAND_IN, question_ids, read_chat, render
 from lmcache_cartridge.make.document import read_ids
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.request import Refusal
 from lmcache_cartridge.settings import from_mapping
+
+with quietly():
+    from lmcache_cartridge.serve.offline import ids_behind
 
 SHEET = (SHEETS_DIR / "ward-a.txt").read_text()
 ENDS = ("", "\n", "\n\n", "  ", "…", " 7", "<br>")
@@ -148,6 +153,19 @@ def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenize
     assert chat.behind([bos, *whole], bos) == chat.behind(whole, bos) == chat.behind(whole)
     assert chat.behind([bos, *whole]) is None and chat.behind(whole[1:], bos) is None and chat.behind([], bos) is None
     assert chat.behind([*chat.prefix, bos, bos], bos) == [bos, bos]
+
+
+def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer: Any) -> None:
+    model = _model(tokenizer, CHATML.replace("{% if messages[0]", "{{ bos_token }}{% if messages[0]", 1))
+    ids, chat = render(model, [Message("system", SHEET)], {})
+    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])])
+    assert [*ids, *ids_behind(chat, tokenizer, _turns(["Hi"]))] == whole
+    assert ids_behind(None, tokenizer, _turns(["Hi"])) == _rendered(tokenizer, _turns(["Hi"]))[1:] != whole[len(ids) :]
+    bos, text = tokenizer.bos_token_id, tokenizer.encode("Hi", add_special_tokens=False)
+    assert ids_behind(chat, tokenizer, "Hi") == ids_behind(chat, tokenizer, [bos, *text]) == text
+    tokenizer.chat_template = HEADERS
+    with pytest.raises(Refusal, match="does not begin this conversation"):
+        ids_behind(chat, tokenizer, _turns(["Hi"]))
 
 
 # Files.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from vllm import LLM, SamplingParams
 
+from ..artifact.chat import Chat
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
 from ..engine.salts import adapter_name
@@ -64,20 +65,7 @@ def with_cartridges(
     selection = Resolver(settings).resolve(read_references({"cartridges": list(cartridges)}, None))
     check(selection, None if lora_request is None else read(lora_request))
     selection = selection._replace(adapter=lora_request)
-    tokenizer: Any = llm.get_tokenizer()
-    given: Any = prompt
-    if isinstance(prompt, str):
-        own = _without_bos(tokenizer, tokenizer.encode(prompt))
-    elif prompt and isinstance(prompt[0], dict):
-        how: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
-        if (chat := selection.chat) is not None:
-            first = msgspec.to_builtins(list(chat.messages))
-            ids = tokenizer.apply_chat_template([*first, *given], **how, **chat.arguments)
-            own = behind(chat, ids, None)
-        else:
-            own = _without_bos(tokenizer, tokenizer.apply_chat_template(given, **how))
-    else:
-        own = _without_bos(tokenizer, list(given))
+    own = ids_behind(selection.chat, llm.get_tokenizer(), prompt)
     if not own:
         raise CartridgeError("a prompt must have text beside its cartridges")
     params = params.clone() if params is not None else SamplingParams()
@@ -94,7 +82,21 @@ def with_cartridges(
     return result, params
 
 
-def _without_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+def ids_behind(chat: Chat | None, tokenizer: Any, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
+    """Return the ids of text, ids or messages as they go behind cartridges, the last of which has this `chat`.
+
+    Raises `Refusal` for messages that the chat template does not begin with the cartridge's.
+    """
+    given: Any = prompt
+    how: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    is_messages = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    if is_messages and chat is not None:
+        first = msgspec.to_builtins(list(chat.messages))
+        return behind(chat, tokenizer.apply_chat_template([*first, *given], **how, **chat.arguments), None)
+    if is_messages:
+        ids = tokenizer.apply_chat_template(given, **how)
+    else:
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(given)
     return ids[1:] if ids and ids[0] == tokenizer.bos_token_id else ids
 
 
