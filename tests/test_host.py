@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 HOSTS = [f"{PACKAGE}.engine.host", f"{PACKAGE}.engine.host_inprocess"]
 PROMISED = {
     "vllm": {"LLM", "SamplingParams", "envs"},
-    "vllm.config": {"ModelConfig"},
+    "vllm.config": {"VllmConfig"},
     "vllm.logger": {"init_logger"},
     "vllm.exceptions": {"GracefulHTTPError", "RetryableRequestError"},
     "vllm.sampling_params": {"RequestOutputKind"},
