@@ -135,7 +135,8 @@ def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> N
             found = {name for name in wheel.namelist() if ".dist-info/" not in name}
             wheel.extractall(tmp_path / "installed")
         expected = {str(path.relative_to(tree)) for path in (tree / "lmcache_cartridge").rglob("*") if path.is_file()}
-        assert found == expected | {f"lmcache_cartridge/configs/{path.name}" for path in CONFIGS.iterdir()}
+        files = [path.relative_to(tree) for path in (tree / "configs").rglob("*") if path.is_file()]
+        assert found == expected | {f"lmcache_cartridge/{path}" for path in files}
 
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), HOME_VARIABLE: str(tmp_path / "home")}
     python = (
