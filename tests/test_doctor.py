@@ -64,7 +64,8 @@ def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
     names = capsys.readouterr().out.split()
-    assert names == sorted(path.name for path in CONFIGS.iterdir())
+    files = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert names == sorted(path.as_posix() for path in files)
     for name in names:
         assert main(["config", name]) == 0
         assert capsys.readouterr().out == (CONFIGS / name).read_text()
@@ -146,9 +147,10 @@ def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> N
     )
     said = {
         command: _run(*python, *command.split(), cwd=tmp_path, env=environment, check=command != "doctor").stdout
-        for command in ("config", "config lmcache.yaml", "--help", "list", "doctor")
+        for command in ("config", "config lmcache.yaml", "config envoy/affinity.lua", "--help", "list", "doctor")
     }
-    assert said["config"].split() == sorted(path.name for path in CONFIGS.iterdir())
+    assert said["config"].split() == sorted(path.relative_to("configs").as_posix() for path in files)
+    assert said["config envoy/affinity.lua"] == (CONFIGS / "envoy" / "affinity.lua").read_text()
     assert said["config lmcache.yaml"] == (CONFIGS / "lmcache.yaml").read_text()
     assert "usage: " in said["--help"] and "no cartridges yet" in said["list"] and "registry" in said["doctor"]
     where = _run(

@@ -239,7 +239,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> None:
     directory = config_directory()
-    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.suffix != ".py")
+    files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    names = sorted(path.as_posix() for path in files if path.suffix != ".pyc" and path.name != "__init__.py")
     if arguments.name is None:
         show(names, "\n".join(names), arguments.format)
         return
