@@ -71,7 +71,7 @@ def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -
         assert capsys.readouterr().out == (CONFIGS / name).read_text()
     for name in ("nope.yaml", "../setup.cfg", "."):
         assert main(["config", name]) == 1
-        assert "there are envoy/affinity.lua, " in capsys.readouterr().err
+        assert f"there are {names[0]}, " in capsys.readouterr().err
 
 
 @pytest.fixture
