@@ -71,6 +71,33 @@ BY_NOBODY = {
     "pip install .": "test_doctor builds the wheel and looks into it; installing one needs the network",
     ".venv/bin/python -m pytest tests/test_manifest.py -q": "it is a part of `make test`",
     '.venv/bin/python -m pytest -q -k "repaired_is_served_again"': "it is a part of `make test`",
+    **dict.fromkeys(
+        [
+            "docker build -f configs/docker/Dockerfile -t registry.example/lmcache-cartridge:vllm-0.32.0 .",
+            "docker push registry.example/lmcache-cartridge:vllm-0.32.0",
+            "kubectl create secret generic cartridges --from-literal=AWS_ACCESS_KEY_ID=$KEY_ID "
+            "--from-literal=AWS_SECRET_ACCESS_KEY=$KEY "
+            "--from-literal=LMCACHE_CARTRIDGE_SALT_SECRET=$(openssl rand -hex 32)",
+            "kubectl create configmap cartridges-affinity --from-file=cartridge_affinity.py --from-file=affinity.py",
+            "helm repo add vllm https://vllm-project.github.io/production-stack",
+            "helm install vllm vllm/vllm-stack --version 0.1.12 -f values.yaml",
+            "kubectl get pods",
+            "kubectl logs deployment/vllm-llama-0-deployment-vllm",
+            "kubectl port-forward svc/vllm-router-service 30080:80",
+            "curl http://localhost:30080/v1/models",
+            "curl -i http://localhost:30080/v1/chat/completions -H 'Content-Type: application/json' -d '{ "
+            '"model": "meta-llama/Llama-3.1-8B-Instruct", "cartridges": ["handbook"], '
+            '"messages": [{"role": "user", "content": "Who is on call on Sundays?"}]}\'',
+            "vllm bench serve --backend openai --base-url http://localhost:30080 --model meta-llama/Llama-3.1-8B-Instruct "
+            "--dataset-name random --random-input-len 64 --random-output-len 16 --num-prompts 200 --max-concurrency 16 "
+            '--extra-body \'{"cartridges": ["handbook"]}\' --save-result --plot-timeline',
+            "kubectl exec deployment/vllm-llama-0-deployment-vllm -- lmcache-cartridge top --once",
+            "helm uninstall vllm",
+            "kubectl delete configmap cartridges-affinity",
+            "kubectl delete secret cartridges",
+        ],
+        "needs Docker or Kubernetes; the page says that it was not run",
+    ),
 }
 
 
