@@ -111,7 +111,12 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
         return [getattr(store, method)() for store in watched.stores]
 
     nobody_asked = SimpleNamespace(outcome=lambda digest: None)
-    add_routes(app, SimpleNamespace(settings=watched.settings, client=SimpleNamespace(ask=ask), canaries=nobody_asked))
+    add_routes(
+        app,
+        SimpleNamespace(
+            library=None, settings=watched.settings, client=SimpleNamespace(ask=ask), canaries=nobody_asked
+        ),
+    )
 
     @app.middleware("http")
     async def authenticate(request: Request, call_next: Any) -> Response:
