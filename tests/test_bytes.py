@@ -151,7 +151,7 @@ class _Way:
         if at_once >= len(hashes):
             until(lambda: claim.poll().ready)
         else:
-            until(lambda: catalog_of(self.store).knows(tag))  # nothing of it loads before a poll
+            until(lambda: catalog_of(self.store).index.has(tag))  # nothing of it loads before a poll
             claim.close()
         for first in range(0, len(hashes), at_once):
             if 1 < at_once < len(hashes) and manifest.kind == "prefill":
