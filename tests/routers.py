@@ -167,7 +167,7 @@ def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "MAGLEV") ->
     config["admin"] = {"address": {"socket_address": {"address": LOCAL, "port_value": admin}}}
     directory.mkdir(exist_ok=True)
     (directory / "envoy.yaml").write_text(yaml.safe_dump(config))
-    command = [Path(sys.executable).parent / "envoy", "-c", directory / "envoy.yaml", "--use-dynamic-base-id",
+    command = [Path(sys.executable).parent / "envoy", "-c", directory / "envoy.yaml", "--disable-hot-restart",
                "--concurrency", "1", "--log-level", "warn"]  # fmt: skip
     log = directory / "envoy.log"
 
