@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..artifact.files import try_lock
 from ..errors import RegistryError
 
 _LOOKS = struct.Struct("<dd")
@@ -60,7 +61,7 @@ class Looks:
             raise RegistryError(f"{self._path}: {error.strerror}") from error
         try:
             deadline = time.monotonic() + _WAIT_S
-            while not _try_lock(descriptor):
+            while not try_lock(descriptor):
                 if not wait:
                     raise Held
                 if time.monotonic() > deadline:
@@ -82,14 +83,6 @@ class Looks:
             finally:
                 os.close(descriptor)
         return None
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read(descriptor: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.bytesource import Seen
+from ..artifact.files import try_lock
 from ..artifact.local import read_exactly
 from ..errors import CartridgeError
 
@@ -256,7 +257,7 @@ class DiskCache:
         while True:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _opened(self.root / "lock", os.O_RDWR | os.O_CREAT) as lock:
-                if _try_lock(lock) and os.fstat(lock).st_nlink:  # once it is removed others lock a new one
+                if try_lock(lock) and os.fstat(lock).st_nlink:  # once it is removed others lock a new one
                     try:
                         if _read_sum(lock) is None:
                             self._set(lock, self._look())
@@ -349,7 +350,7 @@ class DiskCache:
         path = directory / uuid.uuid4().hex
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _try_lock(file)
+            try_lock(file)
             os.ftruncate(file, size_bytes)
         except OSError:
             path.unlink()
@@ -382,14 +383,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(file)
 
 
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _read_sum(lock: int) -> _Sum | None:
     data = os.pread(lock, _SUM.size, 0)
     return _Sum(*_SUM.unpack(data)) if len(data) == _SUM.size else None
@@ -404,7 +397,7 @@ def _fill(file: int, data: memoryview) -> None:
 def _live_bytes(partial: Path) -> int:
     """Return the size of a partial file, or remove it and return 0 where its writer is dead."""
     with suppress(FileNotFoundError), _opened(partial, os.O_RDONLY) as file:
-        if not _try_lock(file):
+        if not try_lock(file):
             return os.fstat(file).st_size
         partial.unlink()
     return 0
