@@ -100,6 +100,8 @@ class TierEvents:
         """Return what a cartridge is; None for a chain, one that is not served, and one without a whole block."""
         if (content := self._contents.get(digest)) is not None:
             return content
+        if "." in digest:  # a chain's, which the worker would say every time
+            return None
         token_ids, whole = ask("described", digest) or ([], {})
         blocks = len(token_ids) // self._block
         if not blocks:
@@ -148,15 +150,13 @@ class TellsTiers:
 
     def tell_tiers(self, vllm_config: VllmConfig) -> None:
         """Tell them from now on, where vLLM publishes events and the settings say so. In the scheduler's process."""
-        events = vllm_config.kv_events_config
-        if events is not None and events.enable_kv_cache_events and from_environment().kv_events:
+        if _are_wanted(vllm_config):
             self._events = TierEvents(vllm_config.cache_config.block_size)
 
     def tell_socket(self, vllm_config: VllmConfig, path: Callable[[], str]) -> None:
         """Tell the scheduler once where this worker's store answers."""
-        events = vllm_config.kv_events_config
         is_first = vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size == 0
-        if is_first and events is not None and events.enable_kv_cache_events and from_environment().kv_events:
+        if is_first and _are_wanted(vllm_config):
             self._socket = path()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -186,6 +186,12 @@ class TellsTiers:
         yield from super().take_events()  # type: ignore[misc]
         if self._events is not None:
             yield from self._events.take()
+
+
+def _are_wanted(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM publishes events and the settings want ours among them."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events and from_environment().kv_events
 
 
 def _after_reset(block_pool: BlockPool, then: Callable[[], None]) -> None:
