@@ -264,8 +264,10 @@ class CartridgeStore:
 
     def wake(self) -> None:
         """Have a device tier, where the settings give it room for a chunk. No change where there is one."""
+        if self.device is not None:
+            return
         budget_bytes = device_bytes(self._settings, self.engine, self.shape, self._registry.largest_bytes())
-        if self.device is None and budget_bytes >= self.shape.size_bytes:
+        if budget_bytes >= self.shape.size_bytes:
             self.device = MemoryTier(
                 self.shape.size_bytes, budget_bytes, one_by_one(partial(promote, self.cpu)), device=self.engine.device,
                 lease_s=self._settings.lease_s, clock=self._clock, threads=1,
