@@ -117,7 +117,8 @@ def extend_models(
     """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
 
     `answered` is what a request's answer calls the model in the place of the first name, `more` the names that
-    `GET /v1/models` lists beside those, with what each stands for. Raises `UnsupportedEngine` where a handler asks for models elsewhere.
+    `GET /v1/models` lists beside those, with what each stands for. Raises `UnsupportedEngine` where a handler asks for
+    models elsewhere.
     """
     from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelPermission
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def keep_apart(request: Request) -> None:
     """Have LMCache find and save KV for a request beside those with the same `cache_salt` and LoRA adapter only.
 
-    LMCache's keys in-process have no salt, and know no adapter; they have request tags, and those of a client's own stay. The request gets
-    parameters of its own: the caller's may be shared with other requests.
+    LMCache's keys in-process have no salt, and know no adapter; they have request tags, and those of a client's own
+    stay. The request gets parameters of its own: the caller's may be shared with other requests.
     """
     if request.sampling_params is None:
         return
