@@ -121,3 +121,37 @@ class MalformedLocation(SourceError, ValueError):
 
 class OverBudget(CartridgeError, MemoryError):
     """A tier's byte budget cannot hold what was asked of it."""
+
+
+class FleetError(CartridgeError):
+    """The service that picks servers cannot do what was asked of it; `status` is that of its HTTP answer."""
+
+    status = 400
+
+
+class UnknownPod(FleetError, KeyError):
+    """The service knows no server of this name."""
+
+    status = 404
+
+
+class UnknownModel(FleetError, KeyError):
+    """No server of the fleet serves this model."""
+
+    status = 404
+
+
+class NoTokens(FleetError, ValueError):
+    """There is nothing in the request whose blocks could be looked for."""
+
+
+class NotReplayed(FleetError, RuntimeError):
+    """What the servers hold is not known yet: their events were not replayed since the service was started."""
+
+    status = 503
+
+
+class NoPod(FleetError, RuntimeError):
+    """No healthy server is there to pick."""
+
+    status = 503

@@ -11,7 +11,13 @@ import torch
 from making import make_fingerprint
 from safetensors.torch import save_file
 
-from lmcache_cartridge.artifact.fingerprint import config_fields, model_directory, of_config, weights_digest
+from lmcache_cartridge.artifact.fingerprint import (
+    Fingerprint,
+    config_fields,
+    model_directory,
+    of_config,
+    weights_digest,
+)
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.memory.rope import default_frequencies
 
@@ -129,13 +135,46 @@ def test_falcons_say_otherwise_how_many_kv_heads_they_have(config: dict, heads: 
     assert _of(num_key_value_heads=None, model_type="falcon", **config).kv_heads == heads
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+
+
+def test_a_quantised_model_is_told_from_its_original_and_from_one_quantised_otherwise() -> None:
+    plain, awq = _of(), _of(quantization_config=AWQ)
+    gptq = _of(quantization_config=AWQ | {"quant_method": "gptq"})
+    online = msgspec.structs.replace(plain, quantisation="online fp8")
+    assert awq.quantisation == "awq 4"
+    assert plain.differences(awq) == ["quantisation: none, not awq 4"]
+    assert awq.differences(gptq) == ["quantisation: awq 4, not gptq 4"]
+    assert online.differences(plain) == ["quantisation: online fp8, not none"]
+    assert awq.differences(_of(quantization_config=AWQ)) == online.differences(online) == []
+
+
+def test_who_accepts_other_weights_still_refuses_another_model() -> None:
+    awq = msgspec.structs.replace(_of(quantization_config=AWQ), weights_digest="aa")
+    original = msgspec.structs.replace(_of(), weights_digest="bb")
+    assert awq.differences(original, weights=False) == []
+    wider = msgspec.structs.replace(original, head_size=32)
+    assert awq.differences(wider, weights=False) == ["head_size: 16, not 32"]
+
+
+def test_an_older_releases_cartridge_of_a_quantised_checkpoint_is_known_by_its_weights_alone() -> None:
+    engine = msgspec.structs.replace(_of(quantization_config=AWQ), weights_digest="aa")
+    older = msgspec.structs.replace(engine, quantisation=msgspec.UNSET)
+    assert older.differences(engine) == engine.differences(older) == []
+    assert b"quantisation" not in msgspec.json.encode(older), "as the older release wrote it, and reads it"
+    online = msgspec.structs.replace(older, quantisation="online fp8")
+    assert older.differences(online) == ["quantisation: none, not online fp8"], "the checkpoint is the same file"
+    unknown = msgspec.structs.replace(older, weights_digest=None)
+    assert unknown.differences(engine) == ["quantisation: none, not awq 4"]
+
+
 def test_weights_count_where_both_sides_know_theirs() -> None:
     known, other, unknown = (msgspec.structs.replace(_of(), weights_digest=d) for d in ("aa", "bb", None))
     assert known.differences(other) == ["weights_digest: aa, not bb"]
     assert known.differences(unknown) == unknown.differences(known) == []
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "something"])
+@pytest.mark.parametrize("kind", ["dynamic", "something"])
 def test_rope_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
         _of(rope_parameters={"rope_type": kind, "rope_theta": 1e4})
@@ -214,15 +253,86 @@ def test_a_model_is_a_directory_or_in_the_cache_or_nowhere(tmp_path: Path) -> No
     assert model_directory(str(tmp_path / "nowhere")) is None
 
 
-def test_rope_of_several_kinds_is_refused_since_one_shift_would_not_fit_all_layers() -> None:
-    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    config = {
-        "model_type": "gemma3_text", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64,
-        "vocab_size": 100, "rope_parameters": rope,
+KINDS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+LOCAL, GLOBAL = INV_FREQ, [f / 9 for f in INV_FREQ]
+
+
+def _of_kinds(local: list[float] = LOCAL, full: list[float] = GLOBAL, **changes: Any) -> Any:
+    of_kinds = {"full_attention": (full, 1.0), "sliding_attention": (local, 1.0)}
+    return of_config({**CONFIG, **KINDS, **changes}, dtype="bfloat16", inv_freq=None, of_kinds=of_kinds)
+
+
+def test_kinds_of_layers_rotate_each_by_its_own_frequencies() -> None:
+    rope = _of_kinds().rope
+    assert [(each.kind, each.layers, list(each.inv_freq)) for each in rope.rotations] == [
+        ("default", (0, 1, 3), LOCAL), ("linear", (2,), GLOBAL),
+    ]  # fmt: skip
+    assert rope.rotating == (0, 1, 2, 3)
+    assert [rope.of_layer(layer).kind for layer in range(4)] == ["default", "default", "linear", "default"]
+    assert rope.rotations[1].parameters == {"factor": 8.0, "rope_theta": 1e6, "rope_type": "linear"}
+
+
+def test_how_transformers_4_says_that_kinds_of_layers_have_rope_of_their_own_is_read() -> None:
+    old = {
+        "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }  # fmt: skip
-    for inv_freq in ([1.0], None):  # transformers keeps frequencies of each kind, under names of their own
-        with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention.*serves no cartridges.*Gemma 3"):
-            of_config(config, dtype="bfloat16", inv_freq=inv_freq)
+    assert _of_kinds(**old) == _of_kinds()
+
+
+def test_differences_between_kinds_of_layers_are_told_by_layer() -> None:
+    mine = _of_kinds()
+    assert mine.differences(_of_kinds()) == []
+    assert mine.differences(_of_kinds(full=[f / 2 for f in GLOBAL])) == [
+        f"rope of layers 2: frequencies: {mine.rope.rotations[1].parameters}, not {mine.rope.rotations[1].parameters}"
+    ]
+    parameters = KINDS["rope_parameters"]
+    told = mine.differences(
+        _of_kinds(local=GLOBAL, rope_parameters={**parameters, "sliding_attention": parameters["full_attention"]})
+    )
+    assert told[0] == "rope of layers 0, 1, 3: kind: default, not linear"
+    assert told[1].startswith("rope of layers 0, 1, 3: frequencies: {'rope_theta': 10000.0")
+    one = _of(inv_freq=GLOBAL, num_hidden_layers=4, rope_parameters=parameters["full_attention"])
+    assert [line.partition(":")[0] for line in mine.differences(one) if line.startswith("rope")] == [
+        "rope of layers 0, 1, 3"
+    ] * 2
+    assert [line.partition(":")[0] for line in one.differences(mine) if line.startswith("rope")] == [
+        "rope of layers 0, 1, 3"
+    ] * 2
+    nowhere = msgspec.structs.replace(one, rope=msgspec.structs.replace(one.rope, layers=(0, 2)))
+    assert [line for line in nowhere.differences(mine) if "None" in line] == ["rope of layers 1, 3: None, not default"]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_one_kind_of_layers_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> None:
+    rope = {**KINDS["rope_parameters"], "full_attention": {"rope_type": kind, "rope_theta": 1e6}}
+    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
+        _of_kinds(rope_parameters=rope)
+    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):  # before the weights are read
+        of_config({**CONFIG, **KINDS, "rope_parameters": rope}, dtype="bfloat16", inv_freq=None)
+
+
+def test_rope_of_kinds_that_no_layer_is_said_to_be_of_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention.*layer_types do not say"):
+        _of_kinds(layer_types=None)
+
+
+def test_what_was_written_before_there_were_kinds_is_read_and_compared_as_it_was() -> None:
+    old = _of()
+    text = msgspec.json.encode(old)
+    assert b"others" not in text, "digests of cartridges that there are would change"
+    read = msgspec.json.decode(text, type=Fingerprint)
+    assert read == old
+    assert read.differences(old) == []
+    kinds = _of_kinds()
+    assert msgspec.json.decode(msgspec.json.encode(kinds), type=Fingerprint) == kinds
 
 
 def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names() -> None:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from making import make_artifact, make_fingerprint, make_rope
 
-from lmcache_cartridge.artifact.fingerprint import check_shift
 from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     MAX_MANIFEST_BYTES,
     Canary,
@@ -21,6 +20,7 @@ from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     content_digest,
     decode,
 )
+from lmcache_cartridge.artifact.rope import check_shift
 from lmcache_cartridge.errors import ManifestError, UnsupportedModel
 
 
@@ -96,8 +96,40 @@ def test_a_manifest_that_does_not_say_which_layers_rotate_is_read_as_it_was_writ
     assert "layers" not in json.loads(old.encode())["fingerprint"]["rope"]
     found = decode(old.encode(), "here")
     assert found == old
-    with pytest.raises(UnsupportedModel, match="build the cartridge again"):
+    with pytest.raises(UnsupportedModel, match="an earlier release made the cartridge"):
         check_shift(found.fingerprint.rope)
+
+
+def _of_kinds(manifest: Manifest, *layers: tuple[int, ...] | msgspec.UnsetType) -> Manifest:
+    """Return the manifest of a model of kinds of layers that have a rotation each."""
+    first, *others = (msgspec.structs.replace(manifest.fingerprint.rope, layers=each) for each in layers)
+    rope = msgspec.structs.replace(first, others=tuple(others))
+    made = msgspec.structs.replace(manifest, fingerprint=msgspec.structs.replace(manifest.fingerprint, rope=rope))
+    return msgspec.structs.replace(made, digest=content_digest(made))
+
+
+def test_a_manifest_of_kinds_of_layers_with_rope_of_their_own_is_read(manifest: Manifest) -> None:
+    made = _of_kinds(manifest, (0, 2), (1,))
+    assert decode(made.encode(), "here") == made
+    assert made.digest != manifest.digest
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [((0, 1), (1, 2)), ((0,), (3,)), ((0, 2), (-1,)), ((2, 0), (1,)), ((0,), msgspec.UNSET), (msgspec.UNSET, (1,)), ((0,),)],
+)  # fmt: skip
+def test_kinds_of_layers_are_apart_and_named(manifest: Manifest, layers: tuple) -> None:
+    with pytest.raises(ManifestError, match="layers"):
+        decode(_of_kinds(manifest, *layers).encode(), "here")
+
+
+def test_a_rotation_of_other_layers_has_no_others_of_its_own(manifest: Manifest) -> None:
+    made = _of_kinds(manifest, (0,), (1,))
+    rope = made.fingerprint.rope
+    nested = msgspec.structs.replace(rope, layers=(2,), others=(rope,))
+    made = msgspec.structs.replace(made, fingerprint=msgspec.structs.replace(made.fingerprint, rope=nested))
+    with pytest.raises(ManifestError, match="other kinds of layers"):
+        decode(msgspec.structs.replace(made, digest=content_digest(made)).encode(), "here")
 
 
 @pytest.mark.parametrize("layers", [(0, 3), (-1, 0), (1, 0), (0, 0, 1)])

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from families import make_model
-from making import make_rope
+from making import make_fingerprint, make_rope
 from transformers import (
     CohereConfig,
     DynamicCache,
@@ -20,7 +20,8 @@ from transformers import (
     StableLmConfig,
 )  # fmt: skip
 
-from lmcache_cartridge.artifact.fingerprint import check_shift
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.rope import Rope, check_shift
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
@@ -90,6 +91,11 @@ def _made_at(model: CausalModel, ids: list[int], start: int) -> tuple[torch.Tens
     )
 
 
+def _of(rope: Rope | None) -> Fingerprint:
+    """Return the fingerprint of a model with such RoPE, exactly."""
+    return msgspec.structs.replace(make_fingerprint(), rope=rope)
+
+
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
@@ -99,7 +105,7 @@ def test_a_prefill_moved_by_d_is_a_prefill_at_positions_d_and_on(shipped: Causal
     ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
     (keys, values), (there, values_there) = _made_at(shipped, ids, 0), _made_at(shipped, ids, offset)
     assert torch.equal(values[0], values_there[0]), "values know no position"
-    assert _error(shift_keys(keys, shipped.fingerprint.rope, offset)[0], there[0]) < BF16_NOISE
+    assert _error(shift_keys(keys, shipped.fingerprint, offset)[0], there[0]) < BF16_NOISE
     assert _error(keys[0], there[0]) > 10 * BF16_NOISE, (
         "keys that were not moved could not be told from those that were"
     )
@@ -108,8 +114,8 @@ def test_a_prefill_moved_by_d_is_a_prefill_at_positions_d_and_on(shipped: Causal
 def test_a_stored_prefill_moved_chunk_by_chunk_is_the_whole_one_moved(shipped: CausalModel) -> None:
     ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
     keys, _ = _made_at(shipped, ids, 0)
-    whole = shift_keys(keys, shipped.fingerprint.rope, 777)
-    pieces = [shift_keys(piece, shipped.fingerprint.rope, 777) for piece in keys.split(100, dim=2)]
+    whole = shift_keys(keys, shipped.fingerprint, 777)
+    pieces = [shift_keys(piece, shipped.fingerprint, 777) for piece in keys.split(100, dim=2)]
     assert torch.equal(torch.cat(pieces, dim=2), whole)
 
 
@@ -121,7 +127,7 @@ def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: 
     keys, _ = _made_at(model, ids, 0)
     for offset in (1, 1000):
         there, _ = _made_at(model, ids, offset)
-        assert _error(shift_keys(keys, rope, offset), there) < FP32_NOISE
+        assert _error(shift_keys(keys, model.fingerprint, offset), there) < FP32_NOISE
 
 
 def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, int]) -> None:
@@ -129,23 +135,32 @@ def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, i
     wrong = "half" if pairing == "interleaved" else "interleaved"
     keys, _ = _made_at(model, list(range(5, 205)), 0)
     there, _ = _made_at(model, list(range(5, 205)), 1000)
-    moved = shift_keys(keys, msgspec.structs.replace(model.fingerprint.rope, pairing=wrong), 1000)
+    moved = shift_keys(keys, _of(msgspec.structs.replace(model.fingerprint.rope, pairing=wrong)), 1000)
     assert _error(moved, there) > 5000 * FP32_NOISE
     assert _error(keys, there) > 5000 * FP32_NOISE
-    assert _error(shift_keys(keys, model.fingerprint.rope, 1001), there) > 5000 * FP32_NOISE, "one position beside"
+    assert _error(shift_keys(keys, model.fingerprint, 1001), there) > 5000 * FP32_NOISE, "one position beside"
 
 
 def test_dimensions_that_do_not_rotate_are_copied_bit_for_bit() -> None:
     keys = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     rope = msgspec.structs.replace(make_rope(rotary_dim=16), pairing="half", layers=(0, 1))
-    moved = shift_keys(keys, rope, 9)
+    moved = shift_keys(keys, _of(rope), 9)
     assert torch.equal(moved[..., 16:], keys[..., 16:])
     assert not torch.equal(moved[..., :16], keys[..., :16])
 
 
+def test_a_latent_vector_before_a_rotary_key_is_copied_bit_for_bit() -> None:
+    keys = torch.randn(2, 5, 1, 80, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rope = msgspec.structs.replace(make_rope(), pairing="interleaved", layers=(0, 1))
+    moved = shift_keys(keys, msgspec.structs.replace(_of(rope), latent=16), 9)
+    assert torch.equal(moved[..., :16], keys[..., :16])
+    assert torch.equal(moved[..., 16:], shift_keys(keys[..., 16:], _of(rope), 9))
+    assert _error(moved[..., 16:], keys[..., 16:]) > 0.5
+
+
 def test_no_offset_returns_the_same_numbers_in_a_tensor_of_its_own() -> None:
     keys = torch.randn(2, 5, 64)
-    moved = shift_keys(keys, None, 0)
+    moved = shift_keys(keys, _of(None), 0)
     assert torch.equal(moved, keys)
     assert moved.data_ptr() != keys.data_ptr()
 
@@ -157,15 +172,15 @@ def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) 
     rope = _made(tmp_path / "opt", config).fingerprint.rope
     assert rope is None
     with pytest.raises(UnsupportedModel, match="no rotary embedding"):
-        shift_keys(torch.zeros(2, 5, 64), rope, 1)
+        shift_keys(torch.zeros(2, 5, 64), _of(rope), 1)
 
 
 def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
     keys = torch.randn(3, 2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     rope = msgspec.structs.replace(make_rope(), pairing="half", layers=(0, 2))
-    moved = shift_keys(keys, rope, 9)
+    moved = shift_keys(keys, _of(rope), 9)
     assert torch.equal(moved[1], keys[1])
-    every = shift_keys(keys, msgspec.structs.replace(rope, layers=(0, 1, 2)), 9)
+    every = shift_keys(keys, _of(msgspec.structs.replace(rope, layers=(0, 1, 2))), 9)
     assert torch.equal(moved[[0, 2]], every[[0, 2]])
     assert _error(moved[[0, 2]], keys[[0, 2]]) > 0.5
 
@@ -181,6 +196,6 @@ def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
 def test_keys_are_not_moved_where_it_is_not_known_how(known: dict, reason: str) -> None:
     rope = msgspec.structs.replace(make_rope(), **known)
     with pytest.raises(UnsupportedModel, match=reason):
-        shift_keys(torch.zeros(2, 5, 64), rope, 1)
+        shift_keys(torch.zeros(2, 5, 64), _of(rope), 1)
     with pytest.raises(UnsupportedModel, match=reason):
         check_shift(rope)

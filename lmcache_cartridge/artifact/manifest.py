@@ -13,6 +13,7 @@ from ..errors import ManifestError
 from .canary import ServedCanary
 from .chat import Chat
 from .fingerprint import DTYPE_BYTES, Fingerprint
+from .rope import Rope
 
 FORMAT = "1.0"
 """Format of artefacts written here. A reader accepts its own major version and refuses others."""
@@ -134,7 +135,8 @@ class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The bytes: a safetensors file of one tensor a chunk.
 
-    Plain ones are `[kv_heads, 2, layers, tokens, head_size]`, int8 ones `[kv_heads, bytes]`. Heads are outermost, so
+    Plain ones are `[kv_heads, planes, layers, tokens, head_size]`, int8 ones `[kv_heads, bytes]`; planes are K and V, or one
+    of latent vectors, `Fingerprint.latent`. Heads are outermost, so
     that the heads of any tensor-parallel rank are one contiguous range of a chunk.
     """
 
@@ -235,7 +237,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def head_bytes(shape: Fingerprint, tokens: int, encoding: str) -> int:
     """Return the bytes of one KV head of `tokens` positions, K and V of all layers, as an encoding stores them."""
-    numbers = 2 * shape.layers * tokens * shape.head_size
+    numbers = shape.planes * shape.layers * tokens * shape.head_size
     if encoding == "int8":
         return numbers + 4 * shape.layers * (2 * shape.head_size + tokens)
     return numbers * DTYPE_BYTES[shape.dtype]
@@ -284,14 +286,13 @@ def check(manifest: Manifest, where: str) -> None:
     check_id(manifest.id)
     need(0 < manifest.version < 1 << 31, f"version {manifest.version} is out of range")
     need(shape.dtype in DTYPE_BYTES, f"dtype {shape.dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    if shape.latent is not msgspec.UNSET:
+        need(0 < shape.latent < shape.head_size, f"a latent vector of {shape.latent} in {shape.head_size} elements")
+        need(shape.kv_heads == 1, f"latent vectors of {shape.kv_heads} heads; they have one")
     for name in ("layers", "kv_heads", "head_size", "vocab_size"):
         need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
-    if shape.rope is not None and shape.rope.layers is not msgspec.UNSET:
-        rotating = shape.rope.layers
-        need(
-            list(rotating) == sorted({layer for layer in rotating if 0 <= layer < shape.layers}),
-            f"the layers that rotate are not some of {shape.layers}, in order",
-        )
+    if shape.rope is not None:
+        _check_layers(shape.rope, shape.layers, need)
     need(0 < manifest.positions < 1 << 31, f"p = {manifest.positions} is out of range")
     need((payload is None) == (manifest.kind == "tokens"), f"a payload does not go with kind {manifest.kind}")
     need(manifest.document is None or manifest.kind == "trained", f"document ids do not go with kind {manifest.kind}")
@@ -320,6 +321,21 @@ def check(manifest: Manifest, where: str) -> None:
     need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
 
 
+def _check_layers(rope: Rope, layers: int, need: Callable[[bool, str], None]) -> None:
+    if rope.others is not msgspec.UNSET:
+        several = [each for other in rope.others for each in other.rotations]
+        need(len(several) == len(rope.others) > 0, "the RoPE of other kinds of layers is not a list of such")
+        need(
+            rope.rotating is not msgspec.UNSET, "kinds of layers have RoPE of their own, and not all name their layers"
+        )
+    named = [layer for each in rope.rotations for layer in each.layers or ()]
+    in_order = all(list(each.layers or ()) == sorted(each.layers or ()) for each in rope.rotations)
+    need(
+        in_order and len(named) == len(set(named)) and all(0 <= layer < layers for layer in named),
+        f"the layers that rotate are not some of {layers}, in order",
+    )
+
+
 def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, str], None]) -> None:
     shape = manifest.fingerprint
     need(
@@ -327,6 +343,7 @@ def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, s
         f"payload encoding {payload.encoding!r:.40} is not one of {', '.join(ENCODINGS)}; a newer lmcache-cartridge may "
         "read it",
     )
+    need(payload.encoding == "plain" or shape.planes == 2, "latent vectors are not stored in int8")
     need(0 < payload.chunk_tokens < 1 << 24, f"chunk_tokens {payload.chunk_tokens} is out of range")
     need(
         len(payload.checksums) == manifest.chunks and all(len(c) == shape.kv_heads for c in payload.checksums),

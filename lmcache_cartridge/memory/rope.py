@@ -5,46 +5,61 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
-from ..artifact.fingerprint import Rope, check_shift, head_size, rope_parameters
+from ..artifact.caches import head_size
+from ..artifact.fingerprint import Fingerprint
+from ..artifact.rope import Rope, check_shift, rope_parameters
 
 
-def default_frequencies(config: Mapping[str, Any]) -> list[float]:
-    """Return the frequencies of a config whose RoPE is of the default type, maybe partial, rounded as models round."""
-    parameters = rope_parameters(config)
+def default_frequencies(config: Mapping[str, Any], kind: str | None = None) -> list[float]:
+    """Return the frequencies of a config whose RoPE is of the default type, maybe partial, rounded as models round.
+
+    `kind` is that of the layers, where each has its own: one of `rope_kinds`.
+    """
+    parameters = rope_parameters(config, kind)
     size = round(head_size(config) * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     return (1.0 / parameters["rope_theta"] ** exponents).tolist()
 
 
-def shift_keys(keys: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tensor:
+def shift_keys(keys: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Tensor:
     """Return keys `[L, ..., head_size]` of positions j as those of positions j + `offset`; a new tensor, same dtype.
 
-    Layers that do not rotate their keys are copied: there a key is the same at every position. Raises
-    `UnsupportedModel` as `check_shift` does, unless `offset` is 0.
+    Each of the model's L layers by its own rotation. Layers that do not rotate their keys are copied, there a key is the same
+    at every position, and so are latent vectors before a rotary key. Raises `UnsupportedModel` as `check_shift` does, unless
+    `offset` is 0.
     """
     if offset == 0:
         return keys.clone()
-    check_shift(rope)
-    assert rope is not None and isinstance(rope.layers, tuple), "check_shift refuses everything else"
-    if len(rope.layers) == len(keys):
-        return rotate(keys, rope, offset)
-    moved, rotating = keys.clone(), list(rope.layers)
-    moved[rotating] = rotate(keys[rotating], rope, offset)
-    return moved
+    check_shift(shape.rope)
+    assert shape.rope is not None, "check_shift refuses everything else"
+    if shape.latent is msgspec.UNSET:
+        return _rotated(keys, shape.rope, offset)
+    return torch.cat([keys[..., : shape.latent], _rotated(keys[..., shape.latent :], shape.rope, offset)], dim=-1)
 
 
-def shift(kv: torch.Tensor, rope: Rope | None, offset: int) -> torch.Tensor:
-    """Return canonical KV `[2, L, T, H, D]` of positions j as that of positions j + `offset`; a new tensor.
+def shift(kv: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Tensor:
+    """Return canonical KV `[planes, L, T, H, D]` of positions j as that of positions j + `offset`; a new tensor.
 
     Values stay as they are. Raises as `shift_keys` does.
     """
-    return torch.stack([shift_keys(kv[0], rope, offset), kv[1]])
+    return torch.cat([shift_keys(kv[0], shape, offset)[None], kv[1:]])
+
+
+def _rotated(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:
+    if rope.layers == tuple(range(len(keys))):
+        return rotate(keys, rope, offset)
+    moved = keys.clone()
+    for each in rope.rotations:
+        rotating = list(each.layers or ())
+        moved[rotating] = rotate(keys[rotating], each, offset)
+    return moved
 
 
 def rotate(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:
-    """Return keys `[..., head_size]` of layers that rotate, moved by `offset`; a new tensor, same dtype.
+    """Return keys `[..., head_size]` of layers that rotate as `rope` itself says, moved by `offset`; new, same dtype.
 
     A stored key is R(j) k, and R(offset) R(j) k = R(j + offset) k (Su et al. 2021, arXiv:2104.09864, eq. 14): a
     rotation by angles that do not depend on j, computed in float32. A factor on cos and sin (yarn) is in the key
