@@ -101,7 +101,7 @@ def test_chunks_in_a_row_come_by_one_request(
     assert (stats.reads, stats.failed, stats.read_bytes) == (1, 0, count * loader.shape.size_bytes)
 
 
-@pytest.mark.parametrize("layout", ["vec/8", "vec/8/blocks", "amx/16", "amx/16/blocks"])
+@pytest.mark.parametrize("layout", ["fused", "kv_2ltd", "vec/8", "vec/8/blocks", "amx/16", "amx/16/blocks"])
 def test_chunks_in_a_row_are_packed_as_each_is_when_loaded_alone(
     made: Made, segment: Segment, sources: _Requests, layout: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_as_many_are_loaded_together_as_one_request_brings(made: Made, segment: 
     assert [_loader(made, _Requests(n)).run_of([segment]) for n in asked] == [1, 1, 1, 1, 2, 100]
 
 
-@pytest.mark.parametrize("how", [{"world": 2}, {"tokens": 32}, {"layout": "fused"}])
+@pytest.mark.parametrize("how", [{"world": 2}, {"tokens": 32}])
 def test_what_does_not_lie_in_a_row_is_loaded_one_by_one(
     made: Made, segment: Segment, sources: _Requests, how: dict
 ) -> None:

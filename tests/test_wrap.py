@@ -24,7 +24,7 @@ from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
 
 with quietly():
-    from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+    from vllm.exceptions import GenerationError, GracefulHTTPError
 
     from lmcache_cartridge.serve.adapters import Adapters
     from lmcache_cartridge.serve.wrap import GuardedEngine
@@ -232,7 +232,7 @@ def test_what_can_neither_be_computed_nor_go_on_is_an_error(
 ) -> None:
     for retry_status in (503, 425):
         engine, n = _Engine(*events), 1 + max(index for index, _ in events)
-        with pytest.raises(RetryableRequestError, match="ask again") as caught:
+        with pytest.raises(GenerationError, match="ask again") as caught:
             _guarded(
                 tmp_path / f"{retry_status}", kind, engine, document=document, n=n,
                 settings={"on_miss": on_miss, "retry_status": retry_status},

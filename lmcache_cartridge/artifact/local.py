@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import SourceDenied, SourceError, SourceNotFound, TruncatedPayload
+from . import direct
 from .bytesource import ByteRange, Seen, SmallFile
 
 _STEP_BYTES = 2 << 20
@@ -18,7 +19,8 @@ as 2 MiB, 8 MiB a tenth longer."""
 
 
 class LocalSource:
-    """Artefacts in local directories, read with `preadv` straight into the caller's buffer. See `ByteSource`.
+    """Artefacts in local directories, read with `preadv` straight into the caller's buffer, or past the page cache where
+    `direct` says that it pays. See `ByteSource`.
 
     In four threads that was 1.9 times as fast as aiofiles' `readinto` in chunks of 4 MiB, and 1.6 times in 16 KiB.
     """
@@ -75,12 +77,17 @@ class LocalSource:
 
 
 def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen: Seen | None = None) -> None:
-    """Fill `out` from `offset` of an open file. Raises `TruncatedPayload` or `SourceError`, naming `path`."""
+    """Fill `out` from `offset` of an open file, the caller's to close after an error, which may leave it changed to direct I/O.
+
+    Raises `TruncatedPayload` or `SourceError`, naming `path`.
+    """
     done = shown = 0
+    straight = direct.begin(descriptor, offset, out)
     while done < len(out):
         end = shown + _STEP_BYTES if seen else len(out)
         try:
-            count = os.preadv(descriptor, [out[done:end]], offset + done)
+            part, at = out[done:end], offset + done
+            count = straight.read(part, at) if straight else os.preadv(descriptor, [part], at)
         except OSError as error:
             raise _mapped(error, path) from error
         if count == 0:
@@ -89,6 +96,8 @@ def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen:
         if seen and done in (end, len(out)):  # a short read may end within a number
             seen(out[shown:done])
             shown = done
+    if straight:
+        straight.finish()
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:

@@ -225,7 +225,7 @@ def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, 
     for chunk in range(-(-positions // chunk_tokens)):
         length = min(chunk_tokens, positions - chunk * chunk_tokens)
         of_head = head_bytes(fingerprint, length, encoding)
-        plain = [fingerprint.kv_heads, 2, fingerprint.layers, length, fingerprint.head_size]
+        plain = [fingerprint.kv_heads, fingerprint.planes, fingerprint.layers, length, fingerprint.head_size]
         header[f"chunk.{chunk:05d}"] = {
             "dtype": "U8" if encoding == "int8" else _SAFETENSORS_DTYPE[fingerprint.dtype],
             "shape": [fingerprint.kv_heads, of_head] if encoding == "int8" else plain,

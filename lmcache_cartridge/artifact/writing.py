@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from ..errors import ArtifactError, CartridgeExists
+from ..errors import ArtifactError, CartridgeExists, UnsupportedModel
 from . import files
 from .canary import ServedCanary
 from .chat import Chat
@@ -55,6 +55,8 @@ class ArtifactWriter:
         a trained cartridge's document, `chat` is how servers go on with either. `encoding` is one of `manifest.ENCODINGS`. Raises `CartridgeExists` if `root` is
         there already.
         """
+        if encoding != "plain" and fingerprint.planes != 2:
+            raise UnsupportedModel("latent vectors are not stored in int8; make the cartridge without `--payload int8`")
         if root.exists():
             raise CartridgeExists(f"{root} exists; an artefact is written once. Choose another id or version")
         self.root = root

@@ -20,9 +20,10 @@ from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError,
 from ..sources.disk_cache import CopyKey, DiskCache
 from ..sources.sources import Sources
 from . import codec, tiles
-from .layout import VIEWS, ChunkShape, heads_view
+from .layout import ChunkShape, heads_view
 from .quantise import Quantiser
 from .rope import shift_keys
+from .slab import slab
 
 MAX_SCRATCH_BYTES = 1 << 30
 """Largest stored chunk that engine chunks of another size are cut from; each loading thread may hold one."""
@@ -47,8 +48,8 @@ class ChunkLoader:
     """Loads chunks of `shape.tokens` positions and the heads of one rank.
 
     Where the engine's chunk is a stored chunk of a cartridge at the head of the prompt, in the stored layout, the
-    bytes go from the source into the caller's buffer and nowhere else. Other chunk sizes and layouts, the later
-    cartridges of a chain and the stages of a pipeline are gathered through one scratch buffer; int8 chunks come through one of their own size.
+    source reads into the caller's buffer. Other layouts are packed from a scratch buffer for each chunk; other chunk sizes,
+    the later cartridges of a chain and the stages of a pipeline are gathered through one, int8 through one of its own size.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class ChunkLoader:
         self._sources, self._heads, self._disk = sources, heads, disk
         self._layers = layers or range(shape.layers)
         self._quantiser = quantiser
-        self._packed = layout if quantiser or tiles.is_tiled(layout) else None
-        self._layout = "heads" if self._packed else layout
+        # One latent vector a token is the same bytes in both layouts.
+        self._packed = layout if quantiser or (layout != "heads" and shape.planes == 2) else None
         self._lock = threading.Lock()
         self._stats = SourceStats(0, 0, 0, 0.0, 0)
         self._finite: dict[str, int] = {}
@@ -112,7 +113,7 @@ class ChunkLoader:
         Where that brings wrong bytes each is loaded by itself, so one bad chunk fails alone.
         """
         # The one place where chunks get the engine's layout, however they were read.
-        read = [torch.empty(self.shape.size_bytes, dtype=torch.uint8) for _ in outs] if self._packed else outs
+        read = [slab(self.shape.size_bytes) for _ in outs] if self._packed else outs
         errors = self._read_run(segments, chunk, read)
         if self._packed:
             for error, data, out in zip(errors, read, outs, strict=True):
@@ -132,7 +133,7 @@ class ChunkLoader:
     def _read_run(
         self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
     ) -> list[CartridgeError | None]:
-        """Fill `outs` with chunks in a row in layout `_layout`; return for each None, or why it could not be had."""
+        """Fill `outs` with chunks in a row in the heads layout; return for each None, or why it could not be had."""
         if len(outs) == 1:
             return [self._attempt(segments, chunk, outs[0])]
         cartridge, buffers = segments[0].cartridge, [out.numpy().data for out in outs]
@@ -149,7 +150,7 @@ class ChunkLoader:
         ]
 
     def _attempt(self, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> CartridgeError | None:
-        """Fill `out` with one chunk in layout `_layout`; return None, or why it could not be had."""
+        """Fill `out` with one chunk in the heads layout; return None, or why it could not be had."""
         start, end = chunk * self.shape.tokens, (chunk + 1) * self.shape.tokens
         within = [s for s in segments if s.offset < end and start < s.offset + s.cartridge.manifest.positions]
         for segment in within:
@@ -170,7 +171,6 @@ class ChunkLoader:
             segment.offset == 0
             and end <= manifest.positions
             and _payload(manifest).chunk_tokens == self.shape.tokens
-            and self._layout == "heads"
             and len(self._layers) == manifest.fingerprint.layers
         )
 
@@ -178,7 +178,7 @@ class ChunkLoader:
         """Fill the part of `out`, positions `start` to `end` of the prompt, that the segment covers."""
         cartridge, offset = segment
         manifest = cartridge.manifest
-        target = VIEWS[self._layout](out, self.shape)
+        target = heads_view(out, self.shape)
         stored_tokens, own = _payload(manifest).chunk_tokens, slice(self._layers.start, self._layers.stop)
         first_needed, last_needed = max(start - offset, 0), min(end - offset, manifest.positions)
         for stored in range(first_needed // stored_tokens, -(-last_needed // stored_tokens)):
@@ -189,14 +189,16 @@ class ChunkLoader:
                     f"cartridge {manifest.name}: chunk {stored} is stored as {piece.size_bytes} bytes for this rank, more "
                     f"than the {MAX_SCRATCH_BYTES} that are set apart to cut others from; build it in smaller chunks"
                 )
-            scratch = torch.empty(piece.size_bytes, dtype=torch.uint8)
+            scratch = slab(piece.size_bytes)
             self._read_plain(cartridge, stored, scratch)
             low, high = max(first_needed, first), min(last_needed, first + piece.tokens)
-            keys, values = heads_view(scratch, piece)[:, :, low - first : high - first]
+            planes = heads_view(scratch, piece)[:, :, low - first : high - first]
             place = slice(low + offset - start, high + offset - start)
-            if offset:
-                keys = shift_keys(keys, manifest.fingerprint.rope, offset)  # all layers: it knows them by number
-            target[0, :, place], target[1, :, place] = keys[own], values[own]
+            for plane, kv in enumerate(planes):
+                if plane == 0 and offset:
+                    # All layers: it knows them by number.
+                    kv = shift_keys(kv, manifest.fingerprint, offset)
+                target[plane, :, place] = kv[own]
 
     def _read_plain(self, cartridge: Cartridge, stored: int, out: torch.Tensor) -> None:
         """Fill `out`, flat uint8, with this rank's heads of a stored chunk, verified and in the model's dtype."""
@@ -204,7 +206,7 @@ class ChunkLoader:
         if _payload(manifest).encoding == "plain":
             self._read(cartridge, stored, out.numpy().data)
             return
-        packed = torch.empty(len(self._heads) * manifest.head_bytes(stored), dtype=torch.uint8).numpy().data
+        packed = slab(len(self._heads) * manifest.head_bytes(stored)).numpy().data
         self._read(cartridge, stored, packed)
         codec.decode(packed, out, manifest.fingerprint, manifest.chunk_length(stored))
 

@@ -56,11 +56,25 @@ def one_by_one(load: Callable[[ChunkKey, torch.Tensor], None]) -> Plan:
     return plan
 
 
-def copy_and_wait(data: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy from one device to another; return when the bytes are there."""
-    out.copy_(data)
-    if out.is_cuda:
-        torch.cuda.current_stream(out.device).synchronize()
+_streams = threading.local()
+
+
+def copy_and_wait(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the first of each pair to the second, on one other device; return when the bytes are there.
+
+    Nothing may be under way that reads or writes what is filled: on CUDA this thread has a stream of its own, so that it
+    waits for no computation, nor one for it.
+    """
+    if not pairs or not pairs[0][1].is_cuda:
+        for data, out in pairs:
+            out.copy_(data)
+        return
+    device, streams = pairs[0][1].device, vars(_streams)
+    stream = streams.get(str(device)) or streams.setdefault(str(device), torch.cuda.Stream(device))
+    with torch.cuda.stream(stream):
+        for data, out in pairs:
+            out.copy_(data, non_blocking=True)
+    stream.synchronize()
 
 
 class LoadThreads:
