@@ -46,10 +46,10 @@ def break_kv() -> None:
         else:
             pack(heads, out, *args)
 
-    def everywhere(keys: Any, of: Any, offset: int) -> Any:
+    def everywhere(keys: Any, shape: Any, offset: int) -> Any:
         if _fault("rotate") and offset:
-            return rope.rotate(keys, of, offset)
-        return shift(keys, of, offset)
+            return rope.rotate(keys, shape.rope, offset)
+        return shift(keys, shape, offset)
 
     tiles.pack, loader.shift_keys, loader.ChunkLoader.load_run = unpacked, everywhere, slow
 

@@ -8,14 +8,18 @@ import threading
 import weakref
 
 import pytest
+import torch
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
 from making import Made, make_fingerprint
 from waiting import run_threads, until
 
 from lmcache_cartridge.errors import CartridgeError
+from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import device as device_module
+from lmcache_cartridge.memory.loads import one_by_one
+from lmcache_cartridge.memory.loan import Loan
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.memory.tier import Hold, MemoryTier
+from lmcache_cartridge.memory.tier import MemoryTier
 
 
 def _open(home: Home, *, cpu: int, device: int, **arguments: object) -> CartridgeStore:
@@ -27,9 +31,9 @@ def _tiers(store: CartridgeStore) -> tuple[MemoryTier, MemoryTier]:
     return store.device, store.cpu
 
 
-def _within(tier: MemoryTier, loan: Hold) -> bool:
-    """Whether a loan's bytes are the tier's."""
-    for own in tier.lend(loan.keys):
+def _within(tier: MemoryTier, loan: Loan, made: Made, chunk: int) -> bool:
+    """Whether a loan's bytes are the tier's of that chunk."""
+    for own in tier.lend([ChunkKey(made.manifest.digest, chunk)]):
         with own:
             return own.bytes.data_ptr() == loan.bytes.data_ptr()
     return False
@@ -65,13 +69,13 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
     device, cpu = _tiers(store)
     assert store.lookup(prompt.hashes, prompt.tag) == 4
     with store.lend(prompt.hashes[0], prompt.tag) as loan:
-        assert _within(device, loan) or _within(cpu, loan)
+        assert _within(device, loan, made, 0) or _within(cpu, loan, made, 0)
     _quiet(store)
     assert device.stats().resident == 4
     for chunk in range(4):
         with store.lend(prompt.hashes[chunk], prompt.tag) as loan:
-            assert _within(device, loan)
-            assert not _within(cpu, loan)
+            assert _within(device, loan, made, chunk)
+            assert not _within(cpu, loan, made, chunk)
             assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
     for chunk_hash in prompt.hashes[:4]:
         assert store.release(chunk_hash, prompt.tag)
@@ -93,7 +97,7 @@ def test_what_is_on_the_device_is_leased_there_and_the_cpu_tier_may_let_it_go(ho
     assert store.resident(prompt.hashes) == 4
     for chunk in range(4):
         with store.lend(prompt.hashes[chunk]) as loan:
-            assert _within(device, loan)
+            assert _within(device, loan, made, chunk)
             assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
         assert lent(store, other_prompt.hashes[chunk]) == chunk_bytes(other, chunk)
         assert store.release(prompt.hashes[chunk]) is True
@@ -247,3 +251,38 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
         assert tier.stats().promoted > 20
     for made, prompt in shelf.values():
         assert_served(store, made, prompt)
+
+
+def test_a_chunk_that_is_slow_to_come_holds_no_other_in_the_cpu_tier() -> None:
+    """Of eight chunks in a row one left the cpu tier: others get the room of the seven while that one is loaded."""
+    gate, asked = threading.Event(), threading.Event()
+    gate.set()
+
+    def load(key: ChunkKey, out: torch.Tensor) -> None:
+        if not gate.is_set() and key.digest == "a":
+            asked.set()
+            assert gate.wait(60)
+        out.fill_(key.chunk)
+
+    cpu = MemoryTier(4096, 8 * 4096, one_by_one(load), threads=4)
+    device = MemoryTier(4096, 8 * 4096, device_module.promotions(cpu), threads=1)
+    row, others = ([ChunkKey(digest, chunk) for chunk in range(8)] for digest in "ab")
+    assert cpu.lease(row, 20) == 8
+    for key in row:
+        cpu.release(key)
+    assert cpu.evict("c") == 0 and cpu.lease([ChunkKey("c", 0)], 20) == 1 and cpu.resident(row) == 7
+    cpu.release(ChunkKey("c", 0))
+    gate.clear()
+    with device.hold(row) as promoted:
+        until(lambda: promoted.poll() and asked.is_set())
+        assert cpu.lease(others[:6], 20, whole=True) == 6
+        for key in others[:6]:
+            cpu.release(key)
+        gate.set()
+        until(lambda: promoted.poll().ready)
+        for key in row:
+            (loan,) = device.lend([key])
+            with loan:
+                assert bool((loan.bytes == key.chunk).all())
+    cpu.close()
+    device.close()

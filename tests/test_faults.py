@@ -184,6 +184,26 @@ class FaultTests:
         assert "checksum" in row["reason"]
         assert str(served.settings.home) not in json.dumps(row)
 
+    def test_a_payload_that_is_gone_costs_a_prefill_or_is_an_error_where_there_is_no_text(self, served: Served) -> None:
+        for kind in ("trained", "whole", "prefill"):
+            name = f"{kind}-gone"
+            ward = _ward(served.model, name)
+            _register(served.model, served.settings, name, ward)
+            (served.settings.cartridges_dir / name / "1" / "payload.safetensors").unlink()
+            if kind == "trained":
+                for extra in ({}, {"cartridges_required": True}):
+                    assert _refused(served, name, ward, **extra)[0] == 422
+                continue
+            before = served.sampled()
+            replies = [_ask(served, name, ward), _stream(served, name, ward)]
+            replies.append(_ask(served, name, ward, cartridges_required=True))
+            assert [reply.text.strip() for reply in replies] == [ward.facts[0].value] * 3
+            assert [reply.cached_tokens for reply in replies] == [0, 0, 0]
+            used = f"{name}@1;positions={POSITIONS}"
+            assert {reply.used for reply in replies} == {f"{used};served=document" if kind == "whole" else used}
+            assert served.sampled() == before + 3
+        _everybody_else_is_served(served)
+
     def test_everybody_else_is_served_after_forty_eight_quarantines(self, served: Served) -> None:
         _everybody_else_is_served(served)
 

@@ -19,6 +19,7 @@ SHAPES = st.builds(
     tokens=st.integers(1, 6),
     head_size=st.integers(1, 5),
     dtype=st.sampled_from(sorted(DTYPES)),
+    planes=st.just(2),
 )
 
 

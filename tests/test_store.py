@@ -129,6 +129,7 @@ _ENGINES = {
     "rope": {"rope": None},
     "config_digest": {"config_digest": "00" * 32},
     "weights_digest": {"weights_digest": "00" * 32},
+    "quantisation": {"quantisation": "online fp8"},
 }
 
 
@@ -141,7 +142,19 @@ def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home:
     reason = store.refused()["doc@1"]
     assert reason.startswith("made for another model than the one served: ")
     assert f" {field}: " in reason
+    assert ("serve --accept-weights" in reason) == (field in ("weights_digest", "quantisation"))
     _assert_not_served(store, prompt_for(home, made))
+
+
+def test_other_weights_are_served_where_the_setting_accepts_them_and_nothing_else_is(home: Home) -> None:
+    made, accept = home.make(), {"accept_weights": True}
+    for changes in ({"weights_digest": "00" * 32}, {"quantisation": "online fp8"}):
+        engine = msgspec.structs.replace(make_fingerprint(), **changes)
+        assert list(home.open(fingerprint=engine).refused()) == ["doc@1"]
+        assert_served(home.open(fingerprint=engine, settings=accept), made, prompt_for(home, made))
+        assert list(home.open(fingerprint=engine).refused()) == ["doc@1"], "what was accepted is not remembered"
+    engine = msgspec.structs.replace(make_fingerprint(), config_digest="00" * 32)
+    assert list(home.open(fingerprint=engine, settings=accept).refused()) == ["doc@1"]
 
 
 def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_served(home: Home) -> None:

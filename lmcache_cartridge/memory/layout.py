@@ -4,6 +4,9 @@ canonical   [2, L, T, H, D]     K and V, layer, token, head, element; what every
 heads       [H, 2, L, T, D]     artefacts and resident chunks: any run of heads is one run of bytes
 kv_2ltd     [2, L, T, H * D]    LMCache's own, for its kernels on engines with split K and V planes
 fused       [L, T, H, 2 * D]    LMCache's own for vLLM >= 0.26 on GPUs: K beside V for each token and head
+
+Multi-head latent attention has one plane and one head, so that canonical, heads and LMCache's own are the same there:
+`[L, T, D]`, a latent vector and then its rotary key for each token.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ class ChunkShape(NamedTuple):
     tokens: int
     head_size: int
     dtype: str
+    planes: int = 2
+    """K and V; 1 for latent vectors."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of K and V."""
-        return 2 * self.heads * self.layers * self.tokens * self.head_size * HELD[self.dtype].itemsize
+        """Bytes of all planes."""
+        return self.planes * self.heads * self.layers * self.tokens * self.head_size * HELD[self.dtype].itemsize
 
 
 def rank_heads(kv_heads: int, rank: int, world: int) -> range:
@@ -53,14 +58,14 @@ def to_heads(canonical: torch.Tensor) -> torch.Tensor:
 
 
 def heads_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
-    """View flat uint8 bytes in the heads layout as canonical `[2, L, T, H, D]`; no copy, not contiguous."""
-    stored = raw.view(HELD[shape.dtype]).view(shape.heads, 2, shape.layers, shape.tokens, shape.head_size)
+    """View flat uint8 bytes in the heads layout as canonical `[planes, L, T, H, D]`; no copy, not contiguous."""
+    stored = raw.view(HELD[shape.dtype]).view(shape.heads, shape.planes, shape.layers, shape.tokens, shape.head_size)
     return stored.permute(1, 2, 3, 0, 4)
 
 
 def kv_2ltd_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
     """View flat uint8 bytes in LMCache's KV_2LTD layout as canonical `[2, L, T, H, D]`; no copy, contiguous."""
-    return raw.view(HELD[shape.dtype]).view(2, shape.layers, shape.tokens, shape.heads, shape.head_size)
+    return raw.view(HELD[shape.dtype]).view(shape.planes, shape.layers, shape.tokens, shape.heads, shape.head_size)
 
 
 def fused_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:

@@ -10,17 +10,17 @@ judged by what it was worth before, as by the filter of W-TinyLFU (Einziger et a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf, log2
 
 HALF_LIVES = (8, 64, 1024)
 """In uses. Chosen on loads with other seeds than those reported, see benchmarks/HISTORY.md."""
-_MEMORY = 500
-"""How many uses the hits of an expert are averaged over."""
+_FADES = 1.0 - 1.0 / 500
+"""By the second number, how many uses the hits of an expert are averaged over."""
 _REMEMBERED = 1 << 14
 """Cartridges whose uses are remembered, at least, whether they are in memory or not."""
-_NOTHING = -math.inf
+_NOTHING = -inf
 
 
 class _Expert:
@@ -42,8 +42,8 @@ class _Expert:
     def use(self, digest: str, chunks: int, now: int) -> float:
         """Note a use, and return what the cartridge was worth before."""
         added, before = now / self._half_life, self.worth.get(digest, _NOTHING)
-        self.worth[digest] = added + math.log2(1.0 + 2.0 ** (before - added))
-        self.hits *= 1.0 - 1.0 / _MEMORY
+        self.worth[digest] = added + log2(1.0 + 2.0 ** (before - added))
+        self.hits *= _FADES
         if (held := self._held.get(digest)) is not None and held >= chunks:
             self.hits += chunks
             if digest == self._new:
@@ -87,15 +87,18 @@ class Replacement:
         self._experts = [_Expert(half_life, slots) for half_life in HALF_LIVES]
         self._best = self._experts[0]
         self._now = 0
-        self._on_trial: dict[str, tuple[float, ...]] = {}
+        self._on_trial: dict[str, list[float]] = {}
         """Of those that were loaded since something last left: what they were worth before, to each expert."""
         self._torn: set[str] = set()
 
     def use(self, digest: str, chunks: int, *, is_here: bool) -> None:
         """Note that somebody wants `chunks` chunks of a cartridge or chain, and whether all of them were in memory."""
         self._now += 1
-        chunks = min(chunks, self._slots)  # of a larger one the beginning stays
-        before = tuple([expert.use(digest, chunks, self._now) for expert in self._experts])
+        if chunks > self._slots:
+            chunks = self._slots  # of a larger one the beginning stays
+        before, now = [], self._now
+        for expert in self._experts:
+            before.append(expert.use(digest, chunks, now))
         self._torn.discard(digest)
         if is_here:
             self._on_trial.pop(digest, None)

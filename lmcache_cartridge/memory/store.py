@@ -26,14 +26,16 @@ from ..sources.sources import Sources
 from .background import Background
 from .claim import Claim
 from .described import Engine
-from .device import device_bytes, promote
+from .device import device_bytes, promotions
 from .layout import ChunkShape, rank_heads
 from .loader import ChunkLoader
-from .loads import LoadRun, one_by_one
+from .loads import LoadRun
+from .loan import Loan, Make
 from .readiness import Readiness
 from .residents import described, residents
 from .tier import Hold, MemoryTier
 from .tier_stats import TierStats
+from .warm import Warm
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class CartridgeStore:
         shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
         layers = engine.layers or range(shape.layers)
         dtype = "uint8" if engine.quantiser else shape.dtype
-        self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, dtype)
+        self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, dtype, shape.planes)
         self._sources = Sources(S3Source(**settings.s3))
         self._follower = follower_of(settings)
         self._registry = Registry(settings.registry_path, read_only=True)
@@ -73,6 +75,7 @@ class CartridgeStore:
             allow_trained=engine.allow_trained,
             grace_s=settings.lease_s,
             cache_dir=settings.cache_dir / "index",
+            accept_weights=settings.accept_weights,
             clock=clock,
         )
         self._disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
@@ -97,8 +100,8 @@ class CartridgeStore:
         self._background = Background(self.claim)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._warmed: set[str] = set()
-        self._warm()
+        self._warm = Warm(self._registry, settings, self._background, self._catalog.chunks_of, self.cpu.slots)
+        self._warm.follow()
         self._keeper = threading.Thread(target=self._keep, name="cartridge-keeper", daemon=True)
         self._keeper.start()
 
@@ -134,7 +137,7 @@ class CartridgeStore:
         keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
         return max(tier.resident(keys) for tier in self._memory.values())
 
-    def lend(self, chunk_hash: int, tag: str | None = None) -> Hold | None:
+    def lend(self, chunk_hash: int, tag: str | None = None, make: Make = Loan) -> Any:
         """Return a loan of one chunk, the caller's to close, or None if it cannot be had.
 
         A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
@@ -143,19 +146,22 @@ class CartridgeStore:
         # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
         for key in self._catalog.index.candidates(chunk_hash, tag):
             for tier in self._memory.values():
-                if loans := tier.lend([key]):
+                if loans := tier.lend([key], make):
                     return loans[0]
         keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
-        return self.cpu.load(keys[0], self._settings.lookup_timeout_s) if servable and keys else None
+        return self.cpu.load(keys[0], self._settings.lookup_timeout_s, make) if servable and keys else None
 
-    def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Hold]:
+    def lend_run(self, hashes: Sequence[int], tag: str | None = None, make: Make = Loan) -> list[Any]:
         """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
         if tag is not None:
             self._find(tag)
         keys = self._catalog.index.leading(hashes, tag)
-        loans = next(filter(None, (tier.lend(keys) for tier in self._memory.values())), [])
+        loans: list[Any] = []
+        for tier in self._memory.values():
+            if loans := tier.lend(keys, make):
+                break
         for chunk_hash in hashes[len(loans) :]:
-            loan = self.lend(chunk_hash, tag)
+            loan = self.lend(chunk_hash, tag, make)
             if loan is None:
                 break
             loans.append(loan)
@@ -165,10 +171,12 @@ class CartridgeStore:
         """End one lease of a chunk; False if it has none."""
         if tag is not None:
             self._find(tag)
-        for key in self._catalog.index.candidates(chunk_hash, tag):
-            if (self.device is not None and self.device.release(key)) or self.cpu.release(key):
-                return True
-        return False
+        index, device = self._catalog.index, self.device
+        key = index.first(chunk_hash, tag)
+        if key is None or not ((device is not None and device.release(key)) or self.cpu.release(key)):
+            tiers = self._memory.values()
+            return any(tier.release(key) for key in index.candidates(chunk_hash, tag) for tier in tiers)
+        return True
 
     def _find(self, tag: str) -> None:
         """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
@@ -269,7 +277,7 @@ class CartridgeStore:
         budget_bytes = device_bytes(self._settings, self.engine, self.shape, self._registry.largest_bytes())
         if budget_bytes >= self.shape.size_bytes:
             self.device = MemoryTier(
-                self.shape.size_bytes, budget_bytes, one_by_one(partial(promote, self.cpu)), device=self.engine.device,
+                self.shape.size_bytes, budget_bytes, promotions(self.cpu), device=self.engine.device,
                 lease_s=self._settings.lease_s, clock=self._clock, threads=1,
             )  # fmt: skip
             self._memory = {"device": self.device, "cpu": self.cpu}
@@ -296,7 +304,7 @@ class CartridgeStore:
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
 
-        A new version is found from now on, and warm labels are followed. What was removed is found no more; requests
+        A new version is found from now on, and what is to be warm is followed. What was removed is found no more; requests
         that have it already are served to their end. Raises `RegistryError`.
         """
         for claim in self._claims():
@@ -304,7 +312,7 @@ class CartridgeStore:
         for digest in self._catalog.refresh():
             self.unpin(digest)
             self.evict(digest)
-        self._warm()
+        self._warm.follow()
 
     def status(self) -> dict[str, Any]:
         """Return what this rank serves and holds, as plain values: `numbers`, with names in place of some counts."""
@@ -417,15 +425,6 @@ class CartridgeStore:
         else:
             logger.warning("chunk %d of %s was not loaded: %s", key.chunk, key.digest, error)
 
-    def _warm(self) -> None:
-        """Bring what warm labels point at into memory, once each time they come to point at it."""
-        rows = {row.digest: row for row in self._registry.warm()}
-        for digest in rows.keys() - self._warmed:
-            if self._catalog.knows(digest):
-                self._warmed.add(digest)
-                self.preload(digest, {})
-        self._warmed &= rows.keys()
-
     def _keep(self) -> None:
         """Poll the claims in the background and follow changes of the registry, until the store is closed."""
         refreshed_at, complaint = self._clock(), None
@@ -433,6 +432,7 @@ class CartridgeStore:
             for tier in self._memory.values():
                 tier.relieve()
             self._background.poll()
+            self._warm.go_on()
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
                 try:

@@ -13,38 +13,22 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any, Literal, Self
+from itertools import chain, islice, takewhile
+from typing import Any, Self
 
 import torch
 
 from ..errors import CartridgeError, OverBudget
-from ..library.index import ChunkKey
+from ..library.index import ChunkKey, count_digests
 from .loads import LoadThreads, Plan
+from .loan import Entry, Leases, Loan, Make, loans
 from .readiness import Readiness
 from .replacement import Replacement
+from .slab import slab
 from .tier_stats import TierStats
 
-_PAGE = 4096
-"""Alignment of slots of whole pages. The kernel takes a tenth longer to read into memory that is not so aligned, and
-twice as long where it is not even aligned to 64 bytes."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 """The pause before a failed load is tried again doubles from the first to the last."""
-
-
-class _Entry:
-    """The one record of a chunk that is in memory or on its way there."""
-
-    __slots__ = ("bytes", "error", "holds", "key", "leases", "state")
-
-    def __init__(self, key: ChunkKey, slot: torch.Tensor) -> None:
-        self.key, self.bytes = key, slot
-        self.state: Literal["loading", "resident", "gone"] = "loading"
-        self.error: CartridgeError | None = None
-        self.holds = 0
-        """The reference count."""
-        self.leases: list[Hold] = []
-        """Those of its holds that are leases, the oldest first."""
 
 
 class Hold:
@@ -53,16 +37,12 @@ class Hold:
     A hold that is dropped instead is closed when the tier next needs room or is asked for its totals.
     """
 
-    bytes: torch.Tensor
-    """Of a loan: the resident bytes of its chunk, flat uint8, shared with every other loan of it: read only."""
-    until = float("inf")
-    """Of a lease: when it runs out."""
-    whole = closed = is_loan = False
+    whole = closed = False
     _problem: str | None = None
     _is_counted = False
     _retry_s = _retry_at = 0.0
 
-    def __init__(self, tier: MemoryTier, keys: Sequence[ChunkKey], entries: set[_Entry]) -> None:
+    def __init__(self, tier: MemoryTier, keys: Sequence[ChunkKey], entries: set[Entry]) -> None:
         self.keys, self._tier, self._entries = keys, tier, entries
 
     def poll(self) -> Readiness:
@@ -86,7 +66,6 @@ class Hold:
             if self._entries:
                 entries, self._entries = self._entries, set()
                 tier._let_go(entries)
-                tier._lent -= self.is_loan
 
     def __enter__(self) -> Self:
         return self
@@ -123,28 +102,27 @@ class MemoryTier:
                 f"a budget of {budget_bytes} bytes holds no chunk of {slot_bytes} bytes; raise cpu_bytes to at least "
                 f"{slot_bytes}, better to the size of the cartridges in use"
             )
-        # Equal slots, so nothing fragments. Without page-locking the system commits memory only as slots are written.
-        memory = torch.empty(self.budget_bytes + _PAGE, dtype=torch.uint8, device=device, pin_memory=pin_memory)
-        self._memory = memory[-memory.data_ptr() % _PAGE :]
+        self._memory = slab(self.budget_bytes, device, pin_memory=pin_memory)  # equal slots, so nothing fragments
         self._used = 0
         """Slots that were handed out at least once."""
         self._free: list[torch.Tensor] = []
         """Slots that were given back, as views: to make one costs more than the rest of a hit."""
         self._lease_s, self.clock = lease_s, clock
-        self._entries: dict[ChunkKey, _Entry] = {}
-        self._cartridges: OrderedDict[str, dict[int, _Entry]] = OrderedDict()
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._cartridges: OrderedDict[str, dict[int, Entry]] = OrderedDict()
         """The same entries by digest, least recently used first, and chunk."""
         self._replacement = Replacement(self.slots)
-        self._leases: dict[Hold, None] = {}
-        """In the order in which they run out."""
+        self._leases = Leases()
         self._dropped: deque[Hold] = deque()
         """Holds that were not closed when the last reference to them went."""
-        self._lock = threading.RLock()  # re-entrant: a garbage collection inside it may close a loan
+        self._returned: deque[Entry] = deque()
+        """One of each loan that ended and is not counted yet: to end one takes no lock."""
+        self._lock = threading.RLock()  # re-entrant: `load` lends, and dropped holds are closed
         self._changed = threading.Condition(self._lock)
         self._threads = LoadThreads(plan, self._loaded, self._lock, clock=clock, **loading)
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
         # Totals are kept as they change: whoever asks for them must not hold up a hit.
-        self._held = self._leased = self._lent = 0
+        self._held = self._lent = 0
         self._closed = False
 
     def hold(self, keys: Sequence[ChunkKey], *, whole: bool = False) -> Hold:
@@ -160,16 +138,11 @@ class MemoryTier:
         `whole` the answer is all of `keys` or none. Nothing beyond that run stays held. A lease ends by `release`, chunk
         by chunk, or when it runs out.
         """
-        lease = self.hold(keys, whole=whole)
         with self._lock:
-            run = self._hold_run(lease, timeout_s)
+            run = self._keep_run(keys, timeout_s, whole=whole)
             if run:
-                lease.until = self.clock() + self._lease_s
-                self._leases[lease] = None
-                self._leased += run
-                for entry in lease._entries:
-                    entry.leases.append(lease)
-            return run
+                self._leases.add(self.clock() + self._lease_s, run)
+            return len(run)
 
     def release(self, key: ChunkKey) -> bool:
         """End one lease of a chunk, the oldest that has not run out; False if it has none."""
@@ -179,34 +152,28 @@ class MemoryTier:
                 self._expire()
             if entry is None or not entry.leases:
                 return False
-            lease = entry.leases.pop(0)
-            lease._entries.discard(entry)
-            if not lease._entries:
-                del self._leases[lease]
-            self._leased -= 1
+            self._leases.release(entry)
             self._let_go((entry,))
             return True
 
-    def lend(self, keys: Sequence[ChunkKey]) -> list[Hold]:
+    def lend(self, keys: Sequence[ChunkKey], make: Make = Loan) -> list[Any]:
         """Return a loan of each of the longest leading run of `keys` that is resident, the caller's to close."""
-        loans = []
         with self._lock:
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is None or entry.state != "resident":
-                    break
-                self._keep(entry)
-                loan = Hold(self, (key,), {entry})
-                loan.bytes, loan.is_loan = entry.bytes, True
-                loans.append(loan)
-            self._lent += len(loans)
-        return loans
+            self._settle()
+            run: list[Any] = list(map(self._entries.get, keys))
+            if not self._are_resident(run):
+                run = list(takewhile(_is_resident, run))
+            self._keep(run)
+            self._lent += len(run)
+        return loans(run, self._returned, make)
 
-    def load(self, key: ChunkKey, timeout_s: float) -> Hold | None:
+    def load(self, key: ChunkKey, timeout_s: float, make: Make = Loan) -> Any:
         """Return a loan of a chunk, loaded first if need be; None if it is not resident within `timeout_s`."""
-        with self.hold((key,)) as found, self._lock:
-            self._hold_run(found, timeout_s)
-            return next(iter(self.lend((key,))), None)
+        with self._lock:
+            run = self._keep_run((key,), timeout_s)
+            lent = self.lend((key,), make)
+            self._let_go(run)
+        return next(iter(lent), None)
 
     def resident(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the leading run of `keys` that is resident now; no side effects."""
@@ -221,7 +188,7 @@ class MemoryTier:
         """Drop the chunks of a cartridge, or of a chain, that nobody holds and return how many."""
         with self._lock:
             self._expire()
-            mine = list(filter(_is_idle, self._cartridges.get(digest, {}).values()))
+            mine = list(filter(Entry.is_idle, self._cartridges.get(digest, {}).values()))
             self._drop(*mine)
             return len(mine)
 
@@ -238,7 +205,7 @@ class MemoryTier:
             resident = self._promoted - self._evicted
             return TierStats(
                 self._hits, self._misses, self._promoted, self._failed, self._evicted,
-                resident, len(self._entries) - resident, self._held, self._leased, self._lent,
+                resident, len(self._entries) - resident, self._held, self._leases.count, self._lent,
                 resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
             )  # fmt: skip
 
@@ -255,8 +222,7 @@ class MemoryTier:
             resident = sum(entry.state == "resident" for entry in entries)
             assert self._promoted - self._evicted == resident, "promoted - evicted != resident"
             assert self._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
-            leased = sum(len(lease._entries) for lease in self._leases)
-            assert self._leased == leased == sum(len(entry.leases) for entry in entries), "a lease is lost"
+            self._leases.check(entries)
 
     def relieve(self) -> None:
         """Do `LoadThreads.relieve`."""
@@ -271,35 +237,43 @@ class MemoryTier:
 
     # The lock is held in everything below but `_loaded`, which takes it.
 
-    def _keep(self, entry: _Entry) -> None:
-        """Count one hold more: the one place where reference counts grow."""
-        if not entry.holds:
-            self._held += 1
-        entry.holds += 1
+    def _add(self, hold: Hold, entries: Iterable[Entry]) -> None:
+        """Have a hold keep entries too."""
+        new = set(entries) - hold._entries
+        self._keep(new)
+        hold._entries |= new
 
-    def _let_go(self, entries: Iterable[_Entry]) -> None:
+    def _keep(self, entries: Iterable[Entry]) -> None:
+        """Count one hold more of each: the one place where reference counts grow."""
+        for entry in entries:
+            if not entry.holds:
+                self._held += 1
+            entry.holds += 1
+
+    def _let_go(self, entries: Iterable[Entry]) -> None:
         """Count one hold less of each: the one place where reference counts shrink."""
         for entry in entries:
             entry.holds -= 1
             if not entry.holds and entry.state != "gone":
                 self._held -= 1
 
-    def _expire(self) -> None:
-        """Close the leases that have run out, and the holds that were dropped."""
+    def _settle(self) -> None:
+        """Count the loans that ended without the lock, and close the holds that were dropped."""
+        if self._returned:
+            returned = [self._returned.popleft() for _ in range(len(self._returned))]
+            self._let_go(returned)
+            self._lent -= len(returned)
         while self._dropped:
             self._dropped.popleft().close()
-        while self._leases:
-            oldest = next(iter(self._leases))
-            if oldest.until > self.clock():
-                break
-            for entry in oldest._entries:
-                entry.leases.remove(oldest)
-            self._leased -= len(oldest._entries)
-            del self._leases[oldest]
-            oldest.close()
+
+    def _expire(self) -> None:
+        """Do `_settle`, and end the leases that have run out."""
+        self._settle()
+        self._let_go(self._leases.expire(self.clock()))
 
     def _grow(self, hold: Hold) -> None:
         """Forget what could not be loaded of a hold, and admit what is missing."""
+        self._settle()
         now = self.clock()
         if failed := [entry for entry in hold._entries if entry.state == "gone"]:
             hold._problem = str(failed[0].error)
@@ -311,17 +285,37 @@ class MemoryTier:
             hold._is_counted = True
             hits = sum(key in self._entries and self._entries[key].state == "resident" for key in hold.keys)
             self._hits, self._misses = self._hits + hits, self._misses + len(hold.keys) - hits
-            self._use(hold.keys, hits == len(hold.keys))
+            self._use(count_digests(hold.keys), hits == len(hold.keys))
         if len(hold._entries) < len(hold.keys):
             if now >= hold._retry_at:
                 self._admit(hold)
         elif hold._problem is not None and all(entry.state == "resident" for entry in hold._entries):
             hold._problem, hold._retry_s = None, 0.0
 
-    def _hold_run(self, hold: Hold, timeout_s: float) -> int:
-        """Have a new hold keep the longest leading run of its keys that is resident in time, and return its length."""
-        entries = self._admit(hold, count=True)
-        run = 0
+    def _keep_run(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> list[Entry]:
+        """Keep the longest leading run of `keys` that is resident in time, and return it."""
+        self._settle()
+        here: list[Any] = list(map(self._entries.get, keys))
+        uses = count_digests(keys)
+        is_used = here and (here[0] is None or here[0].holds == len(here[0].leases))
+        # A claimed chunk was counted when it was claimed. So a chunk is not counted while somebody copies it.
+        if self._are_resident(here):
+            self._hits += len([entry for entry in here if entry.holds == len(entry.leases)])
+            self._keep(here)
+            for digest, count in uses.items():
+                self._cartridges.move_to_end(digest)
+                if is_used:
+                    self._replacement.use(digest, count, is_here=True)
+            return here
+        for entry in here:
+            if entry is None or not (entry.holds or entry.state == "resident"):
+                self._misses += 1
+            elif entry.state == "resident" and entry.holds == len(entry.leases):
+                self._hits += 1
+        if is_used:
+            self._use(uses, all(here))
+        hold = self.hold(keys, whole=whole)
+        entries, run = self._admit(hold), 0
 
         def has_ended() -> bool:
             nonlocal run
@@ -329,54 +323,46 @@ class MemoryTier:
                 run += 1  # what is held stays
             return run == len(entries) or entries[run].state == "gone"
 
-        if not has_ended():
-            self._changed.wait_for(has_ended, timeout_s)
-        if hold.whole and run < len(hold.keys):
-            run = 0
-        if run < len(hold._entries):
-            beyond = hold._entries.difference(entries[:run])
-            hold._entries -= beyond
-            self._let_go(beyond)
-        return run
+        self._changed.wait_for(has_ended, timeout_s)
+        kept = [] if whole and run < len(keys) else entries[:run]
+        held, hold._entries = hold._entries, set()
+        self._let_go(held.difference(kept))
+        return kept
 
-    def _admit(self, hold: Hold, *, count: bool = False) -> list[_Entry]:
+    def _admit(self, hold: Hold) -> list[Entry]:
         """Have a hold keep those of its chunks that are here, and start loading the others as far as there is room.
 
-        Returns the leading run that it keeps. With `count` chunks are counted as hits and misses.
+        Returns the leading run that it keeps.
         """
-        here = list(map(self._entries.get, hold.keys))
-        if count:
-            # A claimed chunk was counted when it was claimed. So a chunk is not counted while somebody copies it.
-            hits = sum(e is not None and e.state == "resident" and e.holds == len(e.leases) for e in here)
-            misses = sum(e is None or (e.state != "resident" and not e.holds) for e in here)
-            self._hits, self._misses = self._hits + hits, self._misses + misses
-            if here and (here[0] is None or here[0].holds == len(here[0].leases)):
-                self._use(hold.keys, all(here))
-        present = [entry for entry in here if entry is not None]
-        if len(present) < len(here) and hold.whole and not self._fits(hold.keys):
+        here: list[Any] = list(map(self._entries.get, hold.keys))
+        if not all(here) and hold.whole and not self._fits(hold.keys):
             return []
         # What is here is kept first, so that loading its neighbours cannot evict it.
-        kept = hold._entries
-        for entry in present:
-            if entry not in kept:
-                kept.add(entry)
-                self._keep(entry)
-        admitted, victims = present if len(present) == len(here) else [], self._victims()
-        for key in hold.keys[len(admitted) :]:
+        self._add(hold, filter(None, here))
+        admitted = here if all(here) else self._load_missing(hold)
+        for digest in count_digests(hold.keys[: len(admitted)]):
+            self._cartridges.move_to_end(digest)
+        return admitted
+
+    def _load_missing(self, hold: Hold) -> list[Entry]:
+        """Start loading chunks as long as there is room, and return the leading run that the hold keeps."""
+        admitted, victims = [], self._victims()
+        for key in hold.keys:
             found = self._entries.get(key)
             if found is None:
                 slot = None if self._closed else self._take_slot(victims)
                 if slot is None:
                     break
-                found = self._entries[key] = _Entry(key, slot)
+                found = self._entries[key] = Entry(key, slot)
                 self._cartridges.setdefault(key.digest, {})[key.chunk] = found
                 self._threads.submit(key, slot)
-                kept.add(found)
-                self._keep(found)
+                self._add(hold, (found,))
             admitted.append(found)
-        for digest in {entry.key.digest for entry in admitted}:
-            self._cartridges.move_to_end(digest)
         return admitted
+
+    def _are_resident(self, entries: Sequence[Entry | None]) -> bool:
+        """Whether all of these are here and nothing at all is on its way, which takes no look at each."""
+        return all(entries) and len(self._entries) == self._promoted - self._evicted
 
     def _fits(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether all of `keys` could be in memory at once, given what is held."""
@@ -385,27 +371,25 @@ class MemoryTier:
         missing = len(wanted - self._entries.keys())
         if missing <= free:
             return True
-        return missing <= free + sum(_is_idle(entry) and key not in wanted for key, entry in self._entries.items())
+        return missing <= free + sum(entry.is_idle() and key not in wanted for key, entry in self._entries.items())
 
-    def _use(self, keys: Sequence[ChunkKey], is_here: bool) -> None:
-        """Count a use of the cartridges, mostly one, that chunks are of."""
-        is_one = bool(keys) and keys[0].digest == keys[-1].digest  # a Counter takes longer than the rest
-        uses = {keys[0].digest: len(keys)} if is_one else Counter(digest for digest, _ in keys)
+    def _use(self, uses: dict[str, int], is_here: bool) -> None:
+        """Count a use of so many chunks of each cartridge."""
         for digest, count in uses.items():
             self._replacement.use(digest, count, is_here=is_here)
 
-    def _victims(self) -> Iterator[_Entry]:
+    def _victims(self) -> Iterator[Entry]:
         """Yield idle chunks in the order in which to evict them, each to be evicted before the next is asked for.
 
         Of a cartridge that is worth least the end goes first, so that the rest of a prefill one can be used yet.
         """
-        idle = [digest for digest, chunks in self._cartridges.items() if any(map(_is_idle, chunks.values()))]
+        idle = [digest for digest, chunks in self._cartridges.items() if any(map(Entry.is_idle, chunks.values()))]
         for digest in self._replacement.leave(idle):
-            chunks = sorted(filter(_is_idle, self._cartridges[digest].values()), key=lambda entry: entry.key.chunk)
+            chunks = sorted(filter(Entry.is_idle, self._cartridges[digest].values()), key=lambda entry: entry.key.chunk)
             self._replacement.tear(digest)
             yield from reversed(chunks)
 
-    def _take_slot(self, victims: Iterator[_Entry]) -> torch.Tensor | None:
+    def _take_slot(self, victims: Iterator[Entry]) -> torch.Tensor | None:
         """Return a free slot, that of a victim if need be; None where there is none."""
         if not self._free and self._used < self.slots:
             self._free.append(self._memory[self._used * self.slot_bytes : (self._used + 1) * self.slot_bytes])
@@ -430,13 +414,13 @@ class MemoryTier:
                     self._free_slot(entry)
             self._changed.notify_all()
 
-    def _drop(self, *entries: _Entry) -> None:
+    def _drop(self, *entries: Entry) -> None:
         """Evict idle chunks."""
         for entry in entries:
             self._free_slot(entry)
         self._evicted += len(entries)
 
-    def _free_slot(self, entry: _Entry) -> None:
+    def _free_slot(self, entry: Entry) -> None:
         entry.state = "gone"
         digest, chunk = entry.key
         del self._entries[entry.key], self._cartridges[digest][chunk]
@@ -446,5 +430,5 @@ class MemoryTier:
         self._free.append(entry.bytes)
 
 
-def _is_idle(entry: _Entry) -> bool:
-    return not entry.holds and entry.state == "resident"
+def _is_resident(entry: Entry | None) -> bool:
+    return entry is not None and entry.state == "resident"

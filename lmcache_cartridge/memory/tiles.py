@@ -37,6 +37,9 @@ _PACKS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 """Each takes K and V as `[..., token, size]` of one block and returns both as views in the order they are packed."""
 
 KINDS = tuple(_PACKS)
+WORD = torch.int64
+"""As which LMCache's server moves whole blocks: torch copies element by element, and 192 MiB of it in two thirds of the
+processor time of `bfloat16`."""
 
 
 def layout(kind: str, block_tokens: int, *, blocks: bool = False) -> str:
@@ -47,6 +50,11 @@ def layout(kind: str, block_tokens: int, *, blocks: bool = False) -> str:
 def is_tiled(name: str) -> bool:
     """Whether a layout is one of tiles, which no view can show as canonical KV."""
     return name.partition("/")[0] in _PACKS
+
+
+def has_blocks(name: str) -> bool:
+    """Whether a layout has the blocks of a layer as runs of bytes, which are moved as `WORD`s."""
+    return is_tiled(name) and _parse(name)[2]
 
 
 def fits(shape: ChunkShape, name: str) -> bool:

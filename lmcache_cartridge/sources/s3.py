@@ -155,7 +155,8 @@ class S3Source:
             if purpose not in self._clients:
                 self._clients[purpose] = make_client(*self._server, **options)
             client = self._clients[purpose]
-        return client, {"Bucket": bucket, "Key": f"{key}/{file}"}, f"{location}/{file} at {client.meta.endpoint_url}"
+        path = f"/{file}" if file else ""  # a location may be an object itself
+        return client, {"Bucket": bucket, "Key": key + path}, f"{location}{path} at {client.meta.endpoint_url}"
 
 
 def _head(call: _Call) -> dict[str, Any]:
