@@ -1,4 +1,4 @@
-"""What vLLM and LMCache do not promise is in two files, and found missing when something starts, not by a request."""
+"""What vLLM and LMCache do not promise is in three files, and found missing when something starts, not by a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_structure import FILES, PACKAGE, SOURCES, imports
 
-from lmcache_cartridge.engine import host, host_inprocess
+from lmcache_cartridge.engine import host, host_api, host_inprocess
 from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.errors import UnsupportedEngine
 
@@ -21,15 +21,15 @@ with warnings.catch_warnings():
     for _path in [path for names in host.NAMES.values() for path in names]:
         importlib.import_module(_path.partition(":")[0])
 
-HOSTS = [f"{PACKAGE}.engine.host", f"{PACKAGE}.engine.host_inprocess"]
+HOSTS = [f"{PACKAGE}.engine.{name}" for name in ("host", "host_api", "host_inprocess")]
 PROMISED = {
     "vllm": {"LLM", "SamplingParams", "envs"},
     "vllm.config": {"VllmConfig"},
     "vllm.logger": {"init_logger"},
-    "vllm.exceptions": {"GracefulHTTPError", "RetryableRequestError"},
+    "vllm.exceptions": {"GracefulHTTPError"},
     "vllm.sampling_params": {"RequestOutputKind"},
     "vllm.engine.protocol": {"EngineClient"},
-    "vllm.v1.kv_cache_interface": {"FullAttentionSpec"},
+    "vllm.v1.kv_cache_interface": {"AttentionSpec", "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorRole", "KVConnectorMetadata", "KVConnectorWorkerMetadata",
     },
@@ -186,18 +186,18 @@ def test_handlers_that_cannot_be_wrapped_are_refused() -> None:
     state = SimpleNamespace(
         _state={"a": sound, "b": object()}, openai_serving_chat=sound, serving_tokens=None, serving_render=showing
     )
-    host.wrap_handlers(
+    host_api.wrap_handlers(
         state, client, lambda inner: ["ours", inner], lambda engine: ["guard", engine], lambda inner: ["shown", inner]
     )
     assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
     assert showing.online_renderer == ["shown", "theirs"]
     for broken in (SimpleNamespace(engine_client=client), SimpleNamespace(online_renderer=1, engine_client=object())):
         with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
-            host.wrap_handlers(SimpleNamespace(openai_serving_chat=broken), client, list, list, list)
+            host_api.wrap_handlers(SimpleNamespace(openai_serving_chat=broken), client, list, list, list)
     with pytest.raises(UnsupportedEngine, match="_state"):
-        host.wrap_handlers(SimpleNamespace(), client, list, list, list)
+        host_api.wrap_handlers(SimpleNamespace(), client, list, list, list)
     with pytest.raises(UnsupportedEngine, match="online_renderer"):
-        host.wrap_handlers(SimpleNamespace(serving_render=object()), client, list, list, list)
+        host_api.wrap_handlers(SimpleNamespace(serving_render=object()), client, list, list, list)
 
 
 def test_a_connector_that_vllm_does_not_know_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +206,10 @@ def test_a_connector_that_vllm_does_not_know_is_not_replaced(monkeypatch: pytest
     monkeypatch.setattr(KVConnectorFactory, "_registry", {"Known": None})
     ours = "lmcache_cartridge.engine.connector", "CartridgeConnector"
     for _ in range(2):
-        host.replace_connectors({"Known": ours})
+        host_api.replace_connectors({"Known": ours})
     assert KVConnectorFactory.get_connector_class_by_name("Known").__name__ == "CartridgeConnector"
     with pytest.raises(UnsupportedEngine, match="Unknown"):
-        host.replace_connectors({"Unknown": ours})
+        host_api.replace_connectors({"Unknown": ours})
 
 
 # Where such names stand.

@@ -14,9 +14,10 @@ ADAPTER = "lmcache.tag.cartridge-adapter"
 CAPTURE = "lmcache.tag.capture"
 """The key in `kv_transfer_params` of a request whose KV a client means to fetch, under a name of its own."""
 GRANT = "cartridge"
-"""The key in `kv_transfer_params` that tells our connector of the request's claim: how many leading positions must be
-injected, not computed (`must_inject`), how many are in memory (`resident`), the client's own `salt`, and whose KV it is
-(`adapter`): the `adapter_name` of the LoRA adapter that computes the request, empty for the base model."""
+"""The key in `kv_transfer_params` that tells our connector of the request's claim: how many leading `positions` are of its
+cartridges, how many of them must be injected, not computed (`must_inject`), how many are in memory (`resident`), the
+client's own `salt`, and whose KV it is (`adapter`): the `adapter_name` of the LoRA adapter that computes the request, empty
+for the base model."""
 SKIP_SAVE, MAX_OFFLOAD = "lmcache.skip_save", "lmcache.max_offload_tokens"
 """LMCache's switches of one request: save nothing of it, and save so many leading tokens at most."""
 CONTROL = "cartridge.control"
@@ -53,6 +54,24 @@ SLEEP = (
     "in-process, or without sleep mode"
 )
 """Why an engine that may sleep is refused in multiprocess mode."""
+ONE_GROUP = "disable-hybrid-kv-cache-manager"
+"""The option of vLLM that keeps the KV of full and sliding layers in one group of equal blocks. Attention ignores what is
+beyond a window all the same."""
+SEVERAL_GROUPS = (
+    "full and sliding layers would have KV caches with blocks of their own, and a cartridge has one KV for all layers; start "
+    f"vLLM with --{ONE_GROUP}, as `serve` does"
+)
+NULL_BLOCK = 0
+"""The block that vLLM gives all requests for positions that a window has left behind: what is in it is nobody's."""
+WINDOWS_RECOMPUTED = (
+    "every layer of the model has a sliding window, so vLLM keeps no blocks in which what could not be loaded could be "
+    "computed; set kv_load_failure_policy to fail"
+)
+WINDOWS_SAVED = (
+    "every layer of the model has a sliding window, so vLLM gives a request's earlier blocks to others, and LMCache would "
+    "save what those write; have nothing saved (`serve --no-save`, or kv_role kv_consumer)"
+)
+"""Why LMCache's own saving does not go with a model whose layers all have a window."""
 DATA_PARALLEL = (
     "LMCache 0.5.6 inside vLLM does not start in the second engine of a server; use `serve --mode multiprocess`, or one "
     "server for each engine and a router before them"

@@ -1,4 +1,5 @@
-"""Host: every name of vLLM and LMCache that they do not promise, in this file and, of LMCache in-process, `host_inprocess`.
+"""Host: every name of vLLM and LMCache that they do not promise, in this file and the two beside it.
+`host_api` has those of vLLM's API server, `host_inprocess` those of LMCache in vLLM's process.
 
 `NAMES` lists the names. `verify` resolves and tries those of one part when that part starts, so that a release which
 renamed one is refused at once, by name, and never found by a request. Nothing is imported until it is asked for.
@@ -6,16 +7,16 @@ renamed one is refused at once, by name, and never found by a request. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SettingsError, UnsupportedEngine
 from ..settings import Settings, from_environment
 from .contract import CONTROL_METHOD
-from .versions import PROVEN, check_versions, versions
+from .versions import PROVEN, Mode, check_versions, versions
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Part = Literal["api", "worker", "in-process", "multiprocess", "adapter"]
 """What starts: the API server, a vLLM worker, one of the two connectors, or the adapter in LMCache's server."""
+_MODES: dict[Part, Mode] = {"in-process": "in-process", "multiprocess": "multiprocess", "adapter": "multiprocess"}
 
 
 def start(part: Part) -> None:
@@ -34,7 +36,7 @@ def start(part: Part) -> None:
         unproven = from_environment().unproven_versions
     except SettingsError:
         unproven = Settings().unproven_versions
-    check_versions(unproven=unproven)
+    check_versions(unproven=unproven, mode=_MODES.get(part))
     verify(part)
 
 
@@ -74,146 +76,6 @@ def attribute(owner: Any, name: str) -> Any:
         raise changed(f"{type(owner).__name__}.{name}", str(error)) from None
 
 
-# vLLM's API server.
-
-_HANDLERS = (
-    "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
-    "anthropic_serving_messages", "cohere_serving_chat_v2", "serving_tokens",
-)  # fmt: skip
-"""vLLM's request handlers that take what a client says of KV transfer to the engine."""
-
-
-_SHOWING = ("serving_render", "serving_tokenization")
-"""vLLM's handlers that return the tokens of a prompt."""
-
-
-def wrap_handlers(
-    state: Any, engine_client: Any, renderer: Callable[[Any], Any], engine: Callable[[Any], Any],
-    showing: Callable[[Any], Any],
-) -> None:  # fmt: skip
-    """Put `renderer` and `engine` around what vLLM's request handlers, in the app's `state`, render and generate with,
-    and `showing` around what those render with that return tokens.
-
-    Raises `UnsupportedEngine` where a handler has no such thing.
-    """
-    for name in _SHOWING:
-        if (serving := getattr(state, name, None)) is not None:
-            serving.online_renderer = showing(attribute(serving, "online_renderer"))
-    for name in _HANDLERS:
-        if (serving := getattr(state, name, None)) is None:
-            continue
-        if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
-            raise changed(f"online_renderer and engine_client of {name}", "one of them is not there")
-        serving.online_renderer = renderer(serving.online_renderer)
-    for serving in attribute(state, "_state").values():
-        if getattr(serving, "engine_client", None) is engine_client:
-            serving.engine_client = engine(engine_client)
-
-
-def extend_models(
-    state: Any, takes: Callable[[str], bool], answered: Callable[[], str | None],
-    more: Callable[[], Awaitable[Mapping[str, str]]],
-) -> list[str]:  # fmt: skip
-    """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
-
-    `answered` is what a request's answer calls the model in the place of the first name, `more` the names that
-    `GET /v1/models` lists beside those, with what each stands for. Raises `UnsupportedEngine` where a handler asks for
-    models elsewhere.
-    """
-    from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelPermission
-
-    models = attribute(state, "openai_serving_models")
-    served = [path.name for path in attribute(models, "base_model_paths")]
-    is_base, name, show = (attribute(models, n) for n in ("is_base_model", "model_name", "show_available_models"))
-    for handler in _HANDLERS:
-        if getattr(getattr(state, handler, None), "models", models) is not models:
-            raise changed(f"models of {handler}", "it has others than the server")
-
-    def model_name(lora_request: Any = None) -> str:
-        return (None if lora_request else answered()) or name(lora_request)
-
-    async def show_available_models() -> Any:
-        shown = await show()
-        shown.data += [
-            ModelCard(id=name, root=root, parent=served[0], permission=[ModelPermission()])
-            for name, root in (await more()).items()
-        ]
-        return shown
-
-    models.is_base_model = lambda model: is_base(model) or takes(model)
-    models.model_name = model_name
-    models.show_available_models = show_available_models
-    return served
-
-
-async def control_paths(engine_client: Any) -> list[str]:
-    """Return the control sockets of the workers of all engines that this API server may hand a request to.
-
-    `collective_rpc` asks all engines under data parallelism and returns the first one's answer alone (vLLM 0.32).
-    Raises `UnsupportedEngine` for an engine on another machine.
-    """
-    core = getattr(engine_client, "engine_core", None)
-    if len(getattr(core, "core_engines", ())) < 2:
-        return await engine_client.collective_rpc(CONTROL_METHOD)
-    ask = attribute(core, "call_utility_all_async")
-    paths = [path for engine in await ask("collective_rpc", CONTROL_METHOD, None, (), {}) for path in engine]
-    if away := [path for path in paths if not Path(path).exists()]:
-        raise UnsupportedEngine(
-            f"{len(away)} of {len(paths)} workers are on another machine, where this API server cannot claim cartridges; "
-            "start a server on each machine, and a router before them"
-        )
-    return list(dict.fromkeys(paths))
-
-
-async def check_handlers(state: Any) -> None:
-    """Ask every handler that takes cartridges for one that cannot be, and see that it is refused.
-
-    Raises `UnsupportedEngine` where the request's field did not reach us: it would be ignored, and answered.
-    """
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.exceptions import GracefulHTTPError
-
-    model = state.openai_serving_models.base_model_paths[0].name
-    chat: Any = {"model": model, **_CHAT}
-    nothing: Any = {"cartridges": [""]}
-    asked: dict[str, Callable[[Any], Any]] = {
-        "openai_serving_completion": lambda s: s.create_completion(
-            CompletionRequest(model=model, prompt="x", max_tokens=1, **nothing)
-        ),
-        "openai_serving_chat": lambda s: s.create_chat_completion(ChatCompletionRequest(**chat, **nothing)),
-        "openai_serving_responses": lambda s: s.create_responses(
-            ResponsesRequest(model=model, input="x", max_output_tokens=1, store=False, **nothing)
-        ),
-        "anthropic_serving_messages": lambda s: s.create_messages(
-            AnthropicMessagesRequest(**chat, kv_transfer_params={"cartridge_id": ""})
-        ),
-    }
-    for name, ask in asked.items():
-        if (serving := getattr(state, name, None)) is None:
-            continue
-        try:
-            reply = await ask(serving)
-        except GracefulHTTPError as refusal:
-            if str(refusal).startswith("cartridges.0"):
-                continue
-            reply = refusal
-        raise changed(f"{name} and the field `cartridges` in its requests", f"it answers {reply!r:.200}")
-
-
-def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
-    """Have vLLM load our connectors, by module and class, under names of its own. Doing so again is no change."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    for name, (module, class_name) in ours.items():
-        if name not in KVConnectorFactory._registry:
-            raise changed(f"the connector {name}", "vLLM does not know it")
-        del KVConnectorFactory._registry[name]
-        KVConnectorFactory.register_connector(name, module, class_name)
-
-
 # vLLM's worker.
 
 
@@ -240,8 +102,9 @@ def current_vllm_config() -> VllmConfig | None:
 
 
 def attention_layers(config: VllmConfig) -> Mapping[str, Any]:
-    """Return the engine's attention layers, by name."""
-    return attribute(config.compilation_config, "static_forward_context")
+    """Return the engine's attention layers, by name; vLLM has a model's experts in the same place."""
+    layers = attribute(config.compilation_config, "static_forward_context")
+    return {name: layer for name, layer in layers.items() if hasattr(layer, "get_kv_cache_spec")}
 
 
 def layer_index(name: str) -> int:
@@ -261,11 +124,30 @@ def write_kv(layer: Any, keys: torch.Tensor, values: torch.Tensor, kv_cache: tor
     layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, slots)
 
 
-def rope_frequencies(kind: str, config: Any) -> tuple[list[float], float]:
-    """Return the inverse frequencies and attention factor that transformers derives from a model's config."""
+def latent_size(layer: Any) -> int | None:
+    """Return the elements of the latent vectors that an attention layer caches, None for one that caches none."""
+    impl = getattr(layer, "impl", None)
+    return getattr(impl, "kv_lora_rank", None) if hasattr(impl, "do_kv_cache_update") else None
+
+
+def write_latents(
+    layer: Any, latents: torch.Tensor, keys: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Have a layer write latent vectors `[T, C]` and rotary keys `[T, 1, R]` to these slots of a cache like its own."""
+    layer.impl.do_kv_cache_update(latents, keys, kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
+
+
+def rope_frequencies(
+    rope_type: str, config: Any, layers: str | None, tokens: int | None = None
+) -> tuple[list[float], float]:
+    """Return the inverse frequencies and attention factor that transformers derives from a config, for a kind of layers.
+
+    Where they depend on a prompt's length, those of one of `tokens`.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    of_kind = {"layer_type": layers} if layers else {}
+    inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu", seq_len=tokens, **of_kind)
     return inverse.tolist(), factor
 
 
@@ -319,9 +201,45 @@ def may_look_up_again(tracker: Any) -> bool:
     return tracker.state == LMCacheMPRequestState.PREFETCHING
 
 
+def rename_tokens(tracker: Any, rename: Callable[[list[int]], list[int]]) -> None:
+    """Have LMCache make a request's keys of what `rename` returns for its token ids."""
+    tracker.get_token_ids = lambda: rename(type(tracker).get_token_ids(tracker))
+
+
+def maps_caches(config: VllmConfig) -> bool:
+    """Whether LMCache's server is to move blocks itself: on CPU it puts other memory behind the caches that it is shown."""
+    extra = attribute(config.kv_transfer_config, "kv_connector_extra_config")
+    mode = extra.get("lmcache.mp.mp_transfer_mode") or os.environ.get("LMCACHE_MP_TRANSFER_MODE", "")
+    return str(getattr(mode, "value", mode)).lower() == "lmcache_driven"
+
+
 def let_go_of_hits(tracker: Any) -> None:
     """Have LMCache retrieve nothing for a request, as if vLLM had what LMCache found."""
     tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+
+
+def keep_from_saving(tracker: Any) -> None:
+    """Have LMCache save nothing more of a request; before 0.5.6 it takes `without_unsaved` as well."""
+    tracker.max_offload_tokens = 0
+
+
+def can_limit_saving() -> bool:
+    """Whether LMCache's connector itself heeds `keep_from_saving`."""
+    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
+
+    return hasattr(LMCacheMPRequestTracker, "max_offload_tokens")
+
+
+def without_unsaved(stores: list[Any], tracker_of: Callable[[str], Any], *, may_save: bool) -> list[Any]:
+    """Return what is left of a step's transfers without those that save what is not to be saved.
+
+    LMCache has looked at that itself since 0.5.6, the engine's role included; 0.5.5 saves whatever was computed.
+    """
+    return [
+        one for one in stores
+        if one.direction != "STORE"
+        or (may_save and getattr(tracker_of(one.request_id), "max_offload_tokens", None) != 0)
+    ]  # fmt: skip
 
 
 def _is_asked_for_trackers(connector: Any) -> bool:
@@ -342,6 +260,19 @@ def _is_asked_for_trackers(connector: Any) -> bool:
     except Asked:
         return True
     return False
+
+
+def _names_by_tracker(make: Any) -> bool:
+    """Whether what LMCache saves is named by the token ids that `rename_tokens` replaces."""
+    from types import SimpleNamespace
+
+    tracker = SimpleNamespace(
+        request_id="r", all_token_ids=[1, 2], num_prompt_tokens=2, num_scheduled_tokens=2, num_stored_tokens=0,
+        num_vllm_hit_tokens=0, num_lmcache_hit_tokens=0, num_allocated_blocks=lambda: {0: 1}, allocated_block_ids={0: [1]},
+        max_offload_tokens=None, cache_salt="", request_configs=None, increase_num_stored_tokens=lambda count: None,
+        get_token_ids=lambda: [3, 4],
+    )  # fmt: skip
+    return make(tracker, 2, [2]).op.token_ids == [3, 4]
 
 
 def _puts_one_by_one(put: Any) -> bool:
@@ -377,26 +308,28 @@ def _reads(**fields: Any) -> Callable[[Any], bool]:
     return lambda kind: kind(model="m", **fields).kv_transfer_params is None
 
 
-_CHAT: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+CHAT: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+"""The fields of a smallest chat request, but for the model."""
 _CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 _SCHEDULER = "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPSchedulerAdapter"
 _METADATA = "lmcache.integration.vllm.lmcache_mp_metadata"
 _TRACKER = f"{_METADATA}:LMCacheMPRequestTracker"
-_TRACKED = "cache_salt", "max_offload_tokens", "num_stored_tokens", "num_vllm_hit_tokens", "num_lmcache_hit_tokens"
+_TRACKED = "cache_salt", "num_stored_tokens", "num_vllm_hit_tokens", "num_lmcache_hit_tokens"
 
 NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
     "api": {
         "vllm.exceptions:GracefulHTTPError": lambda kind: str(kind("x", 400)) == "x",
-        "vllm.exceptions:RetryableRequestError": lambda kind: str(kind("x")) == "x",
+        "vllm.exceptions:GenerationError": lambda kind: str(kind("x")) == "x",
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest": _reads(prompt="x"),
-        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**_CHAT),
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**CHAT),
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
-        "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**_CHAT),
+        "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**CHAT),
         "vllm.entrypoints.serve.engine.protocol:ModelCard": lambda kind: (
             kind(id="m:a", root="a@1", parent="m").parent == "m"
         ),
         "vllm.entrypoints.serve.engine.protocol:ModelPermission": lambda kind: kind(),
         "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": callable,
+        "vllm.renderers.online_renderer:OnlineRenderer.render_responses": callable,
     },
     "worker": {
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": lambda names: (
@@ -426,6 +359,8 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         f"{_CONNECTOR}:LMCacheMPConnector._get_request_tracker": callable,
         f"{_CONNECTOR}:get_dcp_decorated_model_name": callable,
         **{f"{_TRACKER}.{name}": lambda value: not value for name in _TRACKED},
+        f"{_TRACKER}.get_token_ids": callable,
+        f"{_METADATA}:LMCacheMPRequestMetadata.GetStoreMetadata": _names_by_tracker,
         f"{_TRACKER}.state": lambda state: state.name == "PREFETCHING",
         f"{_METADATA}:LMCacheMPRequestState.PREFETCHING": lambda _: True,
         f"{_METADATA}:LMCacheMPConnectorMetadata": lambda kind: "requests" in vars(kind()),
@@ -445,5 +380,5 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
 """By what needs them, every such name as `module:attribute.attribute`, and a trial of what it stands for.
 
 A trial that returns something false or raises has found a change. Some names are of live objects and so are looked at
-where those are: `wrap_handlers`, `model_name`, and in `host_inprocess`.
+where those are: `model_name`, and in `host_api` and `host_inprocess`.
 """

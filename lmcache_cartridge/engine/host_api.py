@@ -1,0 +1,182 @@
+"""Host, of vLLM's API server: names that it does not promise, most of live objects. `host` has the rest and the list."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedEngine
+from .contract import CONTROL_METHOD
+from .host import CHAT, attribute, changed
+
+_HANDLERS = (
+    "openai_serving_chat", "openai_serving_chat_batch", "openai_serving_completion", "openai_serving_responses",
+    "anthropic_serving_messages", "cohere_serving_chat_v2", "serving_tokens",
+)  # fmt: skip
+"""vLLM's request handlers that take what a client says of KV transfer to the engine."""
+
+
+_SHOWING = ("serving_render", "serving_tokenization")
+"""vLLM's handlers that return the tokens of a prompt."""
+
+
+def wrap_handlers(
+    state: Any, engine_client: Any, renderer: Callable[[Any], Any], engine: Callable[[Any], Any],
+    showing: Callable[[Any], Any],
+) -> None:  # fmt: skip
+    """Put `renderer` and `engine` around what vLLM's request handlers, in the app's `state`, render and generate with,
+    and `showing` around what those render with that return tokens.
+
+    Raises `UnsupportedEngine` where a handler has no such thing.
+    """
+    for name in _SHOWING:
+        if (serving := getattr(state, name, None)) is not None:
+            serving.online_renderer = showing(attribute(serving, "online_renderer"))
+    for name in _HANDLERS:
+        if (serving := getattr(state, name, None)) is None:
+            continue
+        if not hasattr(serving, "online_renderer") or getattr(serving, "engine_client", None) is not engine_client:
+            raise changed(f"online_renderer and engine_client of {name}", "one of them is not there")
+        serving.online_renderer = renderer(serving.online_renderer)
+    for serving in attribute(state, "_state").values():
+        if getattr(serving, "engine_client", None) is engine_client:
+            serving.engine_client = engine(engine_client)
+
+
+def before_shutdown(engine_client: Any, wait: Callable[[float], None]) -> None:
+    """Have vLLM call `wait` once, with how many seconds what runs may take, before it stops the engine.
+
+    vLLM's API server stops its engine first of all when a signal comes, in a thread, and serves until that is done.
+    Raises `UnsupportedEngine`.
+    """
+    stop, timeout_s = attribute(engine_client, "shutdown"), attribute(engine_client.vllm_config, "shutdown_timeout")
+    waited: list[bool] = []
+
+    def shutdown(timeout: float | None = None) -> None:
+        if not waited and not engine_client.errored:
+            waited.append(True)
+            wait(timeout_s)
+        stop(timeout=timeout)
+
+    engine_client.shutdown = shutdown
+
+
+def extend_models(
+    state: Any, takes: Callable[[str], bool], answered: Callable[[], str | None],
+    more: Callable[[], Awaitable[Mapping[str, str]]],
+) -> list[str]:  # fmt: skip
+    """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
+
+    `answered` is what a request's answer calls the model in the place of the first name, `more` the names that
+    `GET /v1/models` lists beside those, with what each stands for. Raises `UnsupportedEngine` where a handler asks for
+    models elsewhere.
+    """
+    from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelPermission
+
+    models = attribute(state, "openai_serving_models")
+    served = [path.name for path in attribute(models, "base_model_paths")]
+    is_base, name, show = (attribute(models, n) for n in ("is_base_model", "model_name", "show_available_models"))
+    for handler in _HANDLERS:
+        if getattr(getattr(state, handler, None), "models", models) is not models:
+            raise changed(f"models of {handler}", "it has others than the server")
+
+    def model_name(lora_request: Any = None) -> str:
+        return (None if lora_request else answered()) or name(lora_request)
+
+    async def show_available_models() -> Any:
+        shown = await show()
+        shown.data += [
+            ModelCard(id=name, root=root, parent=served[0], permission=[ModelPermission()])
+            for name, root in (await more()).items()
+        ]
+        return shown
+
+    models.is_base_model = lambda model: is_base(model) or takes(model)
+    models.model_name = model_name
+    models.show_available_models = show_available_models
+    return served
+
+
+async def control_paths(engine_client: Any) -> list[str]:
+    """Return the control sockets of the workers of all engines that this API server may hand a request to.
+
+    `collective_rpc` asks all engines under data parallelism and returns the first one's answer alone (vLLM 0.32).
+    Raises `UnsupportedEngine` for an engine on another machine.
+    """
+    core = getattr(engine_client, "engine_core", None)
+    if len(getattr(core, "core_engines", ())) < 2:
+        # Ranks that share one store, those of latent attention in multiprocess mode, have one socket.
+        return list(dict.fromkeys(await engine_client.collective_rpc(CONTROL_METHOD)))
+    ask = attribute(core, "call_utility_all_async")
+    paths = [path for engine in await ask("collective_rpc", CONTROL_METHOD, None, (), {}) for path in engine]
+    if away := [path for path in paths if not Path(path).exists()]:
+        raise UnsupportedEngine(
+            f"{len(away)} of {len(paths)} workers are on another machine, where this API server cannot claim cartridges; "
+            "start a server on each machine, and a router before them"
+        )
+    return list(dict.fromkeys(paths))
+
+
+def retryable(message: str, status: int) -> Exception:
+    """Return the error of a request that may be sent again, which vLLM answers with `status`.
+
+    vLLM has a class for it since 0.32; before that the answer's `type` is `InternalServerError`.
+    """
+    from vllm.exceptions import GenerationError
+
+    kind = getattr(sys.modules[GenerationError.__module__], "RetryableRequestError", GenerationError)
+    error = kind(message)
+    error.status_code = HTTPStatus(status)
+    return error
+
+
+async def check_handlers(state: Any) -> None:
+    """Ask every handler that takes cartridges for one that cannot be, and see that it is refused.
+
+    Raises `UnsupportedEngine` where the request's field did not reach us: it would be ignored, and answered.
+    """
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.exceptions import GracefulHTTPError
+
+    model = state.openai_serving_models.base_model_paths[0].name
+    chat: Any = {"model": model, **CHAT}
+    nothing: Any = {"cartridges": [""]}
+    asked: dict[str, Callable[[Any], Any]] = {
+        "openai_serving_completion": lambda s: s.create_completion(
+            CompletionRequest(model=model, prompt="x", max_tokens=1, **nothing)
+        ),
+        "openai_serving_chat": lambda s: s.create_chat_completion(ChatCompletionRequest(**chat, **nothing)),
+        "openai_serving_responses": lambda s: s.create_responses(
+            ResponsesRequest(model=model, input="x", max_output_tokens=1, store=False, **nothing)
+        ),
+        "anthropic_serving_messages": lambda s: s.create_messages(
+            AnthropicMessagesRequest(**chat, kv_transfer_params={"cartridge_id": ""})
+        ),
+    }
+    for name, ask in asked.items():
+        if (serving := getattr(state, name, None)) is None:
+            continue
+        try:
+            reply = await ask(serving)
+        except GracefulHTTPError as refusal:
+            if str(refusal).startswith("cartridges.0"):
+                continue
+            reply = refusal
+        raise changed(f"{name} and the field `cartridges` in its requests", f"it answers {reply!r:.200}")
+
+
+def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
+    """Have vLLM load our connectors, by module and class, under names of its own. Doing so again is no change."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name, (module, class_name) in ours.items():
+        if name not in KVConnectorFactory._registry:
+            raise changed(f"the connector {name}", "vLLM does not know it")
+        del KVConnectorFactory._registry[name]
+        KVConnectorFactory.register_connector(name, module, class_name)
