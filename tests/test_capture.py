@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.engine.contract import CAPTURE
 from lmcache_cartridge.errors import CanaryFailed, CartridgeError, SourceError
 from lmcache_cartridge.make import capture
+from lmcache_cartridge.make.light import ConfigModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack, read_kv
 
@@ -44,10 +48,12 @@ class FakeServer:
     ) -> None:
         self._model, self._damage, self._copies, self.cached = model, damage, copies, 0
         self.asked: dict[str, Any] = {}
+        self.fingerprint: Fingerprint | None = model.fingerprint
 
     def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
         if path == "/v1/cartridges/capture":
-            return read({"chunk_tokens": TOKENS})
+            served = {} if self.fingerprint is None else {"fingerprint": msgspec.to_builtins(self.fingerprint)}
+            return read({"chunk_tokens": TOKENS} | served)
         if path == "/tokenize":
             assert body["add_generation_prompt"] is False
             return read({"tokens": self._model.encode(body["messages"][0]["content"], special=True)})
@@ -100,6 +106,41 @@ def test_kv_of_another_model_is_refused_and_nothing_left(
     assert not (tmp_path / "a").exists()
 
 
+def test_a_server_of_other_weights_is_refused_by_its_fingerprint_however_like_its_kv(
+    model: CausalModel, ids: list[int], tmp_path: Path
+) -> None:
+    """Eight bits change values by less than the comparison of KV sees."""
+    server: Any = FakeServer(model)
+    other = {"weights_digest": "00" * 32, "quantisation": "compressed-tensors int-quantized"}
+    server.fingerprint = msgspec.structs.replace(model.fingerprint, **other)
+    with pytest.raises(
+        SourceError, match="another model than model: weights_digest.*; quantisation: none, not compressed"
+    ):
+        capture.build(model, server, ids, tmp_path / "a", cartridge_id="a", version=1)
+    server.fingerprint = None  # of an older release, which does not say
+    assert capture.build(model, server, ids, tmp_path / "a", cartridge_id="a", version=1).canary is not None
+
+
+def test_without_the_weights_the_fingerprints_decide_and_there_is_no_canary(
+    model: CausalModel, ids: list[int], tmp_path: Path
+) -> None:
+    server: Any = FakeServer(model)
+    light, root = ConfigModel(str(MODEL_DIR)), tmp_path / "a"
+    made = capture.build(light, server, ids, root, cartridge_id="a", version=1, compare=False)
+    assert (made.canary, made.provenance.canary) == (None, None)
+    assert torch.equal(read_kv(made, root), read_kv(*_compared(model, server, ids, tmp_path / "b")))
+    server.fingerprint = msgspec.structs.replace(model.fingerprint, weights_digest="00" * 32)
+    for problem in ("another model than model: weights_digest", "does not say which model"):
+        with pytest.raises(SourceError, match=problem):
+            capture.build(light, server, ids, tmp_path / "c", cartridge_id="c", version=1, compare=False)
+        assert not (tmp_path / "c").exists()
+        server.fingerprint = None
+
+
+def _compared(model: CausalModel, server: Any, ids: list[int], root: Path) -> tuple[Manifest, Path]:
+    return capture.build(model, server, ids, root, cartridge_id=root.name, version=1), root
+
+
 def test_a_server_that_found_some_of_the_text_is_refused(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
     server: Any = FakeServer(model)
     server.cached = 128
@@ -119,6 +160,8 @@ def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
         (["--document", "m.json", "--messages", "m.json", "--from-server", "http://x"], "needs a --document"),
         (["--document", "m.json", "--from-server", "http://x", "--compact", "4x"], "leave --from-server out"),
         (["--messages", "none.json", "--from-server", "http://x"], "no such file"),
+        (["--document", "m.json", "--no-compare"], "it goes with --from-server"),
+        (["--document", "m.json", "--compact", "4x", "--no-compare"], "leave --no-compare out"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(

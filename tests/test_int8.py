@@ -204,7 +204,7 @@ def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made,
     segments = [Segment(Cartridge(made.manifest, root, str(root)), at) for at in (0, POSITIONS)]
     ChunkLoader(Sources(), shape, range(4), "heads").load(segments, (offset + 2 * CHUNK) // CHUNK, out)
     keys, values = _served(made, root)[:, :, 2 * CHUNK : 3 * CHUNK]
-    expected = shift_keys(keys, model.rope, offset) if offset else keys
+    expected = shift_keys(keys, model, offset) if offset else keys
     assert torch.equal(VIEWS["heads"](out, shape), torch.stack([expected, values]))
 
 

@@ -134,12 +134,12 @@ def test_another_rule_makes_other_bytes(tmp_path: Path, other: Callable[[], Bloc
 def test_the_later_of_a_chain_is_rotated_before_it_is_quantised(tmp_path: Path) -> None:
     first, before = _segment(tmp_path / "a")
     second, after = _segment(tmp_path / "b", "int8", offset=CHUNK, seed=1)
-    moved = torch.stack([shift_keys(after[0], MODEL.rope, CHUNK), after[1]])
+    moved = torch.stack([shift_keys(after[0], MODEL, CHUNK), after[1]])
     slots = torch.arange(2 * CHUNK)
     expected = _by_the_op(_blocks(), torch.cat([before, moved], dim=2), slots)
     assert _equal(_by_us(_blocks(), [first, second], 2, slots), expected)
     # The control, with scale 1: keys that were quantised, and moved then.
-    coarse = torch.stack([shift_keys(cut_off(after[0], FP8["fp8"]), MODEL.rope, CHUNK), after[1]])
+    coarse = torch.stack([shift_keys(cut_off(after[0], FP8["fp8"]), MODEL, CHUNK), after[1]])
     ones = [(1.0, 1.0)] * 3
     late = _by_the_op(_blocks(scales=ones), torch.cat([before, coarse], dim=2), slots)
     assert not _equal(_by_us(_blocks(scales=ones), [first, second], 2, slots), late)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, make_model
 from lessons import MODEL, School, answered, school, tokens_of, write_template
 from recall.ward import ask, write_document
 
@@ -22,8 +23,9 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.cli import train as training
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged
+from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, read, save
 from lmcache_cartridge.make.train import lesson, retention
@@ -432,6 +434,34 @@ def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made: Sch
 def test_a_question_too_long_for_the_model_is_named(made: School) -> None:
     with pytest.raises(CartridgeError, match="'ward ward .*the model's context is 8192"):
         lesson.prepare(made.model, made.ids, [Question("ward " * 9000, "7")], form="chat", top_k=4, answer_tokens=2)
+
+
+@pytest.mark.parametrize(("family", "changes", "why"), [
+    ("mistral", {"sliding_window": 64}, "layers of MistralForCausalLM see 64 positions, and the document .* has 1"),
+    ("mistral", {"sliding_window": 512}, None),
+    ("gemma3", {"sliding_window": 64}, "see 64 positions"),
+    ("llama4", {"attention_chunk_size": 64, "layer_types": ["chunked_attention", "full_attention"] * 2}, "see 64"),
+    ("llama", {}, None),
+    ("falcon alibi", {}, "ALiBi"),
+])  # fmt: skip
+def test_what_training_would_show_otherwise_than_engines_do_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], why: str | None
+) -> None:
+    config = FAMILIES[family]()
+    config.update(changes)
+    model, ids = CausalModel(str(make_model(tmp_path / "model", config))), list(range(5, 105))
+
+    def prepare() -> lesson.Lesson:
+        return lesson.prepare(model, ids, [Question("ward?")], form="text", top_k=4, answer_tokens=4)
+
+    if why is not None:
+        with pytest.raises(UnsupportedModel, match=why):
+            prepare()
+        return
+    found = prepare()
+    example = found.examples[0]
+    plain = model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
+    assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
 
 
 def test_no_question_is_put_behind_the_end_of_the_models_context(made: School, monkeypatch: pytest.MonkeyPatch) -> None:

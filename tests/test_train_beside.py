@@ -50,7 +50,7 @@ def test_a_question_is_answered_in_company_as_behind_the_chain_that_is_served(
     rows = len(packed.rows)
     chain, place = [], 0
     for each in [*(o.kv for o in chosen[:before]), kv, *(o.kv for o in chosen[before:])]:
-        chain.append(torch.stack([shift_keys(each[0], made.model.fingerprint.rope, place), each[1]]))
+        chain.append(torch.stack([shift_keys(each[0], made.model.fingerprint, place), each[1]]))
         place += each.shape[2]
     expected = answer_logits(made.model.model, made.model.cache(torch.cat(chain, dim=2), rows), packed)
     around = Company(made.model, others, 3).around(chosen, before, P, [])

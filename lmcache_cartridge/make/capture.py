@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ..artifact.chat import Chat
+from ..artifact.fingerprint import Fingerprint
 from ..artifact.manifest import Manifest, Provenance
 from ..engine.contract import CAPTURE
 from ..errors import ArtifactError, SourceError
@@ -39,32 +41,48 @@ def conversation_ids(server: Server, messages: Any) -> list[int]:
 
 def build(
     model: CausalModel, server: Server, ids: list[int], root: Path, *, cartridge_id: str, version: int,
-    canary: str = CANARY, encoding: str = "plain", chat: Chat | None = None, progress: Progress = silent, **facts: Any,
+    canary: str = CANARY, encoding: str = "plain", chat: Chat | None = None, compare: bool = True,
+    progress: Progress = silent, **facts: Any,
 ) -> Manifest:  # fmt: skip
     """Have the server compute the tokens `ids`, and write the KV that it has of them as an artefact at `root`.
 
-    `model` is the server's own: its canary is made here, and the first chunk compared. `chat` is how servers go
-    on with the ids; `facts` go into the provenance.
+    `model` is the server's own, which is compared: its canary is made here, and the first chunk compared. Without
+    `compare` it computes nothing, so that a model that runs on servers alone can be built for, and there is no canary.
+    `chat` is how servers go on with the ids; `facts` go into the provenance.
     Raises `SourceError` where the server computes or hands out something else, and `CanaryFailed` as a build does; leaves
     nothing then. Registers nothing.
     """
 
     def checked(kv: torch.Tensor) -> Provenance:
-        result = passed_canary(model, ids, kv, canary, cartridge_id, chat)
+        result = passed_canary(model, ids, kv, canary, cartridge_id, chat) if compare else None
         return model.provenance("build --from-server", canary=result, **facts)
 
+    model.need_values("build --from-server")
     if not ids:
         raise ArtifactError("there are no tokens to compute")
-    tokens = server.post("/v1/cartridges/capture", {}, lambda reply: int(reply["chunk_tokens"]))
+    tokens, served = server.post("/v1/cartridges/capture", {}, _served)
+    if served is None and not compare:
+        raise SourceError(f"{server.url} does not say which model it runs; bring it to this release")
+    if served is not None and (found := model.fingerprint.base.differences(served)):
+        raise SourceError(f"{server.url} runs another model than {model.name}: {'; '.join(found)}")
     return write_kv(
-        model, _computed(model, server, ids, tokens), root, checked, cartridge_id=cartridge_id, version=version,
+        model, _computed(model, server, ids, tokens, compare), root, checked, cartridge_id=cartridge_id, version=version,
         positions=len(ids), token_ids=ids, chunk_tokens=tokens, encoding=encoding,
-        questions=questions(model, canary, chat), chat=chat, progress=progress,
+        questions=questions(model, canary, chat), chat=chat, with_canary=compare, progress=progress,
     )  # fmt: skip
 
 
-def _computed(model: CausalModel, server: Server, ids: list[int], tokens: int) -> Iterator[torch.Tensor]:
-    """Yield the canonical KV of `ids` in chunks of so many `tokens` as the server computes it."""
+def _served(reply: Any) -> tuple[int, Fingerprint | None]:
+    """Return a server's chunk size and model; servers of older releases do not say which that is."""
+    given = reply.get("fingerprint")
+    try:
+        return int(reply["chunk_tokens"]), None if given is None else msgspec.convert(given, Fingerprint)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+
+
+def _computed(model: CausalModel, server: Server, ids: list[int], tokens: int, compare: bool) -> Iterator[torch.Tensor]:
+    """Yield the canonical KV of `ids` in chunks of so many `tokens` as the server computes it; `compare` the first."""
     name = uuid.uuid4().hex
     # LMCache saves whole chunks: the last is filled up with tokens that no earlier one sees.
     whole = [*ids, *[ids[-1]] * (-len(ids) % tokens)]
@@ -79,7 +97,7 @@ def _computed(model: CausalModel, server: Server, ids: list[int], tokens: int) -
         kv = _chunk(
             model, server.content("/v1/cartridges/capture", {"name": name, "token_ids": whole, "chunk": chunk}), tokens
         )
-        if chunk == 0:
+        if chunk == 0 and compare:
             _compare(model, server, ids[:tokens], kv)
         yield kv[:, :, : len(ids) - chunk * tokens]
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
+from ..artifact.caches import reach
 from ..artifact.chat import Chat
 from ..errors import ArtifactError
 from .model import CausalModel
@@ -87,5 +88,17 @@ def check_fits(model: CausalModel, path: Path, ids: list[int]) -> None:
     """Raise `ArtifactError` where the model's context has no room for the ids and a question."""
     if model.context_tokens and len(ids) >= model.context_tokens:
         raise ArtifactError(
-            f"{path} has {len(ids)} tokens; the model's context is {model.context_tokens}, less the question"
+            f"{path} has {len(ids)} tokens; the model's context is {model.context_tokens}, less the question{_hint(model)}"
         )
+
+
+def _hint(model: CausalModel) -> str:
+    if reach(model.fingerprint.architecture) is not None:
+        return ", beyond which engines differ in how they scale its attention"
+    rope = model.fingerprint.rope
+    if rope is None or rope.parameters.get("factors") != "short":
+        return ""
+    return (
+        ", by longrope's short factors; give --max-model-len as the engine that will serve it has it, which is more, for the "
+        "long ones"
+    )

@@ -12,21 +12,33 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)  # fmt: skip
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .. import __version__
 from ..artifact import fingerprint
-from ..artifact.fingerprint import Fingerprint, Rope
+from ..artifact.caches import reach
+from ..artifact.fingerprint import Fingerprint
 from ..artifact.lora import adapter_digest
 from ..artifact.manifest import Provenance
+from ..artifact.rope import Rope, rope_kinds, rope_parameters, takes_long_factors
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import default_frequencies, rotate
+from .checkpoint import ARGUMENTS, read_config, read_tokenizer
 from .lora import add_adapter
 
 ROWS_BYTES = 512 << 20
 """Memory that sequences sharing one prefix may take for their copies of it."""
+_SEEING = ("gemma3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types that read images beside text and whose answers to text were compared with an engine's. Qwen's rotate by three
+positions of each token (mrope), which are one and the same for text."""
 _SAME = 0.1
 """Relative error below which keys are the same but for rounding. In bfloat16 it grows with the layers; of keys that were
 not rotated it is about 1."""
@@ -39,10 +51,11 @@ _MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 def _is_first(first: torch.Tensor, second: torch.Tensor, found: torch.Tensor) -> bool | None:
     """Return whether `found` is `first`, False where it is `second`; None if it is neither or they are too alike.
 
-    By the median token of `[T, ...]`, which a router that sends some tokens to other experts does not move.
+    By the best quarter of the tokens of `[T, ...]`: a router may send others to other experts for a rounding, most of
+    them in the last layers of a model in bfloat16, while keys that rotate otherwise do so for every token.
     """
     error = [
-        float(((x - found).float().flatten(1).norm(dim=1) / found.float().flatten(1).norm(dim=1)).median())
+        float(((x - found).float().flatten(1).norm(dim=1) / found.float().flatten(1).norm(dim=1)).quantile(0.25))
         for x in (first, second)
     ]
     if min(error) <= _SAME and 3 * min(error) <= max(error):
@@ -53,9 +66,13 @@ def _is_first(first: torch.Tensor, second: torch.Tensor, found: torch.Tensor) ->
 class CausalModel:
     """A model and its tokenizer, loaded from a local directory or the Hub cache; never from the network."""
 
-    def __init__(self, name: str, *, dtype: str = "auto", device: str = "cpu", lora: Path | None = None) -> None:
+    def __init__(
+        self, name: str, *, dtype: str = "auto", device: str = "cpu", lora: Path | None = None,
+        max_model_len: int | None = None,
+    ) -> None:  # fmt: skip
         """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in.
 
+        `max_model_len` is the engine's, by which longrope is settled: see `artifact.rope.takes_long_factors`.
         With `lora`, a directory, it computes with that PEFT LoRA adapter in all it does. Raises `UnsupportedModel` when
         there is no such model or adapter here, or its KV cannot be a cartridge.
         """
@@ -68,37 +85,109 @@ class CausalModel:
         logging.disable_progress_bar()
         self.name = directory.name if Path(name).is_dir() else name
         self.device = torch.device(device)
-        self._check_config(directory)  # before the weights are read, which may take minutes
+        options = self._checked_options(directory)  # before the weights are read, which may take minutes
         wanted = dtype if dtype == "auto" else DTYPES[dtype]
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, local_files_only=True)
+        self.model: Any = self._load(directory, wanted, options)
         torch.nn.Module.to(self.model, self.device)  # PreTrainedModel's is typed for nothing but itself
         self.model.eval().requires_grad_(False)
+        self.max_model_len = max_model_len
+        self._settle_rope()
         self.lora = lora
         if lora is not None:
             add_adapter(self.model, lora)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self.tokenizer: Any = read_tokenizer(directory)
         self.fingerprint = msgspec.structs.replace(self._fingerprint(directory), lora=digest)
         self._copies = self._copies_of_heads()
+        self._order: list[int] | None = None
+        """Which of a rotary key's elements transformers has where engines have the first, second, ...; None for the same."""
         if (rope := self.fingerprint.rope) is not None:
-            pairing, layers = self.rotation(rope)
-            if msgspec.UNSET not in (rope.layers, layers) and rope.layers != layers:
-                layers = msgspec.UNSET  # the config says otherwise, which is what an engine goes by
-            rope = msgspec.structs.replace(rope, pairing=pairing, layers=layers)
-            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=rope)
+            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=self._found(rope))
+
+    def _found(self, rope: Rope) -> Rope:
+        """Return how this model's keys rotate with what can be found out by trying only."""
+        replace = msgspec.structs.replace
+        pairing, layers = self.rotation(rope)
+        if rope.pairing is not None and rope.pairing != pairing:  # of_config knows which it is in engines
+            if pairing is None:
+                raise UnsupportedModel("its keys do not rotate as its config says")
+            pairs = torch.arange(rope.rotary_dim)
+            apart = pairs.view(2, -1).T if pairing == "half" else pairs.view(-1, 2).T
+            self._order, pairing = apart.flatten().tolist(), rope.pairing
+        if msgspec.UNSET not in (rope.rotating, layers) and rope.rotating != layers:
+            pairing, layers = None, msgspec.UNSET  # the config says otherwise, which is what an engine goes by
+        if rope.others is msgspec.UNSET:
+            return replace(rope, pairing=pairing, layers=layers)
+        others = tuple(replace(each, pairing=pairing) for each in rope.others)
+        return replace(rope, pairing=pairing, others=others)  # whose layers are of which kind, the config says
+
+    @property
+    def reorders(self) -> bool:
+        """Whether engines have the elements of a key in another order than transformers."""
+        return self._order is not None
+
+    def need_values(self, verb: str) -> None:
+        """Raise `UnsupportedModel` where a cache is not the keys and values of transformers, which `verb` is made for."""
+        if self.fingerprint.planes != 2 or self.reorders:
+            what = "latent vectors" if self.fingerprint.planes != 2 else "keys in another order in engines"
+            raise UnsupportedModel(
+                f"{verb}: {self.fingerprint.architecture} caches {what}, of which cartridges are made by a plain `build` alone"
+            )
+
+    @property
+    def _text(self) -> Any:
+        """What reads text of a model that also reads images, whose eyes have frequencies of their own; else the model."""
+        return self.model.get_decoder() if hasattr(self.model.config, "vision_config") else self.model
 
     @staticmethod
-    def _check_config(directory: Path) -> None:
-        """Raise `UnsupportedModel` for a model that its config alone tells to be none for cartridges."""
-        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+    def _load(directory: Path, dtype: Any, options: dict[str, str]) -> Any:
+        """Raises `UnsupportedModel` for a quantised model that transformers cannot compute here, or where weights are missing."""
+        config = read_config(directory)
+        quantised = fingerprint.quantisation_of(config.to_dict().get("quantization_config"))
+        auto: Any = AutoModelForImageTextToText if config.model_type in _SEEING else AutoModelForCausalLM
+        try:
+            model, found = auto.from_pretrained(
+                directory, config=config, dtype=dtype, output_loading_info=True, **ARGUMENTS, **options
+            )
+        except (ImportError, RuntimeError, ValueError) as error:
+            if quantised is None:
+                raise
+            raise UnsupportedModel(
+                f"{directory.name} is quantised ({quantised}), and transformers cannot compute it here "
+                f"({str(error).strip().partition(chr(10))[0][:200]}); `build --from-server URL --no-compare` has a server that "
+                "runs it compute the KV, without a canary"
+            ) from error
+        if missing := sorted(found["missing_keys"]):  # transformers warns, and draws them at random
+            raise UnsupportedModel(
+                f"{directory.name} lacks {len(missing)} of its model's weights, {missing[0]} for one"
+            )
+        return model
+
+    @staticmethod
+    def _checked_options(directory: Path) -> dict[str, str]:
+        """Return what transformers must be told to load a model.
+
+        Raises `UnsupportedModel` for one that its config alone tells to be none for cartridges.
+        """
+        whole = read_config(directory)
+        config = whole.get_text_config()
         fingerprint.of_config(fingerprint.config_fields(config), dtype="float32", inv_freq=None)
+        if whole.model_type not in _SEEING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModel(
+                f"{whole.model_type} is none of the models that read images or sound beside text whose answers to text were "
+                f"compared with an engine's; those are {', '.join(_SEEING)}"
+            )
+        # PyTorch's attention, the default, leaves soft caps out without a word (transformers 5.19): 1.9 nats on a loud model.
+        return {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
 
     def _fingerprint(self, directory: Path) -> Fingerprint:
         config = self.model.config
         fields = fingerprint.config_fields(config.get_text_config()) | {"architectures": config.architectures}
-        inv_freq, factor = None, 1.0
-        if rotary := [m for m in self.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]:
+        inv_freq, factor, kinds = None, 1.0, rope_kinds(fields)
+        if kinds:
+            pass
+        elif rotary := [m for m in self._text.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]:
             inv_freq, factor = rotary[0].inv_freq.tolist(), getattr(rotary[0], "attention_scaling", 1.0)
-        elif fingerprint.rope_parameters(fields).get("rope_type") == "default":  # GPT-J keeps a table of sines
+        elif rope_parameters(fields).get("rope_type") == "default":  # GPT-J keeps a table of sines
             inv_freq = default_frequencies(fields)
         return fingerprint.of_config(
             fields,
@@ -106,7 +195,28 @@ class CausalModel:
             inv_freq=inv_freq,
             attention_factor=factor,
             weights=fingerprint.weights_digest(directory),
+            of_kinds={kind: self._frequencies(fields, kind) for kind in kinds},
+            max_model_len=self.max_model_len,
         )
+
+    def _frequencies(self, config: dict[str, Any], kind: str) -> tuple[list[float], float]:
+        """Return the frequencies of layers of one of several kinds, and their attention factor, as the model keeps them."""
+        for module in self._text.modules():
+            if isinstance(inv_freq := getattr(module, f"{kind}_inv_freq", None), torch.Tensor):
+                return inv_freq.tolist(), float(getattr(module, f"{kind}_attention_scaling", 1.0))
+        raise UnsupportedModel(
+            f"{config['architectures'][0]} keeps the RoPE frequencies of its kinds of layers in a place that is not known"
+        )
+
+    def _settle_rope(self) -> None:
+        """Let longrope rotate every prompt by the factors that the engine takes, whatever the prompt's length."""
+        config = self.model.config.get_text_config()
+        is_long = takes_long_factors(fingerprint.config_fields(config), self.max_model_len)
+        for module in self.model.modules() if is_long is not None else ():
+            if getattr(module, "rope_type", None) == "longrope":
+                tokens = self.max_model_len if is_long else None
+                inverse, module.attention_scaling = ROPE_INIT_FUNCTIONS["longrope"](config, self.device, seq_len=tokens)
+                module.inv_freq, module.rope_type = inverse, "default"  # this type's are never computed again
 
     @torch.inference_mode()
     def _copies_of_heads(self) -> int:
@@ -119,7 +229,10 @@ class CausalModel:
         self.model(input_ids=torch.tensor([_IDS], device=self.device), past_key_values=cache, logits_to_keep=1)
         found = {plane.shape[1::2] for layer in cache.layers for plane in (layer.keys, layer.values)}
         copies = cache.layers[0].keys.shape[1] // shape.kv_heads
-        if len(cache.layers) != shape.layers or found != {(copies * shape.kv_heads, shape.head_size)}:
+        expected = {(copies * shape.kv_heads, shape.head_size)}
+        if shape.latent is not msgspec.UNSET:
+            expected = {(1, shape.latent), (1, shape.head_size - shape.latent)}
+        if len(cache.layers) != shape.layers or found != expected:
             raise UnsupportedModel(
                 f"{shape.architecture} caches {len(cache.layers)} layers of {sorted(map(tuple, found))} heads and elements, "
                 f"its config says {shape.layers} of {(shape.kv_heads, shape.head_size)}"
@@ -131,12 +244,15 @@ class CausalModel:
         """Return which dimensions of keys rotate together and in which layers, found by trying.
 
         Attention knows relative positions only, so a prompt that is moved as a whole has the same hidden states, and
-        in every layer either the same keys or rotated ones. None and unset where a layer's keys are neither.
+        in every layer either the same keys or rotated ones: by its kind's frequencies where kinds have their own. None
+        and unset where a layer's keys are neither.
         """
         offset = max(1, min(1000, (self.context_tokens or 2000) - len(_IDS)))
         here, there = self._keys(0), self._keys(offset)
+        tried = [rope.of_layer(layer) or rope for layer in range(len(here))] if rope.others else [rope] * len(here)
         for pairing in ("half", "interleaved"):
-            moved = rotate(here, msgspec.structs.replace(rope, pairing=pairing), offset)
+            ways = [msgspec.structs.replace(each, pairing=pairing) for each in tried]
+            moved = [rotate(keys, way, offset) for keys, way in zip(here, ways, strict=True)]
             rotates = [_is_first(*layer) for layer in zip(moved, here, there, strict=True)]
             if not any(rotates) and None not in rotates:
                 return None, ()
@@ -150,7 +266,8 @@ class CausalModel:
         cache: Any = DynamicCache()
         at = start + torch.arange(len(_IDS), device=self.device)[None]
         self.model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers]).cpu()
+        name = "keys" if self.fingerprint.planes == 2 else "values"  # a rotary key stands beside its latent vector
+        return torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers]).cpu()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids; with `special` as a prompt begins (BOS where the tokenizer adds one), never with EOS."""
@@ -171,15 +288,30 @@ class CausalModel:
 
     @torch.inference_mode()
     def prefill(self, ids: list[int], slice_tokens: int) -> Iterator[torch.Tensor]:
-        """Yield the canonical KV `[2, L, T, H, D]` of each slice of up to `slice_tokens` tokens, in order."""
+        """Yield the canonical KV `[planes, L, T, H, D]` of each slice of up to `slice_tokens` tokens, in order."""
         cache = DynamicCache()
         for start in range(0, len(ids), slice_tokens):
             part = torch.tensor([ids[start : start + slice_tokens]], device=self.device)
             self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             count = part.shape[1]
-            planes = [torch.stack([getattr(layer, name)[0, :: self._copies, -count:] for layer in cache.layers])
-                      for name in ("keys", "values")]  # fmt: skip
-            yield torch.stack(planes).transpose(2, 3).cpu()
+            found = [torch.stack([getattr(layer, name)[0, :: self._copies, -count:] for layer in cache.layers])
+                     for name in ("keys", "values")]  # fmt: skip
+            yield self.planes(*(each.transpose(1, 2) for each in found)).cpu()
+
+    def planes(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return what transformers caches, `[L, T, H, D]` each, as canonical KV `[planes, L, T, H, D]`, as engines have it."""
+        if self.fingerprint.planes == 2:
+            return torch.stack([keys if self._order is None else keys[..., self._order], values])
+        return torch.cat([keys, values if self._order is None else values[..., self._order]], dim=-1)[None]
+
+    def _cached(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what transformers caches of canonical KV: keys and values, or latent vectors and rotary keys."""
+        order = ... if self._order is None else torch.tensor(self._order, device=kv.device).argsort()
+        if self.fingerprint.latent is not msgspec.UNSET:
+            latent, keys = kv[0].tensor_split([self.fingerprint.latent], dim=-1)
+            return latent, keys[..., order]
+        keys, values = kv.repeat_interleave(self._copies, dim=3)
+        return keys[..., order], values
 
     @torch.inference_mode()
     def logits(self, ids: list[int], last: int) -> torch.Tensor:
@@ -196,7 +328,7 @@ class CausalModel:
     def cache(self, kv: torch.Tensor, rows: int) -> DynamicCache:
         """Return canonical KV `[2, L, T, H, D]` as `past_key_values` of `rows` sequences, without copying it for each."""
         cache = DynamicCache()
-        keys, values = kv.transpose(2, 3).to(self.device).repeat_interleave(self._copies, dim=2)
+        keys, values = (each.transpose(1, 2) for each in self._cached(kv.to(self.device)))
         for layer in range(keys.shape[0]):
             shape = (rows, -1, -1, -1)
             cache.update(keys[layer : layer + 1].expand(shape), values[layer : layer + 1].expand(shape), layer)
@@ -250,9 +382,28 @@ class CausalModel:
         return [row[:end] for row, end in zip(rows, cut, strict=True)]
 
     @property
+    def sight(self) -> int | None:
+        """How many positions every layer sees, its own with them; None where all layers see everything."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+        sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        return min((size for kind in kinds if (size := getattr(config, sizes.get(kind, ""), None))), default=None)
+
+    @property
+    def has_alibi(self) -> bool:
+        """Whether attention weighs positions by their distance (ALiBi)."""
+        config = self.model.config.get_text_config()
+        return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
+
+    @property
     def context_tokens(self) -> int | None:
-        """Positions the model was made for; None where its config does not say."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """Positions the model was made for; None where its config does not say. Of longrope those its factors are for."""
+        config, rope = self.model.config.get_text_config(), self.fingerprint.rope
+        if rope is not None and rope.parameters.get("factors") == "short":
+            return int(config.rope_parameters["original_max_position_embeddings"])
+        given = getattr(config, "max_position_embeddings", None)
+        most = reach(self.fingerprint.architecture)
+        return given if most is None else min(given or most, most)
 
     @property
     def end_ids(self) -> list[int]:

@@ -38,13 +38,15 @@ def write_kv(
     encoding: str = "plain",
     questions: Sequence[list[int]] = (),
     chat: Chat | None = None,
+    with_canary: bool = True,
     progress: Progress = silent,
 ) -> Manifest:
     """Write canonical KV, in chunks of `chunk_tokens` and of the model's dtype, as an artefact; return its manifest.
 
     With `token_ids`, which have to be those of the KV, it is a prefill cartridge; without any a trained one, which
     carries `document_ids`. `questions`, as ids, are further ones that engines may be tried with; `chat` is how servers go on with the ids. `provenance` is asked
-    for when the KV is written, with the KV as the cartridge gives it back; if it raises, nothing is left behind.
+    for when the KV is written, with the KV as the cartridge gives it back; if it raises, nothing is left behind. Without
+    a canary the model computes nothing.
     """
     shape = model.fingerprint
     with ArtifactWriter(
@@ -60,7 +62,9 @@ def write_kv(
             progress("KV", done, positions)
         kv = read_payload(writer.payload, shape, encoding)
         about = provenance(kv)
-        small = as_served(kv, shape, "int8", chunk_tokens) if encoding == "plain" else None
+        if not with_canary:
+            return writer.commit(about)
+        small = as_served(kv, shape, "int8", chunk_tokens) if encoding == "plain" and shape.planes == 2 else None
         tokens = document_ids if token_ids is None else token_ids
         return writer.commit(
             about, canary.make(model, kv, tokens, chunk_tokens, int8=small, questions=questions, progress=progress)

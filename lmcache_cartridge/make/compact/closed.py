@@ -84,7 +84,7 @@ def rerotated(model: CausalModel, kv: torch.Tensor, tokens: int) -> torch.Tensor
     A question stands at p behind p positions, and stood at n behind the document. RoPE knows relative positions only, so
     that keys moved by p - n are as far from it as they were. Raises `UnsupportedModel` where keys cannot be moved.
     """
-    return shift(kv, model.fingerprint.rope, kv.shape[2] - tokens)
+    return shift(kv, model.fingerprint, kv.shape[2] - tokens)
 
 
 def fit_errors(kv: torch.Tensor, references: References, which: torch.Tensor) -> list[float]:

@@ -67,6 +67,7 @@ def make(
     Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose attention
     or positions are not understood.
     """
+    model.need_values("compact")
     tokens, took = len(ids), 0.0
     check_positions(wanted.positions, tokens)
 

@@ -62,14 +62,16 @@ def import_(
     axes: str | None = None,
     rounding: bool = False,
     encoding: str = "plain",
+    compare: bool = True,
     progress: Progress = silent,
 ) -> Imported:
     """Write what `foreign` holds, as `recognise` found it, as an artefact of `model` at `root`.
 
     It is a prefill cartridge if it has token ids whose forward pass gives its KV but for rounding, else a trained
     one, which carries the ids of the text file `document` if that is given. `axes` names the order of its axes where
-    shapes leave that open, a key of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Raises
-    `ModelMismatch` or `ForeignFormatError`, and leaves nothing behind. Registers nothing.
+    shapes leave that open, a key of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Without
+    `compare` nothing is computed, so `model` may be a `ConfigModel`: KV is then trained, with its own ids as its document,
+    and has no canary. Raises `ModelMismatch` or `ForeignFormatError`, and leaves nothing behind. Registers nothing.
     """
     if not foreign.segments:
         if document is not None:
@@ -83,6 +85,7 @@ def import_(
             manifest = writer.commit(model.provenance("import", origin=_origin(foreign)))
         warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens))
         return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS, warnings)
+    model.need_values("import")
     order, layers = settle(foreign, model.fingerprint, axes)
     kv = ForeignKV(foreign, layers, model.fingerprint, rounding)
     if model.context_tokens and kv.positions >= model.context_tokens:
@@ -90,11 +93,17 @@ def import_(
             f"{foreign.source}: KV of {kv.positions} positions; the model's context is {model.context_tokens}, less the "
             "question"
         )
-    evidence, prefill = _judge(model, foreign, kv, chunk_tokens, progress)
+    if compare:
+        evidence, prefill = _judge(model, foreign, kv, chunk_tokens, progress)
+    else:
+        evidence, prefill = "not compared with the model: trained", False
+        check_vocabulary(model, foreign.token_ids or [], foreign.source)
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
     about = read_document(model, document, must_fit=False) if document else None
     document_ids = about.ids if about else foreign.document_ids
+    if document_ids is None and not compare:
+        document_ids = foreign.token_ids
     check_vocabulary(model, document_ids or [], foreign.source)
     named = {"document": about.path.name, "document_blake3": about.blake3} if about else {}
     document_ids = None if prefill else document_ids
@@ -103,7 +112,7 @@ def import_(
         lambda kv: model.provenance("import", origin=_origin(foreign), **named),
         cartridge_id=cartridge_id, version=version, positions=kv.positions,
         token_ids=foreign.token_ids if prefill else None, document_ids=document_ids, chunk_tokens=chunk_tokens,
-        encoding=encoding, progress=progress,
+        encoding=encoding, with_canary=compare, progress=progress,
     )  # fmt: skip
     warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens, order, document_ids))
     return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from ...artifact.fingerprint import check_shift
+from ...artifact.rope import check_shift
 from ...errors import CartridgeError
 from ...memory.rope import shift
 from ..model import CausalModel
@@ -75,7 +75,7 @@ class Company:
             raise CartridgeError(
                 f"--beside {most} needs as many other cartridges or documents, and {len(others)} are given"
             )
-        self._rope, self._others, self.most = model.fingerprint.rope, list(others), most
+        self._shape, self._others, self.most = model.fingerprint, list(others), most
 
     @property
     def tokens(self) -> int:
@@ -123,6 +123,6 @@ class Company:
     def _moved(self, kvs: Sequence[torch.Tensor], start: int) -> torch.Tensor | None:
         moved = []
         for kv in kvs:
-            moved.append(shift(kv, self._rope, start))
+            moved.append(shift(kv, self._shape, start))
             start += kv.shape[2]
         return torch.cat(moved, dim=2) if moved else None

@@ -79,6 +79,8 @@ class Task:
     top_k: int = 32
     precision: str | None = None
     dtype: str = "auto"
+    max_model_len: int | None = None
+    """Of the engine, for longrope."""
     payload: str = "plain"
     """One of `manifest.ENCODINGS`."""
     device: str = "cpu"
@@ -177,7 +179,11 @@ class Job:
         return manifest
 
     def _model(self) -> tuple[CausalModel, Recipe]:
-        model = CausalModel(self.task.model, dtype=self.task.dtype, device=self.task.device, lora=self.task.lora)
+        task = self.task
+        model = CausalModel(
+            task.model, dtype=task.dtype, device=task.device, lora=task.lora, max_model_len=task.max_model_len
+        )
+        model.need_values("train")
         precision = self.task.precision or ("float32" if model.device.type == "cpu" else "bfloat16")
         if precision == "float32":
             model.model.float()

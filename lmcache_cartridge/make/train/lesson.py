@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ...artifact import files
-from ...errors import CartridgeError
+from ...errors import CartridgeError, UnsupportedModel
 from ..model import CausalModel
 from ..progress import Progress, silent
 from ..questions import Question
@@ -69,6 +69,7 @@ def prepare(
         row += len(answer)
     lesson = Lesson(examples, None, None)
     _check_context(model, len(ids) if teach else 0, questions, examples)
+    _check_sight(model, len(ids), examples)
     if teach and kv is not None:
         vocabulary = model.fingerprint.vocab_size
         lesson = taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
@@ -95,6 +96,24 @@ def _answers(
         if not answer:
             raise CartridgeError(f"the question {question.text!r:.100} has an answer of no tokens")
     return answers
+
+
+def _check_sight(model: CausalModel, document_tokens: int, examples: Sequence[Example]) -> None:
+    """Raise `UnsupportedModel` for a model that does not see all of the document from the end of each example.
+
+    The examples of a row are kept apart by one mask for all layers, which has no window and no distances.
+    """
+    name = model.fingerprint.architecture
+    if model.has_alibi:
+        raise UnsupportedModel(
+            f"{name} weighs positions by distance (ALiBi) and cannot be trained here; `build` can be used"
+        )
+    longest = document_tokens + max(len(example.prompt) + len(example.answer) for example in examples)
+    if model.sight is not None and longest > model.sight:
+        raise UnsupportedModel(
+            f"layers of {name} see {model.sight} positions, and the document with its longest question has {longest}: "
+            "training would show them more than an engine does; `build` can be used, or a shorter document"
+        )
 
 
 def _check_context(

