@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,20 +11,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..artifact import fingerprint
+from ..artifact.rope import rope_kinds, rope_parameters
 from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
 from . import host, host_inprocess
 from .contract import (
+    CONTROL,
     DATA_PARALLEL,
     PLAIN_CACHES,
     QUANTISED_CACHES,
     QUANTISED_OTHERWISE,
     REFUSED_EXTRA,
     SAVING_STAGES,
+    SEVERAL_GROUPS,
     SPECULATION,
     SPECULATION_OTHERWISE,
+    WINDOWS_RECOMPUTED,
+    WINDOWS_SAVED,
 )
+from .forms import SKIP_SAVING
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -73,11 +80,29 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         raise refuse(
             "some layers' KV is quantised and some is not; LMCache has one dtype. Remove --kv-cache-dtype-skip-layers"
         )
-    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
-        raise refuse("the model needs several KV cache groups; LMCache in-process fills only the first")
+    if kv_cache_config is not None:
+        _check_groups(config, kv_cache_config)
     for key, why in REFUSED_EXTRA.items():
         if transfer.get_from_extra_config(key, None):
             raise refuse(f"{key} {why}; remove it from kv_connector_extra_config")
+
+
+def _check_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1:
+        raise UnsupportedEngine(f"the model needs {len(groups)} KV cache groups: {SEVERAL_GROUPS}")
+    if any(
+        isinstance(group.kv_cache_spec, SlidingWindowSpec)
+        and group.kv_cache_spec.sliding_window < config.model_config.max_model_len
+        for group in groups
+    ):
+        is_inside = transfer_of(config).get_from_extra_config(CONTROL, None) is None
+        if saves(config) if is_inside else transfer_of(config).kv_role != "kv_consumer":
+            raise UnsupportedEngine(WINDOWS_SAVED)
+        if transfer_of(config).kv_load_failure_policy != "fail":
+            raise UnsupportedEngine(WINDOWS_RECOMPUTED)
 
 
 def is_draft(layer_name: str) -> bool:
@@ -108,8 +133,13 @@ def check_inside(config: VllmConfig) -> None:
     """Raise `UnsupportedEngine` for what LMCache inside vLLM is not made for, and LMCache's server is."""
     if config.parallel_config.data_parallel_size > 1 or engine_number(config) or _NAME.search(_name(config)):
         raise UnsupportedEngine(f"data parallelism: {DATA_PARALLEL}")
-    if config.parallel_config.pipeline_parallel_size > 1 and transfer_of(config).kv_role != "kv_consumer":
+    if config.parallel_config.pipeline_parallel_size > 1 and saves(config):
         raise UnsupportedEngine(f"saving in a pipeline: {SAVING_STAGES}")
+
+
+def saves(config: VllmConfig) -> bool:
+    """Whether LMCache inside vLLM may save what it computes: as `kv_role` says, and LMCache's variable against it."""
+    return transfer_of(config).kv_role != "kv_consumer" and not os.environ.get(SKIP_SAVING)
 
 
 def engine_number(config: VllmConfig) -> int:
@@ -157,8 +187,11 @@ def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> Non
             f"LMCache looks cartridges up in retrieve_locations only, {locations}, which names no storage plugin. Name "
             "the cartridge plugin there as in storage_plugins, or remove it"
         )
-    if metadata.use_mla:
-        raise UnsupportedEngine("multi-head latent attention stores one latent vector, not K and V per head")
+    if metadata.use_mla and metadata.world_size > 1:
+        raise UnsupportedEngine(
+            "multi-head latent attention on several ranks: LMCache in-process hands on what the first rank has (0.5.6), which "
+            "was never run with cartridges. Serve it with --mode multiprocess, or on one rank"
+        )
 
 
 def is_split(kv_cache: torch.Tensor) -> bool:
@@ -199,6 +232,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         hasher=host_inprocess.hasher(engine),
         pin_memory=torch.cuda.is_available(),
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
+        device=_device(engine, vllm_config),
         layers=layers,
         worker=worker_number(vllm_config),
         quantiser=getattr(engine.gpu_connector, "quantiser", None),
@@ -236,11 +270,7 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
 
     if isinstance(engine.gpu_connector, EngineWriteConnector):
         return engine.gpu_connector.layout
-    caches = [
-        layer.kv_cache
-        for layer in host.attention_layers(vllm_config).values()
-        if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
-    ]
+    caches = _caches(vllm_config)
     if caches and all(map(is_split, caches)):
         if vllm_config.cache_config.cache_dtype in QUANTISED_CACHES:
             raise UnsupportedEngine("quantised KV caches need vLLM >= 0.26; remove --kv-cache-dtype")
@@ -251,6 +281,20 @@ def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
     )
 
 
+def _caches(vllm_config: VllmConfig) -> list[torch.Tensor]:
+    layers = host.attention_layers(vllm_config).values()
+    return [layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)]
+
+
+def _device(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
+    """Return where the engine's blocks are, so that the device tier is there too: `cpu`, `cuda:0`."""
+    from .inject import EngineWriteConnector
+
+    if isinstance(engine.gpu_connector, EngineWriteConnector):
+        return engine.gpu_connector.device
+    return str(next((cache.device for cache in _caches(vllm_config)), "cpu"))
+
+
 def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | None) -> fingerprint.Fingerprint:
     """Return what vLLM runs, with KV of `dtype`, in all its stages.
 
@@ -258,26 +302,46 @@ def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | 
     gives None.
     """
     model = vllm_config.model_config
-    inv_freq, attention_factor = _rope_frequencies(model.hf_text_config)
+    fields = fingerprint.config_fields(model.hf_text_config)
+    kinds = rope_kinds(fields)
+    inv_freq, attention_factor = (None, 1.0) if kinds else _rope_frequencies(model.hf_text_config, model.max_model_len)
     directory = fingerprint.model_directory(model.model)
     found = fingerprint.of_config(
-        fingerprint.config_fields(model.hf_text_config) | {"architectures": model.hf_config.architectures},
+        fields | {"architectures": model.hf_config.architectures},
         dtype=str(dtype).removeprefix("torch."),
         inv_freq=inv_freq,
         attention_factor=attention_factor,
         weights=fingerprint.weights_digest(directory) if directory else None,
+        quantisation=_quantisation(model),
+        of_kinds={kind: _frequencies(model.hf_text_config, kind, model.max_model_len) for kind in kinds},
+        max_model_len=model.max_model_len,
     )
     if layers is not None and layers != range(found.layers):
         raise UnsupportedModel(f"the engine caches {len(layers)} layers, the model's config has {found.layers}")
     return found
 
 
-def _rope_frequencies(config: Any) -> tuple[Sequence[float] | None, float]:
+def _quantisation(model: Any) -> str | None:
+    """Return how an engine has its weights quantised; vLLM quantises some itself (`--quantization fp8`)."""
+    stated = next(
+        (c for m in (model.hf_config, model.hf_text_config) if (c := getattr(m, "quantization_config", None))), None
+    )
+    if stated is not None:
+        return fingerprint.quantisation_of(stated if isinstance(stated, dict) else stated.to_dict())
+    return None if model.quantization is None else f"{fingerprint.ONLINE}{model.quantization}"
+
+
+def _rope_frequencies(config: Any, max_model_len: int) -> tuple[Sequence[float] | None, float]:
     """Return the frequencies and attention factor that transformers derives from a config; None without RoPE."""
-    fields = fingerprint.config_fields(config)
-    kind = fingerprint.rope_parameters(fields).get("rope_type")
-    if kind is None:
+    if not rope_parameters(fingerprint.config_fields(config)):
         return None, 1.0
-    if kind == "default":
-        return default_frequencies(fields), 1.0
-    return host.rope_frequencies(kind, config)
+    return _frequencies(config, None, max_model_len)
+
+
+def _frequencies(config: Any, kind: str | None, max_model_len: int) -> tuple[Sequence[float], float]:
+    """Return the frequencies and attention factor that transformers derives from a config, for layers of a `kind`."""
+    fields = fingerprint.config_fields(config)
+    rope_type = rope_parameters(fields, kind)["rope_type"]
+    if rope_type == "default":
+        return default_frequencies(fields, kind), 1.0
+    return host.rope_frequencies(rope_type, config, kind, max_model_len)

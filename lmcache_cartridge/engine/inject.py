@@ -13,7 +13,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from ..errors import UnsupportedEngine
 from ..memory import tiles
-from ..memory.layout import ChunkShape, heads_view
+from ..memory.layout import VIEWS, ChunkShape
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .probe import Written, check_writes, places, written_layout, written_rules
@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 _GATHER_BYTES = 1 << 20
 """How much of one layer is written by one call: enough to make the call worth its cost, little enough to stay cached."""
 _WORD = torch.complex128
-"""What blocks are copied as: the widest element there is, 16 bytes."""
+"""What blocks and rows are copied as: the widest element there is, 16 bytes."""
+_STAGED_BYTES = 64 << 20
+"""How much of what lies in another memory than the engine's is brought there at a time, to be copied to its rows."""
 
 
 class _Piece(NamedTuple):
@@ -40,7 +42,9 @@ class EngineWriteConnector(GPUConnectorInterface):
     Every vLLM attention backend implements `impl.do_kv_cache_update` for its own block layout, so this one path is right
     on CPU (whose blocks are packed for the instruction set), on CUDA and on ROCm, for any layout and for partial blocks.
     On CPU most of its time is the packing. Where the layers are seen to pack blocks in a way that is known, chunks are
-    packed so when they are loaded, and whole blocks are copied. LMCache 0.5.6 has no connector for CPU and writes wrong
+    packed so when they are loaded, and whole blocks are copied. On GPUs most would be the start of kernels, four for each
+    layer and few chunks. Where the layers are seen to keep a token's K beside its V, one for each layer copies such rows,
+    in whatever order the blocks have them in memory. LMCache 0.5.6 has no connector for CPU and writes wrong
     KV into vLLM >= 0.26's fused layout (LMCache#4463).
     """
 
@@ -49,9 +53,13 @@ class EngineWriteConnector(GPUConnectorInterface):
         """The layout that chunks must have: a key of `layout.VIEWS`, or one of `tiles`. Settled by `bind`."""
         self.quantiser: Quantiser | None = None
         """How the engine writes its numbers where its caches are quantised. Settled by `bind`."""
+        self.device = "cpu"
+        """Where the engine's blocks are: `cpu`, `cuda:0`. Settled by `bind`."""
         self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         self._shape: ChunkShape | None = None
         self._gathered = 1
+        self._rows: list[torch.Tensor] = []
+        """With the layout `fused`: each layer's cache as `[blocks, block, heads, words]`."""
         self._offsets: list[torch.Tensor] = []
 
     def bind(
@@ -99,8 +107,10 @@ class EngineWriteConnector(GPUConnectorInterface):
             same = self._offsets and torch.equal(found, self._offsets[-1])
             self._offsets.append(self._offsets[-1] if same else found)
         self._layers = [(layers[name], kv_caches[name]) for name in names]
+        self.device = str(kv_caches[names[0]].device)
         self._shape = shape
         self.layout = _layout(kv_caches, layers, shape, rules)
+        self._rows = [_as_rows(cache) for _, cache in self._layers] if self.layout == "fused" else []
         self._gathered = max(1, _GATHER_BYTES * shape.layers // shape.size_bytes)
 
     @torch.inference_mode()
@@ -120,8 +130,11 @@ class EngineWriteConnector(GPUConnectorInterface):
         if blocks is not None:
             self._copy(pieces, blocks)
             return
-        for first in range(0, len(pieces), self._gathered):
-            self._write(pieces[first : first + self._gathered])
+        if self._rows and all(_is_aligned(piece.raw) for piece in pieces):
+            self._copy_rows(pieces)
+        else:
+            for first in range(0, len(pieces), self._gathered):
+                self._write(pieces[first : first + self._gathered])
         if slots.is_cuda:
             torch.cuda.current_stream(slots.device).synchronize()
 
@@ -170,11 +183,39 @@ class EngineWriteConnector(GPUConnectorInterface):
                 )
                 kv_cache.view(len(kv_cache), -1).view(_WORD)[numbers] = source
 
+    def _copy_rows(self, pieces: Sequence[_Piece]) -> None:
+        """Copy rows of tokens, a layer of as many chunks as possible by one call."""
+        shape, device = self._bound(), self._rows[0].device
+        if all(piece.raw.device == device for piece in pieces):
+            self._copy_near(pieces)
+            return
+        count = max(1, _STAGED_BYTES // shape.size_bytes)
+        for first in range(0, len(pieces), count):
+            some = pieces[first : first + count]
+            # Before its memory is used again, what is under way here has read it: all of it is one stream's.
+            staged = torch.empty(len(some), shape.size_bytes, dtype=torch.uint8, device=device)
+            for row, piece in zip(staged, some, strict=True):
+                row.copy_(piece.raw, non_blocking=True)
+            self._copy_near([piece._replace(raw=row) for row, piece in zip(staged, some, strict=True)])
+
+    def _copy_near(self, pieces: Sequence[_Piece]) -> None:
+        """Copy rows out of the memory that the engine's blocks are in."""
+        shape = self._bound()
+        _, block, heads, width = self._rows[0].shape
+        for run in _runs(pieces, [piece.slots for piece in pieces]):
+            piece, slots = run[0][0], torch.stack([each for _, each in run])  # [chunks, tokens]
+            chunks, row = piece.raw.view(_WORD), heads * width
+            distance = (run[1][0].raw.data_ptr() - piece.raw.data_ptr()) // _WORD.itemsize if len(run) > 1 else 0
+            number, token = slots // block, slots % block
+            for layer, rows in enumerate(self._rows):
+                first = chunks.storage_offset() + (layer * shape.tokens + piece.skip) * row
+                rows[number, token] = chunks.as_strided((*slots.shape, heads, width), (distance, row, width, 1), first)
+
     def _layers_of(self, piece: _Piece) -> tuple[torch.Tensor, ...]:
         """Return K and V of each layer, `[2, H, T, D]`, on the engine's device."""
         shape, raw = self._bound(), piece.raw.to(piece.slots.device, non_blocking=True)
         tiled = tiles.is_tiled(self.layout)
-        kv = tiles.unpack(raw, shape, self.layout) if tiled else heads_view(raw, shape)
+        kv = tiles.unpack(raw, shape, self.layout) if tiled else VIEWS[self.layout](raw, shape)
         return kv[:, :, piece.skip :].transpose(2, 3).unbind(1)
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
@@ -254,7 +295,11 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def _canonical(self, raw: torch.Tensor) -> torch.Tensor:
         shape = self._bound()
-        return tiles.unpack(raw, shape, self.layout) if tiles.is_tiled(self.layout) else heads_view(raw, shape).clone()
+        return (
+            tiles.unpack(raw, shape, self.layout)
+            if tiles.is_tiled(self.layout)
+            else VIEWS[self.layout](raw, shape).clone()
+        )
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
@@ -265,17 +310,35 @@ class EngineWriteConnector(GPUConnectorInterface):
 def _layout(
     kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape, rules: Mapping[str, Written]
 ) -> str:
-    """Return the layout of whole blocks that can be copied into these caches, or `heads` where the op has to write."""
-    if any(cache.device.type != "cpu" for cache in kv_caches.values()):
-        return "heads"
-    try:
-        found = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
-    except UnsupportedEngine as error:
-        logger.info("chunks will be written by vLLM's op: %s", error)
-        return "heads"
-    cache = next(iter(kv_caches.values()))
-    whole_words = all(map(_is_aligned, kv_caches.values())) and cache[0].nbytes % _WORD.itemsize == 0
-    return found if tiles.fits(shape, found) and whole_words else "heads"
+    """Return the layout of whole blocks, or of rows, that can be copied into these caches; `heads` where the op has to write."""
+    caches, reason = list(kv_caches.values()), UnsupportedEngine("its blocks are not made of whole words")
+    aligned = all(map(_is_aligned, caches))
+    for in_blocks in (True, False):
+        if in_blocks and any(cache.device.type != "cpu" for cache in caches):
+            continue  # tiles are what CPUs have
+        try:
+            found = written_layout(kv_caches, layers, in_blocks=in_blocks, rules=rules)
+        except UnsupportedEngine as error:
+            reason = error
+            continue
+        if in_blocks and aligned and caches[0][0].nbytes % _WORD.itemsize == 0:
+            if tiles.fits(shape, found):
+                return found
+            reason = UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
+        if found == "fused" and aligned and all(_has_word_rows(cache) for cache in caches):
+            return found
+    logger.info("chunks will be written by vLLM's op: %s", reason)
+    return "heads"
+
+
+def _as_rows(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View `[blocks, heads, block, 2 * size]` as words `[blocks, block, heads, words]`, in whatever order memory has it."""
+    return kv_cache.transpose(1, 2).view(_WORD)
+
+
+def _has_word_rows(kv_cache: torch.Tensor) -> bool:
+    strides = (*kv_cache.stride()[:3], kv_cache.shape[3])
+    return kv_cache.stride(3) == 1 and not any(stride * kv_cache.itemsize % _WORD.itemsize for stride in strides)
 
 
 def _bytes(chunk: MemoryObj) -> torch.Tensor:
