@@ -3,15 +3,20 @@
 python chains_offline.py HOME MODEL_DIR '[[["a", "b"], [5, 6]], ...]' [WRONG]
 
 Prints, for each chain and question, the log probability of every token that may follow and how many tokens were not
-computed. From number WRONG on, the keys of every layer are rotated, as they once were. The engine is in this process, so
-that it can be made wrong.
+computed. From number WRONG on, the keys of every layer are rotated, as they once were, and by the first layer's frequencies;
+latent vectors in their first elements. After a chain of none, LMCache finds nothing, so that all that follows is computed.
+The engine is in this process, so that it can be made wrong.
 """
 
 import json
 import os
 import sys
+import traceback
 
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+)  # fmt: skip
 
 CHUNK = 64
 
@@ -33,14 +38,26 @@ def main(home: str, model: str, asked: str, wrong: str = "1000") -> None:
     answers = []
     for number, (cartridges, question) in enumerate(json.loads(asked)):
         if number == int(wrong):
-            loader.shift_keys = rotate
-        prompt, own = with_cartridges(llm, settings, cartridges, question, params)
+            loader.shift_keys = lambda keys, shape, offset: rotate(keys, shape.rope, offset)
+        if not cartridges:
+            from lmcache_cartridge.engine.backend import CartridgeBackend  # vLLM does not start with it imported
+
+            CartridgeBackend.batched_contains = lambda *_, **__: 0
+            prompt, own = {"prompt_token_ids": question}, params
+        else:
+            prompt, own = with_cartridges(llm, settings, cartridges, question, params)
         (output,) = llm.generate(prompt, own, use_tqdm=False)
         found = output.outputs[0].logprobs[0]
         answers.append([[found[token].logprob for token in sorted(found)], output.num_cached_tokens])
     print(json.dumps(answers), flush=True)
-    os._exit(0)  # LMCache's threads keep an engine in this process from ending
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    code = 1
+    try:
+        main(*sys.argv[1:])
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)  # LMCache's threads keep an engine in this process from ending

@@ -75,7 +75,7 @@ def unrotated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def off(chain: Chain) -> torch.Tensor:
         with monkeypatch.context() as patched:
-            patched.setattr(loader, "shift_keys", lambda keys, rope, offset: keys)
+            patched.setattr(loader, "shift_keys", lambda keys, shape, offset: keys)
             return chain.load()
 
     return off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +10,29 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import torch
-from families import FAMILIES, ROTATING, chain, make_model, write
-from transformers import DynamicCache
+from families import FAMILIES, MAX_MODEL_LEN, ROTATING, chain, make_model, write
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    FalconH1Config,
+    JambaConfig,
+    Mamba2Config,
+    MambaConfig,
+    Mistral3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    Zamba2Config,
+)
 
 from lmcache_cartridge.artifact import fingerprint
 from lmcache_cartridge.artifact.cartridge import Cartridge
-from lmcache_cartridge.artifact.fingerprint import Fingerprint, check_shift
-from lmcache_cartridge.errors import UnsupportedModel
+from lmcache_cartridge.artifact.fingerprint import Fingerprint, config_fields
+from lmcache_cartridge.artifact.rope import check_shift
+from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
+from lmcache_cartridge.make import prefill
+from lmcache_cartridge.make.document import check_fits
 from lmcache_cartridge.make.model import CausalModel
 
 torch.set_num_threads(1)  # tiny models; more threads only contend
@@ -37,7 +54,7 @@ class Family(NamedTuple):
 @pytest.fixture(scope="module", params=ROTATING)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     root = tmp_path_factory.mktemp("family")
-    model = CausalModel(str(make_model(root / "model", FAMILIES[request.param]())))
+    model = CausalModel(str(make_model(root / "model", FAMILIES[request.param]())), max_model_len=MAX_MODEL_LEN)
     cartridges = [write(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
     return Family(request.param, root / "model", model, cartridges)
 
@@ -47,9 +64,9 @@ def _own(model: CausalModel, ids: list[int], start: int) -> torch.Tensor:
     """Return the canonical KV that transformers makes of a document that stands at `start` by itself."""
     cache, at = DynamicCache(), start + torch.arange(len(ids))[None]
     model.model(input_ids=torch.tensor([ids]), position_ids=at, past_key_values=cache, use_cache=True)
-    heads = model.fingerprint.kv_heads
-    planes = [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
-    return torch.stack(planes)[:, :, :: planes[0].shape[1] // heads].transpose(2, 3)
+    copies = cache.layers[0].keys.shape[1] // model.fingerprint.kv_heads
+    found = [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
+    return model.planes(*(each[:, ::copies].transpose(1, 2) for each in found))
 
 
 def _errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
@@ -60,16 +77,20 @@ def _errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
 def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places(family: Family) -> None:
     first, second = DOCUMENTS
     expected = torch.cat([_own(family.model, first, 0), _own(family.model, second, len(first))], dim=2)
-    keys, values = chain(family.cartridges)
-    print(family.name, _errors(keys, expected[0]))
-    assert max(_errors(keys, expected[0])) < NOISE
-    assert max(_errors(values, expected[1])) < NOISE
+    found = chain(family.cartridges)
+    print(family.name, _errors(found[0], expected[0]))
+    assert len(found) == family.model.fingerprint.planes
+    assert all(max(_errors(*planes)) < NOISE for planes in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_layers_that_rotate_are_found_by_trying(family: Family, dtype: str) -> None:
-    model = family.model if dtype == "float32" else CausalModel(str(family.directory), dtype=dtype)
-    assert model.fingerprint.rope.layers == ROTATING[family.name]
+    model = (
+        family.model
+        if dtype == "float32"
+        else CausalModel(str(family.directory), dtype=dtype, max_model_len=MAX_MODEL_LEN)
+    )
+    assert model.fingerprint.rope.rotating == ROTATING[family.name]
 
 
 def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
@@ -81,6 +102,142 @@ def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
         errors = _errors(keys, expected)
         assert errors[layer] > 0.1
         assert max(errors[:layer] + errors[layer + 1 :], default=0) < NOISE
+
+
+def test_a_layer_rotated_by_the_other_kinds_frequencies_is_far_off(tmp_path: Path) -> None:
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]())))
+    cartridges = [write(model, tmp_path / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
+    expected = _own(model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
+    rope = model.fingerprint.rope
+    assert [each.layers for each in rope.rotations] == [(0, 1, 3), (2,)]
+    swap, replace = [(0, 1, 2), (3,)], msgspec.structs.replace
+    first, other = (replace(each, layers=layers) for each, layers in zip(rope.rotations, swap, strict=True))
+    wrong = replace(cartridges[1].manifest.fingerprint, rope=replace(first, others=(other,)))
+    cartridges[1] = cartridges[1]._replace(manifest=replace(cartridges[1].manifest, fingerprint=wrong))
+    errors = _errors(chain(cartridges)[0][:, len(DOCUMENTS[0]) :], expected)
+    assert min(errors[2:]) > 0.1
+    assert max(errors[:2]) < NOISE
+
+
+QUESTION = list(range(400, 410))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3 seeing", "gemma2", "gpt-oss"])
+def test_each_kind_of_layers_is_needed_and_its_window_is_kept(tmp_path: Path, name: str) -> None:
+    """The controls of full and sliding layers: KV of one kind left out, of both exchanged, and the window ignored."""
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
+    kv, config = torch.cat(list(model.prefill(DOCUMENTS[0], 32)), dim=2), model.model.config.get_text_config()
+    plain = model.logits([*DOCUMENTS[0], *QUESTION], len(QUESTION))
+    assert float((model.logits_after(kv, QUESTION) - plain).abs().max()) < 1e-3
+    sliding, full = (
+        [i for i, kind in enumerate(config.layer_types) if kind.startswith(start)] for start in ("sliding", "full")
+    )
+    assert model.sight == config.sliding_window < len(DOCUMENTS[0])
+    wrong = [kv.clone() for _ in range(3)]
+    wrong[0][:, sliding], wrong[1][:, full] = 0, 0
+    wrong[2][:, [sliding[0], full[0]]] = kv[:, [full[0], sliding[0]]]
+    for each in wrong:
+        assert float((model.logits_after(each, QUESTION) - plain).abs().max()) > 0.1
+    whole = CausalModel(str(make_model(tmp_path / "whole", _without_window(FAMILIES[name]()))))
+    assert float((whole.logits_after(kv, QUESTION) - plain).abs().max()) > 0.1
+    assert any(line.startswith("config_digest") for line in whole.fingerprint.differences(model.fingerprint))
+
+
+def _without_window(config: PreTrainedConfig) -> PreTrainedConfig:
+    config.get_text_config().sliding_window = 4096
+    return config
+
+
+def test_kinds_of_layers_in_int8_answer_nearly_as_they_are(tmp_path: Path) -> None:
+    """Gemma 3, the second of a chain moved by each kind's frequencies after it is decoded."""
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]())))
+    exact, packed = (
+        chain([write(model, tmp_path / f"{encoding}{i}", ids, encoding) for i, ids in enumerate(DOCUMENTS)])
+        for encoding in ("plain", "int8")
+    )
+    assert 1e-3 < float((packed - exact).norm() / exact.norm()) < 0.01
+    right, other = model.logits_after(exact, QUESTION), model.logits_after(exact[:, :, : len(DOCUMENTS[0])], QUESTION)
+    apart = (model.logits_after(packed, QUESTION).log_softmax(-1) - right.log_softmax(-1)).abs()
+    print("int8", float(apart.max()), float(apart.mean()))
+    assert float(apart.mean()) < 0.1 * float((other.log_softmax(-1) - right.log_softmax(-1)).abs().mean())
+
+
+def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swapped(shape: Fingerprint) -> Fingerprint:
+        if shape.rope is None:
+            return shape
+        replace, (first, other) = msgspec.structs.replace, shape.rope.rotations
+        wrong = replace(other, layers=first.layers, others=(replace(first, layers=other.layers, others=msgspec.UNSET),))
+        return replace(shape, rope=wrong)
+
+    _misread(monkeypatch, swapped)
+    rope = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]()))).fingerprint.rope
+    assert [each.pairing for each in rope.rotations] == [None, None]
+    with pytest.raises(UnsupportedModel, match="rotate together"):
+        check_shift(rope)
+
+
+@torch.inference_mode()
+def _plain(directory: Path, ids: list[int]) -> torch.Tensor:
+    """Return what transformers itself, which goes by the prompt's length, has as logits after a prompt."""
+    return AutoModelForCausalLM.from_pretrained(directory)(input_ids=torch.tensor([ids])).logits[0, -1]
+
+
+def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())  # made for 512 tokens
+    few, many = [5 + i % 600 for i in range(300)], [5 + i % 600 for i in range(600)]
+    short, long = CausalModel(str(directory)), CausalModel(str(directory), max_model_len=513)
+    assert CausalModel(str(directory), max_model_len=512).fingerprint == short.fingerprint
+    assert float((short.logits(few, 1)[0] - _plain(directory, few)).abs().max()) < 1e-3
+    assert float((long.logits(many, 1)[0] - _plain(directory, many)).abs().max()) < 1e-3
+    assert float((long.logits(few, 1)[0] - _plain(directory, few)).abs().max()) > 0.1
+    assert (short.context_tokens, long.context_tokens) == (512, 4096)
+    (said,) = long.fingerprint.differences(short.fingerprint)
+    assert said.startswith(
+        "rope factors: long, not short; an engine takes the long ones where its --max-model-len is mor"
+    )
+    assert not long.fingerprint.differences(CausalModel(str(directory), max_model_len=4096).fingerprint)
+
+
+def test_a_document_too_long_for_the_short_factors_says_how_to_get_the_long_ones(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())
+    ids = list(range(5, 605))
+    with pytest.raises(
+        ArtifactError, match="context is 512, less the question, by longrope's short .* --max-model-len"
+    ):
+        check_fits(CausalModel(str(directory)), Path("document"), ids)
+    check_fits(CausalModel(str(directory), max_model_len=1024), Path("document"), ids)
+
+
+def test_a_document_of_llama4_ends_where_its_attention_depends_on_the_engine(tmp_path: Path) -> None:
+    config = FAMILIES["llama4"]()
+    config.max_position_embeddings = 16384
+    model = CausalModel(str(make_model(tmp_path / "model", config)))
+    with pytest.raises(ArtifactError, match="context is 8192, less the question, beyond which engines differ"):
+        check_fits(model, Path("document"), list(range(500)) * 18)
+
+
+def test_cartridges_whose_keys_are_of_other_pairs_than_the_engines_are_told_apart(tmp_path: Path) -> None:
+    shape = CausalModel(str(make_model(tmp_path / "model", FAMILIES["llama4"]()))).fingerprint
+    assert shape.rope.pairing == "half"
+    once = msgspec.structs.replace(shape, rope=msgspec.structs.replace(shape.rope, pairing="interleaved"))
+    assert once.differences(shape) == ["rope pairs of dimensions: interleaved, not half"]
+
+
+def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path: Path) -> None:
+    config = FAMILIES["phi3 long"]()
+    for name, value in (("factor", 3.0), ("attention_factor", 1.5)):
+        given = config_fields(config) | {"rope_parameters": config.rope_parameters | {name: value}}
+        with pytest.raises(UnsupportedModel, match="longrope with a"):
+            fingerprint.of_config(given, dtype="float32", inv_freq=None)
+    with pytest.raises(UnsupportedModel, match="longrope without original_max_position_embeddings"):
+        given = {
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
+            "original_max_position_embeddings": None,
+        }
+        fingerprint.of_config(config_fields(config) | given, dtype="float32", inv_freq=None)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon alibi"])
@@ -104,6 +261,55 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
     assert model.rotation(model.fingerprint.rope) == (None, msgspec.UNSET)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [Qwen3NextConfig, MambaConfig, Mamba2Config, JambaConfig, FalconH1Config, Zamba2Config, RecurrentGemmaConfig],
+)
+def test_a_model_that_keeps_a_state_of_the_prompt_is_refused_before_its_weights_are_read(
+    tmp_path: Path, config: type[PreTrainedConfig]
+) -> None:
+    config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="but a state of the whole prompt, which no cartridge can hold"):
+        CausalModel(str(tmp_path))
+
+
+def test_a_model_that_reads_images_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    Mistral3Config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="mistral3 is none of the models that read images .* those are gemma3, "):
+        CausalModel(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_a_model_that_reads_images_caches_for_text_what_its_language_model_does(tmp_path: Path, name: str) -> None:
+    seeing, text = (
+        CausalModel(str(make_model(tmp_path / each, FAMILIES[each]()))).fingerprint for each in (f"{name} seeing", name)
+    )
+    (line,) = seeing.differences(text, weights=False)
+    assert line.startswith("architecture: ")
+    assert line.partition("not")[0].endswith("ForConditionalGeneration, ")
+
+
+def test_a_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """Its experts too, which transformers would make up for a model type that it does not know."""
+    expected = CausalModel(str(make_model(tmp_path / "model", FAMILIES["deepseek-v3"]())))
+    kept = tmp_path / "model" / "config.json"
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"model_type": "kimi_k2"}))
+    model = CausalModel(str(tmp_path / "model"))
+    assert model.fingerprint == expected.fingerprint
+    assert torch.equal(model.logits([5, 6, 7], 1), expected.logits([5, 6, 7], 1))
+
+
+def test_no_code_of_a_models_own_is_run_or_asked_about(tmp_path: Path) -> None:
+    left = tmp_path / "was run"
+    code = f"import pathlib\npathlib.Path({str(left)!r}).touch()\nclass Own: pass\n"
+    (tmp_path / "own.py").write_text(code)
+    given = {"model_type": "somebodys_own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(UnsupportedModel, match="by code of the model's own alone, and no such code is run"):
+        CausalModel(str(tmp_path))
+    assert not left.exists()
+
+
 def _misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Fingerprint], Fingerprint]) -> None:
     """Have configs read as they were not meant."""
     read = fingerprint.of_config
@@ -119,15 +325,6 @@ def test_layers_that_the_config_says_rotate_otherwise_are_not_known(
     assert model.fingerprint.rope.layers is msgspec.UNSET
 
 
-def test_a_family_whose_layers_have_rope_of_their_own_kinds_is_refused_before_its_weights_are_read(
-    tmp_path: Path,
-) -> None:
-    directory = make_model(tmp_path / "model", FAMILIES["gemma3"]())
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModel, match="serves no cartridges of such models, Gemma 3 among them"):
-        CausalModel(str(directory))
-
-
 def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +333,44 @@ def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_i
         CausalModel(str(make_model(tmp_path / "model", FAMILIES["falcon multi-query"]())))
 
 
-@pytest.mark.parametrize("name", ["falcon multi-query", "falcon grouped", "gptj", "smollm3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "mistral with a window"])
+def test_a_window_that_is_ignored_is_far_off(tmp_path: Path, name: str) -> None:
+    """So an engine that ignores it cannot pass for one that does not, whatever its KV."""
+    directory = make_model(tmp_path / "model", FAMILIES[name]())
+    model, question = CausalModel(str(directory)), list(range(400, 410))
+    kv = chain([write(model, tmp_path / "doc", DOCUMENTS[0])])
+    assert model.model.config.sliding_window < len(DOCUMENTS[0])
+    expected = model.logits_after(kv, question)
+    assert float((expected - model.logits(DOCUMENTS[0] + question, len(question))).abs().max()) < 1e-3
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | {"sliding_window": 4096}))
+    assert float((expected - CausalModel(str(directory)).logits_after(kv, question)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("encoding", ["plain", "int8"])
+def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path: Path, encoding: str) -> None:
+    """Its canary's questions behind itself were kept since a layer that is not moved is seen."""
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]())))
+    (tmp_path / "doc.txt").write_text("Four beds are on the ward and one of them is empty. " * 4)
+    made = prefill.build(
+        model, tmp_path / "doc.txt", tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32, encoding=encoding
+    )
+    assert made.canary.behind
+    assert made.provenance.canary.max_abs_logit_difference < (1e-3 if encoding == "plain" else 0.5)
+
+
+@torch.inference_mode()
+def test_soft_caps_on_attention_are_not_left_out(tmp_path: Path) -> None:
+    """PyTorch's attention knows none, and transformers takes it unless it is told otherwise."""
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma2"]())))
+    ids = torch.tensor([DOCUMENTS[0]])
+    capped, plain = model.model(ids).logits, FAMILIES["gemma2"]()
+    plain.attn_logit_softcapping = None
+    uncapped = CausalModel(str(make_model(tmp_path / "plain", plain))).model(ids).logits
+    assert float((capped - uncapped).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("name", ["falcon multi-query", "falcon grouped", "gptj", "smollm3", "gemma3"])
 def test_what_is_built_answers_as_its_document_does(tmp_path: Path, name: str) -> None:
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
     question = list(range(400, 410))
@@ -144,3 +378,16 @@ def test_what_is_built_answers_as_its_document_does(tmp_path: Path, name: str) -
     plain = model.logits(DOCUMENTS[0] + question, len(question))
     assert float((after - plain).abs().max()) < 1e-3
     assert float((after - model.logits(question, len(question))).abs().max()) > 0.1, "the document makes no difference"
+
+
+def test_a_checkpoint_without_some_weights_is_refused(tmp_path: Path) -> None:
+    """Transformers draws what is missing at random and warns, and a cartridge of that answers at random."""
+    directory = make_model(tmp_path / "model", FAMILIES["llama"]())
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModel, match="model lacks 1 of its model's weights, model.layers.1.mlp.up_proj.weight"
+    ):
+        CausalModel(str(directory))

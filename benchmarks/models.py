@@ -1,0 +1,360 @@
+"""Every model family, served: how far an answer after a cartridge is from one after the prompt itself.
+
+    python benchmarks/models.py [--families Llama,Gemma-2] [--modes in-process,multiprocess] [--dtypes float32]
+
+For a tiny random model of each family (zoo.py) two documents are built, one is trained to a cartridge shorter than it,
+and a real server of each mode is asked a question after a cartridge, after a chain of two, after the trained one and
+after the plain prompt. Figures are the largest difference of the log probability of any token, in nats: `noise` of the
+server's plain prompt to transformers'; `cartridge` to the server's own plain prompt; `chain` and `trained` to
+transformers after the same KV; `other` after another document, which is how large a wrong answer is. A family that
+`build` or the server refuses has the reason in place of figures. Each family runs in a process of its own; what goes
+wrong in one is its row's. With `--out benchmarks`, `docs/generate.py` makes docs/models.md of what is written there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from report import hardware, parser, publish
+from tqdm import tqdm
+
+if __package__ is None:
+    sys.path.insert(0, str(Path(__file__).parent))
+from zoo import CONTEXT, EXPERTS, FAMILIES
+
+MODES = ("in-process", "multiprocess")
+BOUND = 1e-3
+"""Nats, in float32, between what a cartridge and its prompt answer. Rounding makes up to a third of that in these
+models, whose weights are loud; a wrong layer 0.1 and more."""
+QUESTION = "Q: blood of Tehor? A:"
+_TIMEOUT_S = 900
+_REASON = re.compile(r"UnsupportedEngine: (.+)")
+_NOT_HERE = "not served here"
+"""What the note of a family begins with that vLLM cannot import on this machine."""
+_NO_IMPORT = "failed to be inspected", "No module named 'torchvision'"
+"""What the log says then, all of it: an import may fail for other reasons, too."""
+_TRAINING = ("--steps", "4", "--batch", "4", "--rate", "0.02", "--accept", "0", "--answer-tokens", "4",
+             "--positions", "256", "--init", "first-k", "--ask-as", "text")  # fmt: skip
+
+
+class Row(NamedTuple):
+    """One family in one dtype and mode; figures in nats, None where there is none."""
+
+    family: str
+    dtype: str
+    mode: str
+    noise: float | None = None
+    cartridge: float | None = None
+    chain: float | None = None
+    trained: float | None = None
+    other: float | None = None
+    injected: str = ""
+    """Positions that were not computed: of the cartridge, the chain and the trained one."""
+    note: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether every figure is at the noise, or the family was refused with a reason."""
+        if self.noise is None and not self.note.startswith(_NOT_HERE):
+            return self.note.startswith("refused")
+        limit = max(BOUND if self.dtype == "float32" else 0.0, 2 * (self.noise or 0))
+        found = [figure for figure in (self.cartridge, self.chain, self.trained) if figure is not None]
+        return bool(found) and all(figure <= limit for figure in found) and (self.other or 0) > 3 * limit
+
+
+def run_cli(*argv: str) -> dict[str, Any]:
+    """Run one command of the command line in this process and return what it tells programs. Raises `RuntimeError`."""
+    from lmcache_cartridge.cli.main import main as command
+
+    out, said = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(said):
+        status = command([*argv, "--format", "json"])
+    if status:
+        raise RuntimeError(said.getvalue().strip().rpartition("lmcache-cartridge: ")[2])
+    return json.loads(out.getvalue())
+
+
+def one_family(name: str, dtype: str, modes: Sequence[str], scratch: Path) -> Iterator[Row]:
+    """Make a family's model and cartridges, serve them in each mode, and yield a row for each."""
+    from zoo import make_model
+
+    from lmcache_cartridge.errors import CartridgeError
+    from lmcache_cartridge.make.model import CausalModel
+
+    directory = make_model(name, scratch / "model", dtype)
+    try:
+        model = CausalModel(str(directory))
+        made = Made(model, directory, scratch)
+    except CartridgeError as error:
+        yield Row(name, dtype, "build", note=f"refused: {error}")
+        return
+    for mode in modes:
+        yield made.row(name, dtype, mode)
+
+
+class Made:
+    """A model with its cartridges, and what transformers answers after them."""
+
+    def __init__(self, model: Any, directory: Path, scratch: Path) -> None:
+        """Build and train. Raises what `build` raises for a model that it refuses."""
+        from lmcache_cartridge.cli.recall import load_sheet
+        from lmcache_cartridge.library.registry import Registry
+        from lmcache_cartridge.settings import Settings
+
+        self.model, self.directory, self.scratch = model, directory, scratch
+        self.settings = Settings(home=scratch / "home", cpu_bytes=128 << 20)
+        self.notes: list[str] = []
+        common = ("--home", str(self.settings.home), "--model", str(directory))
+        for id_, sheet, tokens in (("a", "ward-a", 300), ("b", "ward-b", 320)):
+            document, text = scratch / f"{id_}.txt", load_sheet(sheet).text
+            ends = (end for end in range(tokens, len(text), 20) if len(model.encode(text[:end], special=True)) > tokens)
+            document.write_text(text[: next(ends)])  # a family may read the shipped tokenizer's files in its own way
+            run_cli("build", *common, "--document", str(document), "--id", id_)
+        questions = scratch / "questions.jsonl"
+        asked = [{"question": q.text, "answer": q.answer} for q in load_sheet("ward-a").questions[:12]]
+        questions.write_text("\n".join(map(json.dumps, asked)))
+        try:
+            run_cli("train", *common, "--document", str(scratch / "a.txt"), "--id", "t", "--questions", str(questions),
+                    *_TRAINING)  # fmt: skip
+        except Exception as error:
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__} "
+            self.notes.append(f"not trained: {kind}{error}"[:300])
+        registry = Registry(self.settings.registry_path)
+        self.found = {entry.id: self._read(Path(entry.location)) for entry in registry.all()}
+        self.question = model.encode(QUESTION, special=False)
+
+    def _read(self, root: Path) -> tuple[list[int], Any]:
+        """Return a cartridge's token ids and its canonical KV."""
+        from lmcache_cartridge.artifact import reading
+        from lmcache_cartridge.make.payload import read_kv
+
+        manifest = reading.load_manifest(root, None)
+        return reading.load_token_ids(manifest, root).tolist(), read_kv(manifest, root)
+
+    def after(self, injected: int, *names: str) -> Any:
+        """Return transformers' log probabilities `[vocabulary]` of what follows the question after the KV of a chain.
+
+        Only `injected` positions of it are there; the others are computed after those, as an engine does.
+        """
+        import torch
+
+        from lmcache_cartridge.memory.rope import shift
+
+        shape, parts, tokens = self.model.fingerprint, [], []
+        for name in names:
+            ids, kv = self.found[name]
+            parts.append(shift(kv, shape, len(tokens)) if tokens else kv)
+            tokens += ids
+        kv = torch.cat(parts, dim=2)[:, :, :injected]
+        return self.model.logits_after(kv, [*tokens[injected:], *self.question])[-1].log_softmax(-1)
+
+    def plain(self, name: str) -> Any:
+        """Return the same after a document's tokens."""
+        return self.model.logits(self.found[name][0] + self.question, 1)[-1].log_softmax(-1)
+
+    def row(self, family: str, dtype: str, mode: str) -> Row:
+        """Serve the cartridges and compare; without LMCache's saving where that is refused, and that is noted."""
+        for saves in (True, False):
+            try:
+                return self.served(family, dtype, mode, saves=saves)
+            except Exception as error:
+                traceback.print_exc()
+                log = self.settings.home / f"{mode}.log"
+                said = log.read_text(errors="replace") if log.exists() else ""
+                reasons = _REASON.findall(said)
+                note = f"refused: {reasons[-1]}" if reasons else f"not served: {error}"
+                if all(part in said for part in _NO_IMPORT):
+                    return self.unserved(family, dtype, mode)
+                if "--no-save" not in note:
+                    break
+        return Row(family, dtype, mode, note=note[:400])
+
+    def unserved(self, family: str, dtype: str, mode: str) -> Row:
+        """Return a row of a family that vLLM cannot import here: what cartridge and chain hold, against transformers."""
+        import torch
+        from transformers import DynamicCache
+
+        (first, kv), (second, _) = self.found["a"], self.found["b"]
+        cache, at = DynamicCache(), len(first) + torch.arange(len(second))[None]
+        with torch.inference_mode():
+            self.model.model(input_ids=torch.tensor([second]), position_ids=at, past_key_values=cache, use_cache=True)
+        planes = (torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values"))
+        there = self.model.planes(*(each.transpose(1, 2) for each in planes))
+        expected = self.model.logits_after(torch.cat([kv, there], dim=2), self.question)[-1].log_softmax(-1)
+        plain, whole = self.plain("a"), len(first) + len(second)
+        figures = {
+            "cartridge": _apart(self.after(len(first), "a"), plain),
+            "chain": _apart(self.after(whole, "a", "b"), expected),
+            "other": _apart(self.after(len(second), "b"), plain),
+        }
+        note = f"{_NOT_HERE}: vLLM imports torchvision for it, and this machine has none; all against transformers"
+        return Row(family, dtype, mode, **figures, note="; ".join([note, *self.notes])[:400])
+
+    def served(self, family: str, dtype: str, mode: str, *, saves: bool = True) -> Row:
+        """Serve the cartridges and compare. Raises whatever keeps the server from answering."""
+        from lmcache_cartridge.artifact.rope import check_shift
+        from lmcache_cartridge.errors import UnsupportedModel
+
+        notes = [*self.notes, *([] if saves else ["with --no-save"])]
+        with serving(self.directory, self.settings, mode, dtype, saves=saves) as server:
+
+            def ask(names: Sequence[str], ids: Sequence[int]) -> tuple[Any, int]:
+                return answer(server, names, [*ids, *self.question], self.model.fingerprint.vocab_size)
+
+            document = self.found["a"][0]
+            dense, cached = ask([], document)
+            assert cached == 0, f"{cached} tokens of a plain prompt were not computed"
+            single, one = ask(["a"], [])
+            other, _ = ask(["b"], [])
+            figures = {"noise": _apart(dense, self.plain("a")), "cartridge": _apart(single, dense),
+                       "other": _apart(other, dense)}  # fmt: skip
+            counts = [f"{one} of {len(document)}"]
+            try:
+                check_shift(self.model.fingerprint.rope)
+                chained, both = ask(["a", "b"], [])
+                figures["chain"] = _apart(chained, self.after(both, "a", "b"))
+                assert both > len(document), "nothing of the second was injected"
+                counts.append(f"{both} of {len(document) + len(self.found['b'][0])}")
+            except UnsupportedModel as error:
+                notes.append(f"no chains: {error}")
+            if "t" in self.found:
+                trained, whole = ask(["t"], [])
+                figures["trained"] = _apart(trained, self.after(whole, "t"))
+                counts.append(f"{whole} of {len(self.found['t'][0])}")
+            assert all(int(count.split()[0]) >= 256 for count in counts), f"not injected: {counts}"
+        return Row(family, dtype, mode, **figures, injected=", ".join(counts), note="; ".join(notes))
+
+
+def _apart(found: Any, expected: Any) -> float:
+    return float((found - expected).abs().max())
+
+
+@contextmanager
+def serving(model: Path, settings: Any, mode: str, dtype: str, *, saves: bool = True) -> Iterator[Any]:
+    """Serve with the defaults that a user has, as small as it goes."""
+    from lmcache_cartridge.make.server import Server
+    from lmcache_cartridge.serve.launch import plan
+    from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+
+    arguments = ["--max-model-len", str(CONTEXT // 2), "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20),
+                 "--max-logprobs", "-1", "--dtype", dtype]  # fmt: skip
+    launch = plan(str(model), settings, vllm_args=arguments, mode=mode, saves=saves)
+    with (
+        ServerProcess(launch, settings.home / f"{mode}.log", environment=SMALL) as process,
+        Server(process.url) as server,
+    ):
+        yield server
+
+
+def answer(server: Any, names: Sequence[str], ids: Sequence[int], vocabulary: int) -> tuple[Any, int]:
+    """Return the log probability of every token that may follow, and how many tokens were not computed."""
+    import torch
+
+    body: dict[str, Any] = {
+        "model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": vocabulary,
+        "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    body |= {"cartridges": list(names)} if names else {"cache_salt": "plain"}
+    reply = server.post("/v1/completions", body, dict)
+    found = torch.full((vocabulary,), float("-inf"))
+    for token, logprob in reply["choices"][0]["logprobs"]["top_logprobs"][0].items():
+        found[int(token.removeprefix("token_id:"))] = logprob
+    details = reply["usage"].get("prompt_tokens_details") or {}
+    return found, details.get("cached_tokens") or 0
+
+
+def in_process_of_its_own(name: str, dtype: str, modes: Sequence[str], log: Path) -> list[Row]:
+    """Run one family in a process of its own and return its rows."""
+    with tempfile.TemporaryDirectory() as scratch, log.open("w") as text:
+        command = [sys.executable, __file__, "--one", name, "--dtypes", dtype, "--modes", ",".join(modes)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": scratch}
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=text, text=True, timeout=_TIMEOUT_S, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return [Row(name, dtype, "all", note=f"not done in {_TIMEOUT_S} s")]
+        rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+        return rows or [Row(name, dtype, "all", note=f"ended with {done.returncode}; see {log}")]
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """Return of each row `yes` where it is sound, `routing`, or `NO`.
+
+    In bfloat16 a router sends some tokens to other experts for a rounding, which moves an answer by more than rounding and
+    by less than another document. A row of which that is all is told from wrong KV by its family's row in float32.
+    """
+    exact = {(row.family, row.mode) for row in rows if row.dtype == "float32" and row.sound and row.noise is not None}
+
+    def is_routing(row: Row) -> bool:
+        figures = [figure for figure in (row.noise, row.cartridge, row.chain, row.trained) if figure is not None]
+        routes = row.family in EXPERTS and row.dtype != "float32" and (row.family, row.mode) in exact
+        return routes and bool(figures) and 3 * max(figures) < (row.other or 0)
+
+    return ["yes" if row.sound else "routing" if is_routing(row) else "NO" for row in rows]
+
+
+def shown(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
+    """Return the rows as they are printed."""
+    return [
+        {key: _shown(value) for key, value in row._asdict().items()} | {"sound": verdict}
+        for row, verdict in zip(rows, verdicts(rows), strict=True)
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; exit status 1 where a figure is not at the noise."""
+    options_ = parser(__doc__ or "", "models")
+    options_.add_argument("--families", help="names with commas between them (default: all)")
+    options_.add_argument("--modes", default=",".join(MODES), help="(default %(default)s)")
+    options_.add_argument("--dtypes", default="float32", help="float32, bfloat16 or both (default %(default)s)")
+    options_.add_argument("--jobs", type=int, default=2, help="families at once (default %(default)s)")
+    options_.add_argument("--one", help=argparse.SUPPRESS)
+    options = options_.parse_args(arguments)
+    modes, dtypes = options.modes.split(","), options.dtypes.split(",")
+    if options.one:
+        with tempfile.TemporaryDirectory() as scratch:
+            for row in one_family(options.one, dtypes[0], modes, Path(scratch)):
+                print(json.dumps(row._asdict()), flush=True)
+        return 0
+    names = options.families.split(",") if options.families else ["Llama"] if options.smoke else list(FAMILIES)
+    if unknown := sorted({*names} - {*FAMILIES}):
+        options_.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    jobs = [(name, dtype) for dtype in dtypes for name in names]
+    jobs += [(name, "bfloat16") for name in EXPERTS if name in names and options.full and "bfloat16" not in dtypes]
+    machine, rows = hardware(), []
+    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(jobs), desc="families") as bar:
+        logs = [options.out / f"models-{''.join(c if c.isalnum() else '-' for c in '-'.join(job))}.log" for job in jobs]
+        futures = [pool.submit(in_process_of_its_own, *job, modes, log) for job, log in zip(jobs, logs, strict=True)]
+        for future in futures:
+            future.add_done_callback(lambda _: bar.update())
+        for future in futures:
+            rows += future.result()
+    found = zip(rows, verdicts(rows), strict=True)
+    wrong = [f"{row.family}, {row.dtype}, {row.mode}" for row, verdict in found if verdict == "NO"]
+    lines = [f"{len(rows) - len(wrong)} of {len(rows)} rows at the noise or refused with a reason"]
+    lines += [f"NOT at the noise: {', '.join(wrong)}"] if wrong else []
+    publish("models", shown(rows), options, machine, details=[row._asdict() for row in rows], lines=lines)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
