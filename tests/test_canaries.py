@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +17,23 @@ from making import make_fingerprint, make_rope, sha256_hasher
 from test_admission import serve  # noqa: F401
 
 with quietly():
+    from lmcache_cartridge.serve import offline
     from lmcache_cartridge.serve.admission import Admission
 
-from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
+from lmcache_cartridge.artifact.canary import Asked, Comparison, Expected, ServedCanary
 from lmcache_cartridge.artifact.reading import MANIFEST, load_manifest, load_token_ids
 from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.memory.store import CartridgeStore
+from lmcache_cartridge.serve.canary import Trial
 from lmcache_cartridge.serve.request import Reference, Refusal, Unservable
+from lmcache_cartridge.serve.resolve import Resolver
+from lmcache_cartridge.settings import Settings
 
 RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
 BEHIND = Expected(((9, 7),), ((-0.3, -1.0),), noise=0.01)
 SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half", layers=(0, 1, 2)))
+OTHER = msgspec.structs.replace(SHAPE, weights_digest="00" * 32, quantisation="awq 4")
 CANARY = ServedCanary((Asked((3, 4), RIGHT),), 2.0, (Asked((4, 3), BEHIND),))
 
 
@@ -39,6 +47,8 @@ class Engine:
         self.asked: list[tuple[Any, Any]] = []
         self.wrong: set[str] = set()
         """Tags after which the answer is wrong."""
+        self.off = 1.0
+        """By how much."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.cached: int | None = None
@@ -55,7 +65,7 @@ class Engine:
         await self.may_answer.wait()
         tag = params.extra_args["kv_transfer_params"][TAG]
         expected = BEHIND if "." in tag else RIGHT
-        more = 1.0 if tag in self.wrong else 0.0
+        more = self.off if tag in self.wrong else 0.0
         rows = [
             {
                 token: SimpleNamespace(logprob=value - more * n)
@@ -71,13 +81,16 @@ class Engine:
 
 
 @pytest.fixture
-def store(home: Home) -> CartridgeStore:
+def store(home: Home, request: pytest.FixtureRequest) -> CartridgeStore:
+    """With True as parameter `a` and `doc` are of other weights than the engine's, which are accepted."""
+    accepts = getattr(request, "param", False)
     for seed, (name, kind) in enumerate({"a": "trained", "b": "trained", "doc": "prefill", "plain": "trained"}.items()):
-        home.make(name, kind=kind, positions=4 * CHUNK, seed=seed, fingerprint=SHAPE)
+        shape = OTHER if accepts and name in ("a", "doc") else SHAPE
+        home.make(name, kind=kind, positions=4 * CHUNK, seed=seed, fingerprint=shape)
         if name != "plain":
             manifest = load_manifest(home.root(name))
             (home.root(name) / MANIFEST).write_bytes(msgspec.structs.replace(manifest, canary=CANARY).encode())
-    return home.open(settings=STILL | {"lookup_timeout_s": 20}, chunks=64, fingerprint=SHAPE)
+    return home.open(settings=STILL | {"lookup_timeout_s": 20, "accept_weights": accepts}, chunks=64, fingerprint=SHAPE)
 
 
 Run = Callable[..., Any]
@@ -199,6 +212,15 @@ def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run: Run, why: s
     run(work, ready_timeout_s=1.0 if why == "late" else 60.0)
 
 
+def test_what_is_not_in_memory_is_not_tried(run: Run, home: Home) -> None:
+    async def work(admission: Admission, engine: Engine) -> None:
+        home.payload("doc").unlink()
+        assert [await _ask(admission, "doc") for _ in range(2)] == ["document"] * 2
+        assert engine.asked == [], "each question would cost a prefill of the document"
+
+    run(work)
+
+
 def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None:
     async def work(admission: Admission, engine: Engine) -> None:
         a, b = [await admission.resolve([Reference(id=name)]) for name in ("a", "b")]
@@ -214,6 +236,19 @@ def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None
     run(work)
 
 
+@pytest.mark.parametrize(("reach", "chunk", "prefix"), [
+    (None, 64, (512, 512)), (None, 96, None), (448, 64, (448, 448)), (448, 96, None), (448, 32, (448, 448)),
+    (576, 64, None),  # more than there is
+])  # fmt: skip
+def test_behind_itself_only_whole_chunks_are_asked_after(
+    reach: int | None, chunk: int, prefix: tuple[int, int] | None
+) -> None:
+    manifest = SimpleNamespace(positions=256, canary=msgspec.structs.replace(CANARY, behind_positions=reach))
+    alone, behind = (Trial(manifest, None, place) for place in (0, 1))
+    assert behind.prefix(chunk) == prefix
+    assert alone.prefix(chunk) == (256, 256 // chunk * chunk)
+
+
 def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
     async def off(admission: Admission, engine: Engine) -> None:
         assert [await _ask(admission, name) for name in ("a", "plain")] == ["kv", "kv"]
@@ -224,6 +259,84 @@ def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
 
     run(off, canary=False)
     run(required, canary="required")
+
+
+@pytest.mark.parametrize("store", [True], indirect=True)
+@pytest.mark.parametrize("canary", [True, "required"])
+def test_what_accepted_weights_change_is_said_and_blocks_nothing_unless_canaries_are_required(
+    run: Run, home: Home, store: CartridgeStore, canary: Any
+) -> None:
+    """`a` and `doc` are of other weights, `b` of the engine's own: what is wrong there is wrong."""
+    hashes = list(sha256_hasher(CHUNK)(load_token_ids(load_manifest(home.root("doc")), home.root("doc")).tolist()))
+
+    async def work(admission: Admission, engine: Engine) -> None:
+        a, b, doc = [(await admission.resolve([Reference(id=name)])).tag for name in ("a", "b", "doc")]
+        assert await _ask(admission, "a") == "kv", "near enough"
+        assert admission.canaries.outcome(a) == "passed"
+        engine.wrong = {b, doc, f"{a}.{a}"}
+        assert await asyncio.to_thread(store.lookup, hashes) == 0, "not before it was tried"
+        is_required = canary == "required"
+        assert await _ask(admission, "doc", "a") == (422 if is_required else "kv")
+        assert admission.canaries.outcome(doc) == ("failed" if is_required else "accepted")
+        assert await asyncio.to_thread(store.lookup, hashes) == (0 if is_required else 4)
+        assert await _ask(admission, "b") == 422
+        assert await _ask(admission, "a") == "kv"
+        assert len(engine.asked) == 3 + (not is_required), "each is tried once"
+
+    run(work, canary=canary, accept_weights=True)
+
+
+@pytest.mark.parametrize("store", [True], indirect=True)
+def test_no_weights_make_logprobs_that_are_no_numbers(run: Run, store: CartridgeStore) -> None:
+    async def work(admission: Admission, engine: Engine) -> None:
+        a = (await admission.resolve([Reference(id="a")])).tag
+        engine.wrong, engine.off = {a}, float("nan")
+        assert await _ask(admission, "a") == 422
+        assert admission.canaries.outcome(a) == "failed"
+
+    run(work, accept_weights=True)
+
+
+@pytest.mark.parametrize(
+    "name, canary, accepts, difference, served",
+    [
+        ("a", True, True, 1.0, True),
+        ("a", True, False, 1.0, False),
+        ("a", "required", True, 1.0, False),
+        ("b", True, True, 1.0, False),
+        ("a", True, True, math.inf, False),
+    ],
+)
+@pytest.mark.parametrize("store", [True], indirect=True)
+def test_offline_too_what_accepted_weights_change_blocks_nothing_unless_canaries_are_required(
+    home: Home,
+    store: CartridgeStore,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    canary: Any,
+    accepts: bool,
+    difference: float,
+    served: bool,
+) -> None:
+    class Llm:
+        llm_engine = SimpleNamespace(model_config=Engine.model_config)
+
+    llm: Any = Llm()
+    found = Comparison(difference, 0.1, 1, (3,), (3,))
+    monkeypatch.setattr(offline, "_examine", lambda llm, trial: found)
+    monkeypatch.setattr(offline, "_claim", lambda *arguments: None)
+    monkeypatch.setitem(offline._chunk_tokens, llm, CHUNK)
+    client = SimpleNamespace(call=lambda method: [msgspec.to_builtins(SHAPE)])
+    monkeypatch.setitem(offline._clients, llm, client)
+    settings = Settings(home=home.path, canary=canary, accept_weights=accepts)
+    selection = Resolver(settings).resolve([Reference(id=name)])
+    for _ in range(2):
+        with (
+            nullcontext()
+            if served
+            else pytest.raises(CartridgeError, match=f"{name}@1 is set aside .* differ by {difference:g}")
+        ):
+            offline._try(llm, settings, selection)
 
 
 def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run: Run) -> None:

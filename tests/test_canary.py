@@ -17,6 +17,7 @@ import torch
 from making import make_artifact
 from transformers import (
     AutoModelForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
     PhiConfig,
@@ -169,7 +170,7 @@ def test_one_layer_rotated_wrongly_fails(tiny: Tiny) -> None:
 
 def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_model_does(tiny: Tiny) -> None:
     shape = tiny.model.fingerprint
-    right = torch.stack([shift_keys(tiny.kv[0], shape.rope, POSITIONS), tiny.kv[1]])
+    right = torch.stack([shift_keys(tiny.kv[0], shape, POSITIONS), tiny.kv[1]])
     twice = torch.cat([tiny.kv, right], dim=2)
     assert passes_behind_itself(tiny.model, twice, tiny.canary)
     assert passes_behind_itself(tiny.exact, twice, tiny.canary)
@@ -186,6 +187,27 @@ def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_mo
     if shape.rope.layers != tuple(range(shape.layers)):  # every layer rotated, as releases before did
         wrong = torch.cat([tiny.kv, rotated(tiny.kv, tiny.model, range(shape.layers), POSITIONS)], dim=2)
         assert not passes_behind_itself(tiny.model, wrong, tiny.canary)
+
+
+@torch.inference_mode()
+def test_behind_itself_it_is_asked_after_whole_chunks_since_engines_compute_the_rest(tiny: Tiny) -> None:
+    model, p = tiny.model, POSITIONS - 24
+    ids, kv = tiny.ids[:p], tiny.kv[:, :, :p]
+    canary = make_canary.make(model, kv, ids, CHUNK)
+    reach = 2 * p // CHUNK * CHUNK
+    assert canary.behind_positions == reach < 2 * p
+    twice = torch.cat([kv, torch.stack([shift_keys(kv[0], model.fingerprint, p), kv[1]])], dim=2)
+    assert passes_behind_itself(model, twice[:, :, :reach], canary)
+    unmoved = torch.cat([kv, kv], dim=2)[:, :, :reach]
+    assert not passes_behind_itself(model, unmoved, canary)
+    cache = model.cache(twice[:, :, :reach], 1)  # as an engine goes on: the rest sees the first copy
+    model.model(input_ids=torch.tensor([ids[reach - p :]]), past_key_values=cache, use_cache=True)
+    rest = torch.stack([cache.layers[-1].keys[0, :, reach:], cache.layers[-1].values[0, :, reach:]])
+    stored = twice[:, -1, reach:].transpose(1, 2)
+    assert float((rest - stored).norm() / stored.norm()) > 0.05, "it is the same, and there is no need for this"
+    short = make_canary.make(model, kv[:, :, :30], ids[:30], CHUNK)
+    assert short.behind and short.behind_positions is None, "for engines with smaller chunks"
+    assert make_canary.in_int8(make_canary.make(model, kv, ids, CHUNK, int8=kv)).behind_positions == reach
 
 
 def test_what_int8_does_is_measured_and_counts_as_noise(tiny: Tiny) -> None:
@@ -307,3 +329,19 @@ def test_a_canary_that_cannot_be_asked_is_refused(tmp_path: Path, canary: Served
     plain = make_artifact(tmp_path / "a", positions=40).manifest
     with pytest.raises(ManifestError, match="its canary cannot be asked"):
         check(msgspec.structs.replace(plain, canary=canary), "here")
+
+
+def test_a_router_that_answers_two_things_is_rounded_too(tmp_path: Path) -> None:
+    """Llama 4's is a matrix product by inheritance, and returns its scores and its logits."""
+    config = Llama4TextConfig(
+        **_SIZE, head_dim=16, intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(MODEL_DIR) / file, tmp_path / file)
+    model, ids = CausalModel(str(tmp_path)), list(range(5, 25))
+    exact = model.logits(ids, 1)
+    with make_canary.rounding(model) as again:
+        again(1, 1.0)
+        rounded = model.logits(ids, 1)
+    assert 0 < float((rounded - exact).abs().max()) < 0.5

@@ -31,8 +31,11 @@ from lmcache_cartridge.settings import Settings, from_mapping
 torch.set_num_threads(1)
 CHUNK, POSITIONS = 64, 192
 ARGS = [*SERVER_ARGS, "--max-model-len", "2048", "--block-size", "32"]
-NAMES = ("p0", "p1", "p2", "p3", "p4", "p5", "p6", "t0", "t1", "t2", "t3", "plain")
-"""Cartridges: those with p are documents, with t trained; `plain` has no canary."""
+LENGTHS = {
+    **dict.fromkeys(("p0", "p1", "p2", "p3", "p4", "p5", "p6", "t0", "t1", "t2", "t3", "plain"), POSITIONS),
+    "odd": 150, "short": 50,
+}  # fmt: skip
+"""Positions of each cartridge: those with t are trained, the others documents; `plain` has no canary."""
 
 
 class Served(NamedTuple):
@@ -82,8 +85,8 @@ def served(
     directory = make_model(home / "model", config, torch.bfloat16)
     settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20}), CausalModel(str(directory))
     registry = Registry(settings.registry_path)
-    ids = {name: random.Random(name).choices(range(10, 640), k=POSITIONS) for name in NAMES}
-    for name in NAMES:
+    ids = {name: random.Random(name).choices(range(10, 640), k=length) for name, length in LENGTHS.items()}
+    for name in LENGTHS:
         root = settings.cartridges_dir / name
         _write(model, root, name, ids[name])
         registry.register(root)
@@ -104,7 +107,7 @@ def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
                       chunk_tokens=CHUNK)  # fmt: skip
         return
     made = Provenance(tool="tests", created="2026-01-01T00:00:00Z")
-    write_kv(model, kv.split(CHUNK, dim=2), root, lambda kv: made, cartridge_id=name, version=1, positions=POSITIONS,
+    write_kv(model, kv.split(CHUNK, dim=2), root, lambda kv: made, cartridge_id=name, version=1, positions=len(ids),
              token_ids=None if name.startswith("t") else ids, chunk_tokens=CHUNK)  # fmt: skip
 
 
@@ -145,6 +148,15 @@ class CanaryTests:
         assert served.ask("p1", "t0").status_code == 200
         assert served.count("canaries", "passed") == passed + 2
 
+    def test_documents_that_end_within_a_chunk_stand_in_chains(self, served: Served) -> None:
+        """What fills no chunk the engine computes, and behind another copy it is not what stands in the cartridge."""
+        for chain, injected in ((("odd", "odd"), 256), (("short", "odd"), 192), (("p0", "short", "odd"), 384)):
+            reply = served.ask(*chain)
+            assert reply.status_code == 200, reply.text
+            assert "served=document" not in reply.headers["x-cartridges"], reply.headers["x-cartridges"]
+            assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == injected
+        assert served.state("odd")["canary"] == "passed"
+
     def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(
         self, served: Served, broken: Any
     ) -> None:
@@ -152,7 +164,7 @@ class CanaryTests:
         failed = served.count("canaries", "failed")
         for _ in range(2):
             reply = served.ask("t1")
-            assert reply.status_code == 422, reply.text
+            assert (reply.status_code, reply.headers["x-should-retry"]) == (422, "false"), reply.text
             assert "set aside on this engine" in reply.text
             assert "logprobs differ" in reply.text
         for _ in range(2):
@@ -211,6 +223,35 @@ class CanaryTests:
         url = str(served.http.base_url)
         assert main(["validate", "p2", "--server", url, "--home", str(served.settings.home)]) == 1
         assert "NO" in capsys.readouterr().out
+
+    def test_the_validation_ladder_passes(self, served: Served, tmp_path: Path) -> None:
+        found = _climb(served, tmp_path, "0,0.5,3,3cross,10,11")
+        assert [(row["tier"], row["result"]) for row in found["rows"]] == [
+            (tier, "pass") for tier in ("0", "0.5", "3", "3cross", "10", "11")
+        ], found["rows"]
+        left = [row.id for row in Registry(served.settings.registry_path).all()]
+        assert not [name for name in left if name.startswith("validate-")], "its cartridges are taken away"
+
+    def test_the_validation_ladder_fails_where_the_engine_has_other_bytes(
+        self, served: Served, broken: Any, tmp_path: Path
+    ) -> None:
+        broken(unpacked=True)
+        [found] = _climb(served, tmp_path, "0")["rows"]
+        assert found["result"] == "FAIL"
+        # The one where the canary has passed with the same bytes before, the other where it has just failed.
+        assert "is not that of its dense prompt" in found["found"] or "were injected" in found["found"]
+
+
+def _climb(served: Served, directory: Path, tiers: str) -> dict[str, Any]:
+    """Return what `validate` writes about the served model, having seen that its exit status says the same."""
+    url, home, file = str(served.http.base_url), str(served.settings.home), directory / "rows.json"
+    status = main(
+        ["validate", "--url", url, "--model", str(served.model), "--home", home, "--chunk-size", str(CHUNK),
+         "--tier", tiers, "--json", str(file)]
+    )  # fmt: skip
+    found = json.loads(file.read_text())
+    assert status == (0 if found["passed"] else 1)
+    return found
 
 
 class TestCanary(CanaryTests):

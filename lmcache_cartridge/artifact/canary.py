@@ -78,6 +78,9 @@ class ServedCanary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     behind: tuple[Asked, ...] = ()
     """Asked after the cartridge and, behind it, itself: only there its keys are rotated, as in every chain. Empty where
     the model's context has no room for that, or its keys cannot be moved."""
+    behind_positions: int | None = None
+    """How many leading positions of both stand before the questions of `behind`; None for all of them. Whole chunks:
+    what does not fill one an engine computes, and having seen the first copy it has other KV than the second."""
 
     def problem(self, vocabulary: int) -> str | None:
         """Return what is wrong with it, None if nothing is."""
@@ -93,6 +96,8 @@ class ServedCanary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
                 return "its tokens and logprobs do not go together"
             if not 0 < noise < 100:
                 return f"a noise of {noise}"
+        if self.behind_positions is not None and self.behind_positions < 1:
+            return f"{self.behind_positions} positions behind each other"
         return None
 
 

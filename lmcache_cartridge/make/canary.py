@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import torch
@@ -69,9 +70,12 @@ def make(
         measured = _differences(model, int8.to(kv.dtype), after)
         after = [msgspec.structs.replace(each, int8=round(n, 4)) for each, n in zip(after, measured, strict=True)]
     progress("canary", 1, 2)
-    behind = _behind(model, kv, rows)
+    twice = 2 * kv.shape[2]
+    reach = twice // chunk_tokens * chunk_tokens or twice
+    behind = _behind(model, kv, rows, reach)
     progress("canary", 2, 2)
-    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(behind))
+    cut = reach if behind and reach < twice else None
+    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(behind), cut)
 
 
 def _best(
@@ -93,14 +97,18 @@ def _best(
     return [asked[n] for n in chosen], min(max(row[n] for n in chosen) for row in seen)
 
 
-def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Asked]:
-    """Return questions after the cartridge and itself, moved behind it; none where the model cannot have that."""
+def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], reach: int) -> list[Asked]:
+    """Return questions after `reach` positions of the cartridge and itself, moved behind it.
+
+    None where the model cannot have that, or where nothing of the second copy is left.
+    """
     positions, layers, rope = kv.shape[2], kv.shape[1], model.fingerprint.rope
-    if rope is None or not _fits(model, 2 * positions):
+    if rope is None or not _fits(model, 2 * positions) or reach <= positions:
         return []
-    still = () if isinstance(rope.layers, msgspec.UnsetType) else rope.layers
+    rotating = () if rope.rotating is msgspec.UNSET else rope.rotating
     try:
-        moved = torch.cat([kv, shift(kv, rope, positions)], dim=2)
+        behind = shift(kv, model.fingerprint, positions)
+        moved = torch.cat([kv, behind], dim=2)[:, :, :reach]
     except UnsupportedModel:
         return []
 
@@ -109,8 +117,8 @@ def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> 
         for layer in layers_tried:
             damaged = moved.clone()
             # A layer that rotates is left where it was, one that does not is rotated.
-            wrong = kv[0, layer] if layer in still else rotate(kv[0, layer], rope, positions)
-            damaged[0, layer, positions:] = wrong
+            wrong = kv[0, layer] if layer in rotating else rotate(kv[0, layer], rope, positions)
+            damaged[0, layer, positions:] = wrong[: reach - positions]
             yield damaged
 
     return _best(model, moved, rows[:_BEHIND], damages())[0]
@@ -222,7 +230,9 @@ def _damages(kv: torch.Tensor, chunk_tokens: int) -> Iterator[torch.Tensor]:
 def in_another_layout(kv: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Return canonical KV of which some positions are what the bytes of one layout are in another."""
     damaged, part = kv.clone(), kv[:, :, start : start + count]
-    damaged[:, :, start : start + count] = part.permute(3, 0, 1, 2, 4).reshape(part.shape)
+    # One head's layouts are the same; there layers and tokens change places.
+    order = (3, 0, 1, 2, 4) if kv.shape[3] > 1 else (3, 0, 2, 1, 4)
+    damaged[:, :, start : start + count] = part.permute(order).reshape(part.shape)
     return damaged
 
 
@@ -256,7 +266,10 @@ def rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
         generator.manual_seed(seed)
         size = coarse * half
 
-    def rounded(module: torch.nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
+    def rounded(module: torch.nn.Module, given: object, out: Any) -> Any:
+        # The scores and logits of Llama 4's router, which is a matrix product by inheritance.
+        if isinstance(out, tuple):
+            return tuple(rounded(module, given, each) for each in out)
         noise = torch.rand(out.shape, generator=generator, device=out.device) * 2 - 1
         return (out.float() * (1 + size * noise)).to(out.dtype)
 
@@ -281,7 +294,7 @@ def in_int8(canary: ServedCanary | None) -> ServedCanary | None:
         return None
     most = max(measured)
     after, behind = ([_noisier(each, most) for each in part] for part in (canary.after, canary.behind))
-    return ServedCanary(tuple(after), canary.sensitivity, tuple(behind))
+    return msgspec.structs.replace(canary, after=tuple(after), behind=tuple(behind))
 
 
 def _noisier(asked: Asked, more: float) -> Asked:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -31,6 +34,9 @@ Judge by the reference only, not by what you know. Text inside the tags is mater
 Reply with the score alone: one digit from 0 to 5."""
 HIGHEST = 5
 T = TypeVar("T")
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3600)
+"""A caller has as many connections as it has threads, and keeps them: httpx's own 100, 20 and 5 s would be waited for."""
+_USERINFO = re.compile(r"^([\w+.-]+://)?[^/?#]*@")
 _SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
 
 
@@ -38,10 +44,18 @@ class Server:
     """Posts to one server. Safe from any thread; a context manager, or close it."""
 
     def __init__(self, url: str, model: str | None = None, timeout_s: float = 300.0) -> None:
-        """`url` with or without `/v1`; the key is that in `$OPENAI_API_KEY`. Without `model` the first one it serves."""
-        self.url = url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY_VARIABLE, "none")
-        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, headers={"Authorization": f"Bearer {key}"})
+        """`url` with or without `/v1`; the key is that in `$OPENAI_API_KEY`. Without `model` the first one it serves.
+
+        `timeout_s` is the longest wait for the next bytes of a reply. A user and password in `url` are sent, and left out
+        of the attribute `url`, which messages and reports show. Raises `SourceError` where it does not answer.
+        """
+        given = url.rstrip("/").removesuffix("/v1")
+        self.url, self._timeout_s = _USERINFO.sub(r"\1", given), timeout_s
+        headers = {"Authorization": f"Bearer {_key()}"}
+        try:
+            self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=headers, limits=_LIMITS)
+        except httpx.InvalidURL:  # its message may have a part of a password
+            raise SourceError(f"{re.sub('//.*@', '//', self.url)} is no URL of a server") from None
         try:
             self.model = model or self._ask("GET", "/v1/models", lambda reply: str(reply["data"][0]["id"]))
         except BaseException:
@@ -82,16 +96,52 @@ class Server:
             prompt = prompt.replace(f"{{{name}}}", text.replace("</", "< /"))
         return read_score(self.reply(prompt, tokens=16))
 
-    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+    def send(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Return the reply whatever its status. Raises `SourceError` when the server cannot be reached."""
         try:
-            response = self._http.request(method, path, **content)
-            response.raise_for_status()
-        except httpx.HTTPStatusError as error:
-            reply = error.response
-            raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}") from error
+            return self._http.request(method, path, **content)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
-        return response
+
+    def events(
+        self, path: str, body: bytes, timeout_s: float | None = None
+    ) -> Iterator[tuple[Mapping[str, str], dict[str, Any]]]:
+        """Post JSON that asks for a stream; yield each event when it comes, with the reply's headers. Blocks between them.
+
+        `timeout_s` is the longest wait for an event, instead of the server's own. Raises `SourceError` where the server
+        cannot be reached, refuses, breaks off, or tells an error in the stream.
+        """
+        timeout = httpx.Timeout(self._timeout_s, read=timeout_s or self._timeout_s)
+        headers = {"content-type": "application/json"}
+        try:
+            with self._http.stream("POST", path, content=body, headers=headers, timeout=timeout) as reply:
+                if not reply.is_success:
+                    reply.read()
+                    raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
+                lines = _lines(reply.iter_bytes())
+                for line in lines:
+                    text = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+                    if text == b"[DONE]":
+                        with suppress(httpx.HTTPError):
+                            deque(lines, maxlen=0)  # to the end of the reply, or the connection cannot be kept
+                        return
+                    if text:
+                        event = json.loads(text)
+                        if not isinstance(event, dict):
+                            raise ValueError(f"{event!r:.100}")
+                        if event.get("error"):
+                            raise SourceError(f"{self.url}{path} broke off: {event['error']!r:.300}")
+                        yield reply.headers, event
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
+        except (ValueError, TypeError) as error:
+            raise SourceError(f"{self.url}{path} streams something else than events: {error}") from error
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        reply = self.send(method, path, **content)
+        if not reply.is_success:
+            raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
+        return reply
 
     def _ask(self, method: str, path: str, read: Callable[[Any], T], **content: Any) -> T:
         try:
@@ -102,6 +152,23 @@ class Server:
             return read(found)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise SourceError(f"{self.url}{path} sent something else than was asked for: {found!r:.200}") from error
+
+
+def _key() -> str:
+    """Return the key of the environment. Raises `SourceError` for one that no header can have, and does not show it."""
+    key = os.environ.get(KEY_VARIABLE, "none").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise SourceError(f"the key in ${KEY_VARIABLE} has characters that no HTTP header can have")
+    return key
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Return lines, which end at a line feed alone: JSON may have U+2028 as it is, where httpx's `iter_lines` parts it."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
 
 
 def read_score(reply: str) -> int | None:

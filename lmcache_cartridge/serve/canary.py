@@ -8,6 +8,7 @@ with those that transformers had from the same KV.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 
 from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
-from ..artifact.fingerprint import DTYPE_BYTES
+from ..artifact.fingerprint import DTYPE_BYTES, Fingerprint
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient
 from ..engine.contract import GRANT, QUANTISED_CACHES, SKIP_SAVE, TAG
@@ -90,6 +91,18 @@ class Trial(NamedTuple):
         """Positions that the longest question takes, with its answer."""
         return self.positions + max(len(q.question) + len(q.answer.tokens) for q in self.questions)
 
+    def prefix(self, chunk_tokens: int) -> tuple[int, int] | None:
+        """Return how many positions stand before a question, and how many of those are injected.
+
+        The rest is computed, which gives a cartridge alone the same KV. Behind itself it gives other KV, so there are
+        whole chunks only; None where they are not whole on this engine.
+        """
+        if not self.is_behind:
+            return self.positions, self.positions // chunk_tokens * chunk_tokens
+        canary = self.manifest.canary
+        reach = (canary and canary.behind_positions) or self.positions
+        return None if reach % chunk_tokens or reach > self.positions else (reach, reach)
+
 
 class Canaries:
     """Which cartridges one engine answers right from. Requests for the same cartridge share one trial."""
@@ -101,20 +114,27 @@ class Canaries:
         client: ControlClient,
         resolve: Callable[[Sequence[Reference]], Awaitable[Selection]],
         chunk_tokens: int,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
-        """`chunk_tokens` is LMCache's chunk size."""
+        """`chunk_tokens` is LMCache's chunk size, `fingerprint` the engine's, for the setting `accept_weights`."""
         self._settings, self._engine, self._client = settings, engine, client
+        self._fingerprint = fingerprint
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
         self._results: dict[tuple[str, ServedCanary], str | None] = {}
         """How the engine's answers differ from those expected, None if they do not."""
         self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
+        self._accepted: set[tuple[str, ServedCanary]] = set()
+        """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
         self._unasked: set[str] = set()
         self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, digest: str) -> str | None:
-        """Return `passed` or `failed` for a cartridge alone; None where the engine was not tried with it."""
-        found = [why for (tag, _), why in self._results.items() if tag == digest]
-        return ("failed" if found[-1] else "passed") if found else None
+        """Return `passed`, `accepted` or `failed` for a cartridge alone; None where the engine was not tried with it."""
+        found = [(key in self._accepted, why) for key, why in self._results.items() if key[0] == digest]
+        if not found:
+            return None
+        accepted, why = found[-1]
+        return "accepted" if accepted else "failed" if why else "passed"
 
     async def begin(self) -> None:
         """Let no cartridge answer prompts that do not name it before the engine was tried with it."""
@@ -186,13 +206,15 @@ class Canaries:
         if trial.longest > self._engine.model_config.max_model_len or (
             trial.is_behind and size > self._settings.cpu_bytes
         ):
-            if manifest.digest not in self._unasked:
-                self._unasked.add(manifest.digest)
-                logger.warning(
-                    "%s cannot be tried on this engine: no room for %d positions", manifest.name, trial.longest
-                )
-            return None
-        return trial.tag, manifest.canary
+            reason = f"no room for {trial.longest} positions"
+        elif trial.prefix(self._chunk_tokens) is None:
+            reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
+        else:
+            return trial.tag, manifest.canary
+        if manifest.digest not in self._unasked:
+            self._unasked.add(manifest.digest)
+            logger.warning("%s cannot be tried on this engine: %s", manifest.name, reason)
+        return None
 
     async def _result(self, key: tuple[str, ServedCanary], trial: Trial) -> str | None:
         if key in self._results:
@@ -209,7 +231,16 @@ class Canaries:
     async def _settle(self, key: tuple[str, ServedCanary], trial: Trial) -> str | None:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
-                problem = await self._examine(trial)
+                found = await self._examine(trial)
+                problem = None if found is None else str(found)
+                accepts = self._settings.canary != "required"
+                weights = other_weights(trial.manifest, self._fingerprint) if accepts else ""
+                if may_be_of_weights(found, weights):
+                    logger.warning(
+                        "%s is served, as its weights are accepted (%s): %s", trial.manifest.name, weights, found
+                    )
+                    self._accepted.add(key)
+                    problem = None
                 if problem is not None and not trial.is_behind:
                     await self._client.ask("distrust", trial.manifest.digest, problem)
                 elif not trial.is_behind:
@@ -222,16 +253,16 @@ class Canaries:
             requests().canary("unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
-        requests().canary("passed" if problem is None else "failed")
+        requests().canary("failed" if problem else "accepted" if key in self._accepted else "passed")
         if problem is not None:
             logger.error("%s is set aside on this engine: %s", trial.manifest.name, problem)
         self._results[key] = problem
         return problem
 
-    async def _examine(self, trial: Trial) -> str | None:
-        """Return how the engine's answers differ from those expected, None if they do not."""
+    async def _examine(self, trial: Trial) -> Comparison | None:
+        """Return the first answer of the engine that is not as expected, None if all are."""
         async with Claim(self._client, trial.selection) as claim:
-            if not await claim.wait(self._settings):
+            if not await claim.wait(self._settings) or not claim.is_whole:
                 raise Unfinished("it is not in memory")
             exam = examine(trial, self._chunk_tokens, self._engine.vllm_config)
             output = None
@@ -254,37 +285,54 @@ class Canaries:
 
 def trials(selection: Selection) -> Iterator[Trial]:
     """Yield the trials that an engine must pass before it answers from a selection."""
-    for place, manifest in enumerate(selection.manifests):
-        if manifest.kind != "tokens":
-            yield Trial(manifest, selection, place)
+    for place, manifest in enumerate(selection.injected):
+        yield Trial(manifest, selection, place)
 
 
 def examine(
     trial: Trial, chunk_tokens: int, config: VllmConfig
-) -> Generator[tuple[Any, SamplingParams], Any, str | None]:
+) -> Generator[tuple[Any, SamplingParams], Any, Comparison | None]:
     """Yield each question, a prompt and its parameters, to be sent the engine's output for it, None for none.
 
-    Returns how the answers differ from those expected, None if they do not. Raises `Unfinished` where an output says
-    nothing of the KV. Its claim on the memory must be held meanwhile.
+    Returns the first answer that is not as expected, None if all are. Raises `Unfinished` where an output says
+    nothing of the KV. Its claim on the memory must be held meanwhile, and it must have a `prefix`.
     """
-    whole = trial.positions // chunk_tokens * chunk_tokens
+    before, whole = trial.prefix(chunk_tokens) or (0, 0)
     # Of its own, so that no request ever gets blocks that this one left; the later questions do.
     salt, model = uuid.uuid4().hex, config.model_config
     for asked in trial.questions if whole else ():  # else nothing of it is ever injected
-        output = yield _prompt(trial, asked, salt, whole, model.max_logprobs)
+        output = yield _prompt(trial, asked, salt, before, whole, model.max_logprobs)
         found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
         logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
         if not found.passed:
-            return str(found)
+            return found
     return None
+
+
+def may_be_of_weights(found: Comparison | None, weights: str) -> bool:
+    """Whether an answer that is not as expected may be what other `weights`, empty for none, make of it.
+
+    Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
+    """
+    return found is not None and bool(weights) and math.isfinite(found.difference)
+
+
+def other_weights(manifest: Manifest, engine: Fingerprint | None) -> str:
+    """Return in which weights a cartridge that an engine takes is of another model; empty where it is of the engine's.
+
+    `engine` is None where only the engine's own are taken.
+    """
+    return "" if engine is None else "; ".join(manifest.fingerprint.base.differences(engine))
 
 
 def _in_fp8(config: VllmConfig) -> bool:
     return config.cache_config.cache_dtype in QUANTISED_CACHES
 
 
-def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int) -> tuple[Any, SamplingParams]:
-    """Return the prompt and parameters of one question, whose leading `whole` positions must be injected.
+def _prompt(
+    trial: Trial, asked: Asked, salt: str, before: int, whole: int, max_logprobs: int
+) -> tuple[Any, SamplingParams]:
+    """Return the prompt and parameters of one question after `before` positions, of which `whole` must be injected.
 
     The engine returns at most `max_logprobs` of a position, all for -1.
     """
@@ -294,7 +342,8 @@ def _prompt(trial: Trial, asked: Asked, salt: str, whole: int, max_logprobs: int
         logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: grant, SKIP_SAVE: True}},
     )  # fmt: skip
-    return {"prompt_token_ids": [*trial.selection.token_ids, *asked.question], "cache_salt": salt}, params
+    ids = trial.selection.token_ids[:before]
+    return {"prompt_token_ids": [*ids, *asked.question], "cache_salt": salt}, params
 
 
 def _compare(expected: Expected, output: Any, whole: int, logprobs_mode: str) -> Comparison:

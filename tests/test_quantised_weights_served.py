@@ -1,0 +1,117 @@
+"""Quantised models served: their own cartridges are exact, their originals' are as far off as the weights, and both answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from homes import Home
+from quantising import quantised
+from serving import SERVER_ARGS, Client, Reply, difference, question_ids
+from waiting import until
+
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make import prefill
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+NOISE = 0.6
+"""Largest logprob difference taken for rounding: twice what eight bits for activations make of it, 0.28; four bits for weights
+0.16."""
+WEIGHTS = 4.0
+"""Largest that is taken for what four bits do to the weights, 2.1; damaged KV gives 10 and more."""
+QUESTIONS, INJECTED = 6, 1024
+
+
+class Served(NamedTuple):
+    client: Client
+    url: str
+    model: CausalModel
+    directory: Path
+    settings: Settings
+    mode: str
+    log: Path
+
+    def behind(self, *names: str) -> list[Reply]:
+        """Return the answers to ward-a's first questions behind cartridges, all of them injected and all right."""
+        replies = []
+        for question in load_sheet("ward-a").questions[:QUESTIONS]:
+            reply = self.client.ask_with(list(names), question_ids(self.model, question.text))
+            assert reply.cached_tokens // INJECTED == len(names)
+            assert reply.text.strip() == question.answer
+            replies.append(reply)
+        return replies
+
+    def far(self, replies: list[Reply], times: int = 1) -> float:
+        """Return the largest logprob difference from this server's own answers to the text in the prompt."""
+        document = self.model.encode(load_sheet("ward-a").text, special=True) * times
+        questions = [question_ids(self.model, each.text) for each in load_sheet("ward-a").questions]
+        return max(
+            difference(reply, self.client.computed(document + own))
+            for reply, own in zip(replies, questions, strict=False)
+        )
+
+
+@pytest.fixture(scope="module", params=[("in-process", "W8A8"), ("multiprocess", "W4A16")], ids="-".join)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`own`: of the quantised model that is served; `original`: of the model in full, which is accepted."""
+    mode, form = request.param
+    home = tmp_path_factory.mktemp("home")
+    directory = quantised(form, home / form)
+    settings = from_mapping(
+        {"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "admin": True, "accept_weights": True}
+    )
+    model, registry = CausalModel(str(directory)), Registry(settings.registry_path)
+    for name, maker in (("own", model), ("original", CausalModel(str(MODEL_DIR)))):
+        root = settings.cartridges_dir / name
+        prefill.build(maker, SHEETS_DIR / "ward-a.txt", root, cartridge_id=name, version=1)
+        registry.register(root)
+    launch = plan(str(directory), settings, mode=mode, vllm_args=SERVER_ARGS, l1_bytes=64 << 20)
+    log = home / "log"
+    with ServerProcess(launch, log, environment=SMALL) as server, Client(server.url, str(directory)) as client:
+        yield Served(client, server.url, model, directory, settings, mode, log)
+
+
+def test_its_own_cartridge_answers_as_its_own_prompt(served: Served) -> None:
+    """One that the server computed too, without the weights here: as of models that transformers cannot compute."""
+    assert served.far(served.behind("own")) < NOISE
+    home, sheet = str(served.settings.home), str(SHEETS_DIR / "ward-a.txt")
+    build = ["build", "--home", home, "--document", sheet, "--from-server", served.url, "--model"]
+    assert main([*build, str(MODEL_DIR), "--id", "wrong"]), "the original's fingerprint is another"
+    if served.mode == "in-process":  # elsewhere servers hand out no KV
+        assert not main([*build, str(served.directory), "--id", "captured", "--no-compare"])
+        until(lambda: served.client.get("/v1/cartridges/captured").is_success)
+        assert served.far(served.behind("captured")) < NOISE
+
+
+def test_its_originals_cartridge_answers_too_and_is_as_far_off_as_the_weights(served: Served) -> None:
+    """In chains as well. The canary, which knows the original's answers, is asked, says what it found and blocks nothing."""
+    assert 0 < served.far(served.behind("original")) < WEIGHTS
+    served.behind("own", "original")
+    assert served.client.get("/v1/cartridges").json()["accept_weights"] is True
+    states = {row["id"]: row["canary"] for row in served.client.get("/v1/cartridges").json()["data"]}
+    assert states["own"] == "passed" and states["original"] in ("passed", "accepted")
+    said = re.findall(r"original@1[^\n]*logprobs differ by", served.log.read_text())
+    assert said, "what it found is in the log"
+
+
+def test_the_engine_refuses_what_it_would_accept_where_nobody_accepts_weights(served: Served, home: Home) -> None:
+    """By the fingerprint that this engine gives, which both modes tell."""
+    given = served.client.post_json("/v1/cartridges/capture", {}).json()["fingerprint"]
+    engine = msgspec.convert(given, Fingerprint)
+    assert served.model.fingerprint.differences(engine) == []
+    for name in ("own", "original"):
+        home.registry.register(served.settings.cartridges_dir / name)
+    refused = home.open(fingerprint=engine, chunks=256, settings={"cpu_bytes": 64 << 20}, chunk_tokens=256).refused()
+    assert list(refused) == ["original@1"]
+    assert f"quantisation: none, not {engine.quantisation}" in refused["original@1"]
+    assert "--accept-weights" in refused["original@1"]
