@@ -34,10 +34,13 @@ LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-por
 
 # 2. vLLM, as soon as the other has started. With "kv_role": "kv_consumer" LMCache saves nothing of what it computes.
 #    `kv_load_failure_policy` must be fail where trained cartridges are served.
+#    `--disable-hybrid-kv-cache-manager` keeps the KV of full and sliding layers in equal blocks; without it models of both
+#    are refused. It changes nothing for others. Where every layer has a window, `kv_role` must be kv_consumer.
 #    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.
 VLLM_PLUGINS=cartridges LMCACHE_CONFIG_FILE=$YAML VLLM_NO_USAGE_STATS=1 \
 python -m vllm.entrypoints.launchers.api_server.entry --model "$MODEL" --enable-prompt-tokens-details \
   --worker-extension-cls lmcache_cartridge.engine.control.CartridgeWorker --kv-cache-memory-bytes 1073741824 \
+  --disable-hybrid-kv-cache-manager \
   --kv-transfer-config '{"kv_connector": "CartridgeMPConnector",
     "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
     "kv_role": "kv_both", "kv_load_failure_policy": "fail",

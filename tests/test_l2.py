@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -60,6 +61,9 @@ from lmcache_cartridge.engine.salts import (
     check_salt,
     is_apart,
     key_salt,
+    own_shifts,
+    shared_salt,
+    shifted,
     tag_part,
     tag_salt,
 )
@@ -256,13 +260,25 @@ def claimed(server: Server, tag: str) -> str:
 # What is served.
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, tiles.layout("amx", BLOCK), "fused", "kv_2ltd"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUT,
+        tiles.layout("amx", BLOCK),
+        f"{LAYOUT}/blocks",
+        tiles.layout("amx", BLOCK, blocks=True),
+        "fused",
+        "kv_2ltd",
+    ],
+)
 @pytest.mark.parametrize("name", ["doc", "other"])
 def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, name: str, layout: str) -> None:
-    shape = (2, 3, CHUNK, 128) if layout == "kv_2ltd" else (3, CHUNK, 256)
+    in_words = layout.endswith("/blocks")
+    shape = (2, 3, CHUNK, 128) if layout == "kv_2ltd" else (3, CHUNK, 256 // 4 if in_words else 256)
+    dtype = torch.int64 if in_words else torch.bfloat16
     with serving(home) as server:
         server.confirm(layout=layout)
-        (keys,), hits = server.prefetch(prompt(home, name), shape=shape)
+        (keys,), hits = server.prefetch(prompt(home, name), shape=shape, dtype=dtype)
         assert hits == WHOLE[name]
         for chunk, found in enumerate(server.bytes(keys[:hits])):
             assert torch.equal(found, packed(home.made[name], chunk, layout)), chunk
@@ -278,6 +294,28 @@ def test_each_tensor_parallel_rank_gets_its_heads(home: Home) -> None:
         for rank, keys in enumerate(rows):
             for chunk, found in enumerate(server.bytes(keys[:4])):
                 assert torch.equal(found, packed(home.made["doc"], chunk, heads=slice(rank, rank + 1)))
+
+
+@pytest.mark.parametrize("shape", [(3, CHUNK, 80), (1, 3, CHUNK, 80)])
+def test_latent_vectors_go_out_once_for_all_ranks_of_an_engine(home: Home, shape: tuple[int, ...]) -> None:
+    """LMCache keeps one copy of them, under the keys of one rank, and every rank reads it."""
+    latent = msgspec.structs.replace(FINGERPRINT, kv_heads=1, head_size=80, latent=64)
+    kv = torch.randn((1, 3, 2 * CHUNK, 1, 80), generator=torch.Generator().manual_seed(3)).bfloat16()
+    root = home.root("latent")
+    made = make_artifact(
+        root, positions=2 * CHUNK, cartridge_id="latent", fingerprint=latent, kv=kv, chunk_tokens=CHUNK, seed=11
+    )
+    home.registry.register(root)
+    with serving(home) as server:
+        controls = {server.confirm(fingerprint=latent, layout="kv_2ltd") for _ in range(2)}
+        assert len(controls) == 1, "two ranks have one store"
+        ids = load_token_ids(made.manifest, root).tolist() + make_ids(CHUNK, 99)
+        (keys,), hits = server.prefetch(ids, shape=shape)
+        assert hits == 2
+        for chunk, found in enumerate(server.bytes(keys[:hits])):
+            assert torch.equal(found.view(torch.bfloat16).view(shape[-3:]), kv[0, :, chunk * CHUNK :, 0][:, :CHUNK])
+        for wrong in ((2, 3, CHUNK, 40), (3, CHUNK, 160)):
+            assert server.prefetch(ids[:-1], "one tenant's", shape=wrong)[1] == 0
 
 
 _LISTEN = """
@@ -368,6 +406,35 @@ def test_no_client_can_spell_the_salt_of_a_tag_or_of_another_client() -> None:
     assert key_salt(granted, "vLLM's") == tag_salt(digest, "t"), (
         "vLLM's own salt has a secret that a new server has not"
     )
+
+
+def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt() -> None:
+    digest, chunk = "ab" * 32, 8
+    hasher, rng = TokenHasher(chunk), random.Random(4)
+    prompt = [rng.randrange(1 << 18) for _ in range(5 * chunk + 3)]
+
+    def names(start: int, own: str | None, ids: list[int]) -> list[bytes]:
+        """As of a tenant, or of a client without a salt, which shifts nothing."""
+        shifts = () if own is None else own_shifts(key_salt({TAG: digest}, own), chunk)
+        return hasher.compute_chunk_hashes(shifted(ids, start, shifts))
+
+    assert shared_salt({TAG: digest, "lmcache.skip_save": True}) == tag_salt(digest)
+    assert {shared_salt(params) for params in (None, {}, {TAG: digest, "lmcache.tag.mine": "x"})} == {None}
+    for chunks in range(6):
+        start = chunks * chunk
+        seen: set[bytes] = set()
+        for own in (None, "t", "u", "t ", "T"):
+            found = names(start, own, prompt)
+            assert found == names(start, own, prompt)
+            assert found[:chunks] == names(0, None, prompt)[:chunks], "all find the cartridge"
+            assert seen.isdisjoint(found[chunks:]), own
+            seen |= {*found[chunks:]}
+        for place in range(start, 5 * chunk):
+            other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
+            assert names(start, "t", other)[place // chunk] not in seen, "prompts of one tenant stay different"
+    moved = shifted(prompt, 8, own_shifts("s", 8))
+    assert all(0 <= number < 1 << 31 for number in moved), "LMCache hashes numbers of 32 bits"
+    assert shifted(prompt[:10], 8, own_shifts("s", 8)) == moved[:10], "what is generated later changes no id before it"
 
 
 def test_a_lora_adapter_has_keys_of_its_own_under_which_nothing_of_ours_is(home: Home) -> None:

@@ -169,6 +169,18 @@ def test_what_one_tenant_had_computed_is_no_hit_for_another(served: Served, name
     assert served.ask(ids, name, mine).cached_tokens == before + 1024
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_lmcache_has_one_copy_of_a_named_cartridge_for_all_tenants(served: Served, name: str) -> None:
+    question, answer = _questions(served.wards[name], 1)[0]
+    log = served.settings.home / "server.log"
+    served.ask(question, name, next(_salts))
+    for salt in (next(_salts), None, next(_salts)):
+        reply = served.ask(question, name, salt)
+        assert reply.text.strip() == answer
+        found = re.findall(r"\((\d+) L1, (\d+) L2\)", log.read_text(errors="replace"))[-1]
+        assert found == (str(reply.cached_tokens // CHUNK), "0"), (salt, found)
+
+
 def test_prefill_cartridges_answer_plain_prompts_of_every_tenant(served: Served) -> None:
     for question, answer in _questions(served.wards["doc"]):
         for salt in (None, next(_salts), "cartridge-kv-", "a" * 128):
@@ -215,11 +227,14 @@ def test_a_request_that_is_not_to_be_saved_is_not_and_still_reads_what_others_sa
 
 def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Served) -> None:
     ids, salt, place = served.wards["rest"].ids[:768] + [9] * 30, next(_salts), served.settings.home / "fs"
+    before = {*place.rglob("*.data")}
     computed = served.ask(ids, "trained", salt)
     served.saved(CHUNK + 768, ids, "trained", salt)
-    named = tag_salt(load_manifest(_root(served, "trained")).digest, salt)
-    until(lambda: len([*place.rglob(f"*@{named}.data")]) == 3)
-    assert len([*place.rglob(f"*@{named}.data")]) == 3, "three chunks that were computed, and not the cartridge's own"
+    named = tag_salt(load_manifest(_root(served, "trained")).digest)
+    until(lambda: len({*place.rglob(f"*@{named}.data")} - before) == 3)
+    assert len({*place.rglob(f"*@{named}.data")} - before) == 3, (
+        "three chunks that were computed, and not the cartridge's own"
+    )
     served.ask_lmcache("POST", "/cache/clear")
     again = served.ask(ids, "trained", salt)
     assert again.cached_tokens == CHUNK + 768
@@ -320,7 +335,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Served) -> None:
-    """Every tenant's copy of a cartridge must find room that plain prompts take as fast as they can."""
+    """Each cartridge must find room that plain prompts take as fast as they can."""
     over, chatted = threading.Event(), []
 
     def chat(number: int) -> None:
@@ -345,7 +360,7 @@ def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Se
 
 
 def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for_none(crowded: Served) -> None:
-    """Of one tenant, of plain prompts, and of four tenants, each of whom has a copy. There is room for two copies."""
+    """Of one tenant, of plain prompts, and of four tenants. There is room for two copies in LMCache's memory."""
     question, answer = _questions(crowded.wards["other"], 1)[0]
     document = crowded.wards["other"].ids
     tenants = [next(_salts) for _ in range(4)]

@@ -34,7 +34,7 @@ from ..memory.described import Engine
 from ..memory.layout import HELD, rank_heads
 from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
-from ..memory.tiles import is_tiled
+from ..memory.tiles import WORD, has_blocks, is_tiled
 from ..settings import from_mapping
 from . import host
 from .control import ControlServer
@@ -83,7 +83,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         if not isinstance(self._engines, int) or self._engines < 1:
             raise SettingsError("adapter_params.engines is a number from 1 on")
         settings = from_mapping(own, "adapter_params.")
-        check_versions(unproven=settings.unproven_versions)
+        check_versions(unproven=settings.unproven_versions, mode="multiprocess")
         host.verify("adapter")
         self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
@@ -170,7 +170,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
             self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
         )  # fmt: skip
-        return EngineRank(report, store, ControlServer(lambda: named), _objects(report, store), copies)
+        return EngineRank(report, store, ControlServer(lambda: named), *_objects(report, store), copies)
 
     # Lookup: LMCache's prefetch thread.
 
@@ -284,8 +284,10 @@ class EngineRank(NamedTuple):
     report: Report
     store: CartridgeStore
     control: ControlServer
+    dtype: torch.dtype
+    """Of LMCache's objects of a chunk."""
     objects: tuple[tuple[int, ...], ...]
-    """Shapes that LMCache may give the objects of a chunk, by how it moves them."""
+    """Their shapes, by how LMCache moves them."""
     copies: L1Copies
 
     def close(self) -> None:
@@ -297,7 +299,7 @@ class EngineRank(NamedTuple):
         """Whether LMCache's objects have room for exactly our chunks."""
         if desc is None or len(desc.shapes) != 1:
             return False
-        return desc.dtypes[0] == HELD[self.store.shape.dtype] and tuple(desc.shapes[0]) in self.objects
+        return desc.dtypes[0] == self.dtype and tuple(desc.shapes[0]) in self.objects
 
 
 class ClaimingStore:
@@ -333,7 +335,7 @@ class ClaimingStore:
         return why
 
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
-        """See `CartridgeStore.preload`. Once it is in memory LMCache copies it too, for requests without `cache_salt`."""
+        """See `CartridgeStore.preload`. Once it is in memory LMCache copies it too."""
         state = self._store.preload(tag, places)
         if tag in places and state.resident == state.chunks and self._report.rank == 0 and tag not in self._filled:
             self._filled.put(tag, None)
@@ -376,13 +378,17 @@ def _hasher(chunk_tokens: int) -> Hasher:
     return lambda token_ids: [int.from_bytes(h, "big") for h in hasher.compute_chunk_hashes(token_ids)]
 
 
-def _objects(report: Report, store: CartridgeStore) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of LMCache's objects that hold a chunk in the layout that the engine confirmed."""
-    heads, layers, tokens, head_size, _ = store.shape
+def _objects(report: Report, store: CartridgeStore) -> tuple[torch.dtype, tuple[tuple[int, ...], ...]]:
+    """Return the dtype and the shapes of LMCache's objects that hold a chunk in the layout that the engine confirmed."""
+    (heads, layers, tokens, head_size), dtype = store.shape[:4], HELD[store.shape.dtype]
+    if store.shape.planes == 1:
+        return dtype, ((layers, tokens, head_size), (1, layers, tokens, head_size))
     if report.layout == "kv_2ltd":
-        return ((2, layers, tokens, heads * head_size),)
-    whole = (layers, tokens, heads * 2 * head_size)
-    return whole, (1, *whole)
+        return dtype, ((2, layers, tokens, heads * head_size),)
+    width = heads * 2 * head_size
+    if has_blocks(report.layout):
+        dtype, width = WORD, width * dtype.itemsize // WORD.itemsize
+    return dtype, ((layers, tokens, width), (1, layers, tokens, width))
 
 
 def _fill(target: MemoryObj, chunk: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ cartridge should have had and did not get is never saved.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,19 +15,22 @@ from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from ..artifact.fingerprint import Fingerprint
 from ..errors import UnsupportedEngine
+from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .connector import check_api, positions_to_inject
-from .contract import CONTROL, GRANT, SKIP_SAVE, SLEEP
+from .contract import CONTROL, GRANT, NULL_BLOCK, SKIP_SAVE, SLEEP
 from .control import offer
 from .describe import answering, check_vllm, computed_dtype, fingerprint_of, own_layers, transfer_of, without_draft
-from .probe import written_layout, written_rules
+from .forms import configure
+from .inject_latent import check_latents
+from .probe import Written, written_layout, written_rules
 from .report import Confirmed, Report, check_ids, confirm, key_name
-from .salts import adapter_salt, check_salt, is_apart, key_salt
+from .salts import adapter_salt, check_salt, is_apart, key_salt, own_shifts, shared_salt, shifted
 from .tier_events import TellsTiers
 from .turns import Turns
 from .versions import versions
@@ -49,6 +53,8 @@ LMCache 0.5.6 makes room in its own memory once a second, a fifth of it each tim
 """
 
 
+_FORM = "blocks"
+"""How blocks lie in LMCache's chunks, for its keys: releases before this one moved them row by row."""
 _CHECK_TIMEOUT_S = 60.0
 """How long LMCache's server may take for the lookup that shows how it names chunks."""
 
@@ -68,6 +74,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
+        configure(vllm_config.kv_transfer_config, in_process=False)
         host.start("multiprocess")
         kv_cache_config = without_draft(kv_cache_config)
         check_vllm(vllm_config, kv_cache_config)
@@ -80,6 +87,10 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
+        if transfer.get_from_extra_config("lmcache.mp.lazy_offload", False) and not host.can_limit_saving():
+            raise UnsupportedEngine(
+                "lmcache.mp.lazy_offload needs LMCache >= 0.5.6: older ones save what is not to be saved"
+            )
         if vllm_config.model_config.enable_sleep_mode:
             raise UnsupportedEngine(f"sleep mode is enabled: {SLEEP}")
         check_api(vllm_config, role)
@@ -88,7 +99,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         self._retries: dict[str, _Retry] = {}
         self._unsaved: set[str] = set()
         """Requests of which nothing may be saved any more."""
-        self._salts: dict[str, str] = {}
+        self._keys: dict[str, _Keys] = {}
         self._waiting: set[str] = set()
         """Requests whose cartridge LMCache had no room for at its last look."""
         self._turns = Turns()
@@ -109,9 +120,13 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             kv_caches = answering(kv_caches)
             names = sorted(kv_caches, key=host.layer_index)
             layers, rules = host.attention_layers(self._config), {}
-            if kv_caches[names[0]].dtype == torch.uint8:
-                rules = written_rules(kv_caches, layers, computed_dtype(self._config, torch.uint8))
-            layout = written_layout(kv_caches, layers, rules=rules)
+            if self._engine.fingerprint.planes == 1:
+                check_latents(kv_caches, layers, self._engine.fingerprint)
+                layout = "kv_2ltd"
+            else:
+                if kv_caches[names[0]].dtype == torch.uint8:
+                    rules = written_rules(kv_caches, layers, computed_dtype(self._config, torch.uint8))
+                layout, kv_caches = self._shown(kv_caches, layers, rules)
             super().register_kv_caches(kv_caches)
             self._confirmed = self._confirm(layout, quantiser([rules[name].rule for name in names]) if rules else None)
             offer(self._confirmed.control)
@@ -120,16 +135,36 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise
 
+    def _shown(
+        self, kv_caches: dict[str, torch.Tensor], layers: Mapping[str, Any], rules: Mapping[str, Written]
+    ) -> tuple[str, dict[str, torch.Tensor]]:
+        """Return the layout in which LMCache moves chunks, and the caches as LMCache is shown them.
+
+        Tiles have no rows of tokens, as which LMCache would move them. It is shown one head of words, so that a block of a
+        layer is one run of bytes.
+        """
+        layout, caches = written_layout(kv_caches, layers, rules=rules), kv_caches.values()
+        if not tiles.is_tiled(layout) or not all(map(_has_words, caches)) or host.maps_caches(self._config):
+            return layout, kv_caches
+        layout = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
+        shown = {
+            name: cache.view(len(cache), 1, cache.shape[2], -1).view(tiles.WORD) for name, cache in kv_caches.items()
+        }
+        return layout, shown
+
     def _confirm(self, layout: str, quantised: Quantiser | None) -> Confirmed:
         parallel, layers = self._config.parallel_config, own_layers(self._config)
+        rank, world = parallel.rank % parallel.world_size, parallel.world_size
+        if self._engine.fingerprint.planes == 1:  # every tensor-parallel rank has all of it, and LMCache keeps one
+            rank, world = self.worker_adapter.worker_id, self.worker_adapter.world_size
         report = Report(
             model_name=self._engine.key_name,
             fingerprint=self._engine.fingerprint,
             chunk_tokens=self.worker_adapter.lmcache_tokens_per_chunk,
             heads=self._engine.heads,
             layout=layout,
-            rank=parallel.rank % parallel.world_size,
-            world=parallel.world_size,
+            rank=rank,
+            world=world,
             allow_trained=self._engine.allow_trained,
             stages=parallel.pipeline_parallel_size,
             first_layer=layers.start,
@@ -159,7 +194,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that LMCache could not fill, and those of trained cartridges that it did not have."""
-        return super().get_block_ids_with_load_errors() | self._lost_in_step
+        return (super().get_block_ids_with_load_errors() | self._lost_in_step) - {NULL_BLOCK}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take what the scheduler says of the step that begins."""
@@ -171,12 +206,15 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
     def _get_or_create_request_tracker(self, request: Request) -> LMCacheMPRequestTracker:
         tracker = super()._get_or_create_request_tracker(request)
         params = request.kv_transfer_params or {}
-        if request.request_id not in self._salts:
-            self._salts[request.request_id] = _salt(request)
-        tracker.cache_salt = self._salts[request.request_id]
+        if request.request_id not in self._keys:
+            self._keys[request.request_id] = _keys(request, self.scheduler_adapter.lmcache_tokens_per_chunk)
+        keys = self._keys[request.request_id]
+        tracker.cache_salt = keys.salt
+        if keys.own:
+            host.rename_tokens(tracker, keys.renamed)
         # LMCache 0.5.6 knows skip_save in the workers only, and leaves out of its memory what lies behind this limit.
         if params.get(SKIP_SAVE) or tracker.request_id in self._unsaved:
-            tracker.max_offload_tokens = 0
+            host.keep_from_saving(tracker)
         return tracker
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -207,7 +245,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends, and
         # nothing saved of what it computes after positions that nobody filled.
         host.let_go_of_hits(tracker)
-        tracker.max_offload_tokens = 0
+        host.keep_from_saving(tracker)
         self._unsaved.add(name)
         self._missing[name] = num_computed_tokens
         return needed - num_computed_tokens, False
@@ -218,7 +256,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             return True
         first = hash(tuple(request.prompt_token_ids[:chunk])) if request.prompt_token_ids else request.request_id
         salt = self._get_or_create_request_tracker(request).cache_salt
-        # One cartridge may be wanted by many tenants, each of whom has a copy; a prompt without one is its tenant's own.
+        # Of a claimed cartridge tenants may have copies of their own all the same; a prompt without one is its tenant's own.
         has_claim = bool((request.kv_transfer_params or {}).get(GRANT))
         return self._turns.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
 
@@ -265,6 +303,9 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         the room that LMCache makes. Requests that go on are saved later.
         """
         metadata = StepMetadata(super().build_connector_meta(scheduler_output), self._lost)
+        metadata.requests = host.without_unsaved(
+            metadata.requests, self._get_request_tracker, may_save=transfer_of(self._config).is_kv_producer
+        )
         if self._waiting:
             for store in [one for one in metadata.requests if one.direction == "STORE"]:
                 metadata.requests.remove(store)
@@ -277,16 +318,39 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         self._missing.pop(request.request_id, None)
         self._retries.pop(request.request_id, None)
         self._unsaved.discard(request.request_id)
-        self._salts.pop(request.request_id, None)
+        self._keys.pop(request.request_id, None)
         self._waiting.discard(request.request_id)
         self._turns.answered(request.request_id, found=False)
         return super().request_finished(request, block_ids)
 
 
-def _salt(request: Request) -> str:
+def _has_words(cache: torch.Tensor) -> bool:
+    """Whether a cache, `[blocks, heads, block, 2 * size]`, can be viewed as blocks of rows of words."""
+    row, before = cache.shape[1] * cache.shape[3], cache.storage_offset()
+    return cache.is_contiguous() and not any(count * cache.itemsize % tiles.WORD.itemsize for count in (row, before))
+
+
+class _Keys(NamedTuple):
+    """What tells a request's keys at LMCache from those of others with the same tokens."""
+
+    salt: str
+    own: tuple[int, ...] = ()
+    """Its tenant's `own_shifts`, for the tokens from `start` on."""
+    start: int = 0
+
+    def renamed(self, token_ids: list[int]) -> list[int]:
+        return shifted(token_ids, self.start, self.own)
+
+
+def _keys(request: Request, chunk_tokens: int) -> _Keys:
     params, lora_request = request.kv_transfer_params, request.lora_request
-    salt = key_salt(params, request.cache_salt)
-    return adapter_salt(salt, lora_request) if is_apart(params, lora_request) else salt
+    salt, shared = key_salt(params, request.cache_salt), shared_salt(params)
+    if is_apart(params, lora_request):
+        return _Keys(adapter_salt(salt, lora_request))
+    positions = ((params or {}).get(GRANT) or {}).get("positions")
+    if shared in (None, salt) or positions is None:
+        return _Keys(salt)
+    return _Keys(shared, own_shifts(salt, chunk_tokens), positions // chunk_tokens * chunk_tokens)
 
 
 class StepMetadata(LMCacheMPConnectorMetadata):
@@ -315,7 +379,11 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
         raise UnsupportedEngine("the model's KV cache is not one group of layers of one kind")
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
+    if not isinstance(spec, AttentionSpec) or type(spec) not in (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    ):
         raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if (layers := vllm_config.model_config.get_total_num_hidden_layers()) % stages:
@@ -328,6 +396,6 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
     allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
     kind = vllm_config.cache_config.cache_dtype if dtype != spec.dtype else None  # the scales are among the weights
     name = key_name(
-        vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages, kind
+        vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages, kind, _FORM
     )
     return _EngineFacts(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -22,6 +23,8 @@ _PLAIN_SALT = re.compile(r"[^@/\\\x00]{0,96}")
 """Salts that LMCache's keys can carry, and the file names that its `fs` adapter makes of them (LMCache 0.5.6)."""
 _CHECK = f"{_OURS}check-"
 """What a salt begins with under which a worker has LMCache's server look up a chunk that nobody has."""
+_ID = 2**31 - 1
+"""What a shifted id is cut to."""
 _PROCESS = uuid.uuid4().hex
 """Stands for the files of adapters, which may be others when vLLM is started again."""
 
@@ -48,6 +51,33 @@ def key_salt(kv_transfer_params: Mapping[str, Any] | None, cache_salt: str | Non
 def tag_salt(tag: str, own: str = "") -> str:
     """Return the salt for the keys of a cartridge or chain, of requests whose client has its `own`."""
     return _TAG + _hash(tag) + (f"-{_hash(own)}" if own else "")
+
+
+def shared_salt(kv_transfer_params: Mapping[str, Any] | None) -> str | None:
+    """Return the salt for LMCache's keys that requests of all tenants for one cartridge or chain may have; None without.
+
+    Only where `shifted` keeps apart what follows: then LMCache has one copy of a cartridge, and not one for each tenant.
+    """
+    tags = {k: v for k, v in (kv_transfer_params or {}).items() if k.startswith("lmcache.tag.")}
+    return tag_salt(str(tags[TAG])) if tags.keys() == {TAG} else None
+
+
+def own_shifts(salt: str, count: int) -> tuple[int, ...]:
+    """Return the `count` numbers below 2**31 by which the tokens of one tenant, whose salt of `key_salt` this is, are shifted."""
+    stream = blake3(f"shifts {salt}".encode()).digest(4 * count)
+    return tuple(number & _ID for number in struct.unpack(f"<{count}I", stream))
+
+
+def shifted(token_ids: list[int], start: int, shifts: Sequence[int]) -> list[int]:
+    """Return the token ids by which LMCache's keys are made, where those from `start` on are shifted, one each.
+
+    A key is a chain of hashes, so one shifted chunk is enough for all that follow. Prompts of one tenant stay different;
+    for one of another tenant to have the same ids all shifts would have to differ by less than the vocabulary, of which
+    the odds are below 2**-12 for each token.
+    """
+    end = start + len(shifts)
+    moved = [(number + shift) & _ID for number, shift in zip(token_ids[start:end], shifts, strict=False)]
+    return [*token_ids[:start], *moved, *token_ids[end:]]
 
 
 def tag_part(salt: str) -> str | None:
