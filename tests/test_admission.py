@@ -22,6 +22,7 @@ from s3 import S3Server
 from waiting import until
 
 with quietly():
+    from lmcache_cartridge.engine.host_api import control_paths
     from lmcache_cartridge.serve.admission import Admission
 
 from lmcache_cartridge.artifact import reading
@@ -61,6 +62,12 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission
         admission.close()
     until(lambda: store.status()["claims"] == 0)
     threading.Thread(target=server.close).start()
+
+
+def test_ranks_that_share_a_store_are_asked_once() -> None:
+    """As those of latent attention do in multiprocess mode, whose workers all name the one adapter's socket."""
+    engine = SimpleNamespace(collective_rpc=partial(_answer, ["/run/one", "/run/one", "/run/other"]))
+    assert _run(control_paths(engine)) == ["/run/one", "/run/other"]
 
 
 async def _answer(answer: Any, method: str) -> Any:
@@ -168,7 +175,7 @@ def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store:
 
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy", PAYLOAD])
 @pytest.mark.parametrize("registered", [True, False])
-def test_a_fifo_in_the_place_of_a_file_is_refused_at_once_and_keeps_nobody_waiting(
+def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(
     serve: Callable, store: CartridgeStore, home: Home, file: str, registered: bool
 ) -> None:
     admission = serve(ready_timeout_s=5)
@@ -179,11 +186,29 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_at_once_and_keeps_nobody_waiti
     (root / file).unlink()
     os.mkfifo(root / file)
     statuses = [_run(_status(admission, "doc" if registered else str(root))) for _ in range(2)]
-    assert statuses == [422, 422]
+    assert statuses == ([200, 200] if file == PAYLOAD else [422, 422]), "its tokens are enough to compute it"
     assert _run(_status(admission, "hot")) == 200
     if registered:
         store.refresh()
         assert "doc@1" in store.refused()
+
+
+def test_a_version_without_its_payload_is_computed_or_the_one_before_it_answers(serve: Callable, home: Home) -> None:
+    admission = serve()
+    for kind in ("prefill", "trained"):
+        for version in (1, 2):
+            root = home.path / kind / str(version)
+            make_artifact(root, cartridge_id=kind, version=version, kind=kind, positions=CHUNK, seed=version)
+            home.registry.register(root)
+        (root / PAYLOAD).unlink()
+
+    async def answering(name: str) -> tuple[str, bool]:
+        async with admission.admit(await admission.resolve([Reference(id=name)])) as claim:
+            return claim.selection.names, claim.is_whole
+
+    assert _run(answering("prefill")) == ("prefill@2", False)
+    assert _run(answering("trained")) == ("trained@1", True)
+    assert _run(_status(admission, "trained@2")) == 422
 
 
 class _Hanging:
@@ -335,6 +360,24 @@ def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve: Callable, home: H
         writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
     home.registry.register(home.root("text"))
     _run(_admit(serve(admin=admin), "text", force_redownload=True))
+
+
+def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve: Callable, home: Home) -> None:
+    home.make("kv")
+    for name, layers in (("text", 3), ("stranger", 5)):
+        with ArtifactWriter(
+            home.root(name), cartridge_id=name, version=1, kind="tokens", fingerprint=make_fingerprint(layers=layers),
+            token_ids=np.arange(16), chunk_tokens=16,
+        ) as writer:  # fmt: skip
+            writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+        home.registry.register(home.root(name))
+    admission = serve()
+    for chain in (["text"], ["kv", "text"]):
+        _run(_admit(admission, *chain))
+    for chain in (["stranger"], ["kv", "stranger"]):
+        with pytest.raises(Refusal, match="made for another model") as caught:
+            _run(_admit(admission, *chain))
+        assert caught.value.status == 409
 
 
 def test_servers_make_the_same_salts_with_one_secret_and_others_without(

@@ -10,10 +10,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
-from ..engine import host
+from ..artifact.fingerprint import Fingerprint, model_directory
+from ..artifact.lru import Lru
+from ..engine import host_api
 from ..engine.client import ControlClient
 from ..errors import UnsupportedEngine
 from ..library.published import Following
@@ -23,6 +26,7 @@ from ..sources.reads import Reads
 from .adapters import Adapters, check
 from .canary import Canaries
 from .claim import Claim
+from .imported import Served
 from .metrics import requests
 from .request import Reference, Refusal, Router, Unservable
 from .resolve import MAX_READS, Found, NeedsReading, Resolver, Selection
@@ -32,8 +36,19 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_cartridge.serve.admission")
 
+_MAX_TEXTS = 10_000
 _ASK_AGAIN_S = 0.05
 """How often a read is asked for that another one keeps from starting."""
+
+
+def served_by(engine: Any, chunk_tokens: int) -> Served | None:
+    """Return what files are imported for; None where the model's files are out of reach."""
+    config = getattr(engine, "model_config", None)
+    name = getattr(config, "model", None)
+    directory = model_directory(str(name)) if name else None
+    if config is None or directory is None:
+        return None
+    return Served(str(directory.resolve()), str(config.dtype).removeprefix("torch."), chunk_tokens)
 
 
 class Admission:
@@ -53,6 +68,8 @@ class Admission:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Reads(max_reads)
         self.adapters = Adapters({})
+        self._texts: Lru[str, bool] = Lru(_MAX_TEXTS)
+        """Cartridges of tokens only that the engine's model was seen to take."""
 
     async def start(self, engine: EngineClient, adapters: Mapping[str, LoRARequest] | None = None) -> None:
         """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges.
@@ -62,7 +79,7 @@ class Admission:
         self.adapters = Adapters({} if adapters is None else adapters)
         await self.adapters.start()
         try:
-            paths = await host.control_paths(engine)
+            paths = await host_api.control_paths(engine)
         except Exception as error:
             raise UnsupportedEngine(
                 f"the workers have no cartridges: {error}. Start vLLM with the options that `lmcache-cartridge serve "
@@ -70,9 +87,13 @@ class Admission:
             ) from error
         self.client = ControlClient(paths)
         ranks = await self.client.ask("numbers")
+        self.resolver.imports.served = served_by(engine, ranks[0]["chunk_tokens"])
         for rank in ranks:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
-        self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"])
+        served = None
+        if self.settings.accept_weights:
+            served = msgspec.convert((await self.client.ask("fingerprint"))[0], Fingerprint)
+        self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"], served)
         await self.canaries.begin()
 
     def close(self) -> None:
@@ -155,9 +176,20 @@ class Admission:
                 raise newest
             logger.warning_once(f"{selection.names} answers instead: {refusal}")
 
+    async def _check_text(self, selection: Selection) -> None:
+        """Raise `Refusal` where the token ids of a cartridge of tokens only are another model's. Asks once for each."""
+        text = selection.text
+        if text is None or text.tag is None or self._texts.get(text.tag) is not None:
+            return
+        async with Claim(self.client, text) as claim:
+            await claim.wait(self.settings)
+            if claim.is_whole:
+                self._texts.put(text.tag, True)
+
     async def _prepare(self, claim: Claim) -> None:
         """Wait until a claim's KV may be used, or its documents' text takes its place. Raises `Refusal`."""
         selection = claim.selection
+        await self._check_text(selection)
         if self.settings.admin and selection.tag is not None:
             for tag in dict.fromkeys((*selection.afresh, selection.tag)) if selection.afresh else ():
                 await self.client.ask("evict", tag)
