@@ -263,6 +263,28 @@ def test_whoever_is_overwritten_before_it_looks_again_is_told(where: Where) -> N
     assert one.find("doc").digest == two.find("doc").digest == reading.load_manifest(other).digest
 
 
+def test_a_record_that_was_overwritten_after_it_was_read_is_forgotten(where: Where) -> None:
+    """As servers do that let two publishers write at once: the first record of both is seen before the second's."""
+    add(where.machine("loser"), made(where.tmp_path / "lost", "lost"))
+    first = Path(where.location) / log.record_file(1)
+    lost = first.read_bytes()
+    first.unlink()
+    winner = where.machine("winner")
+    for name in "ab":
+        add(winner, made(where.tmp_path / name, name))
+    won = first.read_bytes()
+    first.write_bytes(lost)
+
+    class Overwritten(Reader):
+        def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
+            if file == log.record_file(2) and file not in self.asked:
+                first.write_bytes(won)
+            return super().read(location, file, limit_bytes, known=known)
+
+    follower = where.machine("follower", reader=Overwritten(Sources()), writes=False)
+    assert (follower.follow(), names(follower), follower.following().problem) == (3, ["a@1", "b@1"], None)
+
+
 @EVERYWHERE
 def test_publishers_of_different_names_all_land_in_one_order(where: Where) -> None:
     machines = [where.machine(str(number)) for number in range(4)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, sound
 from recall.ward import ask, write_document
 from s3 import S3Server
+from traffic import Traffic
 from waiting import until
 from wards import MODEL, Asker, patients, prefill, save, sure
 
@@ -39,46 +40,29 @@ class Asked(NamedTuple):
     right: bool
 
 
-class Load:
-    """Clients that ask one after the other, in threads, until they are stopped."""
+class Client(NamedTuple):
+    """Asks the server, and knows the answers of each version."""
 
-    def __init__(self, asker: Asker, answers: dict[str, dict[Question, Any]], questions: list[Question]) -> None:
-        """`questions` are those that both versions answer, each otherwise."""
-        self._asker, self._answers, self._questions = asker, answers, questions
-        self.asked: list[Asked] = []
-        self.errors: list[BaseException] = []
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(name,)) for name in ("ward", "current", "doomed")]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(120)
+    asker: Asker
+    answers: dict[str, dict[Question, Any]]
+    questions: list[Question]
+    """Those that both versions answer, each otherwise."""
 
     def ask(self, name: str, question: Question) -> Asked:
         """Ask past vLLM's own prefix cache."""
-        fact = self._answers["doomed@1" if name == "doomed" else "ward@1"][question]
+        fact = self.answers["doomed@1" if name == "doomed" else "ward@1"][question]
         try:
-            answer = self._asker.complete(ask(fact, 0), name, cache_salt=uuid.uuid4().hex)
+            answer = self.asker.complete(ask(fact, 0), name, cache_salt=uuid.uuid4().hex)
         except openai.NotFoundError:
             return Asked(name, None, True)
         used = str(answer.used).partition(";")[0]
         known = answer.cached_tokens == POSITIONS and answer.injected == POSITIONS
-        return Asked(name, used, known and answer.text.strip() == self._answers[used][question].value)
+        return Asked(name, used, known and answer.text.strip() == self.answers[used][question].value)
 
-    def _run(self, name: str) -> None:
-        try:
-            for question in itertools.cycle(self._answers["doomed@1"] if name == "doomed" else self._questions):
-                if self._stopping.is_set():
-                    return
-                self.asked.append(self.ask(name, question))
-        except BaseException as error:
-            self.errors.append(error)
+    def asking(self, name: str) -> Iterator[Asked]:
+        """Yield answers of one cartridge without end."""
+        for question in itertools.cycle(self.answers["doomed@1"] if name == "doomed" else self.questions):
+            yield self.ask(name, question)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +117,9 @@ def test_a_publish_a_moved_label_and_a_removal_under_load(
             with (
                 ServerProcess(launch, tmp_path / "log", environment=SMALL) as server,
                 Asker(server.url) as asker,
-                Load(asker, known, questions) as load,
+                Traffic(map(Client(asker, known, questions).asking, ("ward", "current", "doomed"))) as load,
             ):
+                client = Client(asker, known, questions)
 
                 def state() -> dict[str, Any]:
                     return asker.http.get("/v1/cartridges").json()["library"]
@@ -148,22 +133,20 @@ def test_a_publish_a_moved_label_and_a_removal_under_load(
                     assert (told.count(200), told[-1]) == (1, 200), looks
 
                 follows(2)
-                until(lambda: {one.name for one in load.asked} == {"ward", "current", "doomed"} or load.errors)
+                load.until(lambda: {one.name for one in load.asked} == {"ward", "current", "doomed"})
                 author.publish(roots["ward@2"])
                 follows(3)
-                assert load.ask("ward", questions[0]) == Asked("ward", "ward@2", True)
-                assert load.ask("current", questions[0]) == Asked("current", "ward@1", True)
+                assert client.ask("ward", questions[0]) == Asked("ward", "ward@2", True)
+                assert client.ask("current", questions[0]) == Asked("current", "ward@1", True)
                 author.registry.label("current", "ward@2")
                 follows(4)
-                assert load.ask("current", questions[1]) == Asked("current", "ward@2", True)
+                assert client.ask("current", questions[1]) == Asked("current", "ward@2", True)
                 author.registry.remove("doomed@1")
                 follows(5)
-                assert load.ask("doomed", next(iter(known["doomed@1"]))) == Asked("doomed", None, True)
+                assert client.ask("doomed", next(iter(known["doomed@1"]))) == Asked("doomed", None, True)
                 assert asker.http.get("/v1/cartridges/doomed").status_code == 404
-                later = len(load.asked)
-                until(lambda: len(load.asked) >= later + 12 or load.errors)
+                load.goes_on(12)
                 metrics = asker.http.get("/metrics").text
-            assert not load.errors
     assert all(one.right for one in load.asked), [one for one in load.asked if not one.right]
     counts = Counter((one.name, one.used) for one in load.asked)
     assert set(counts) <= {

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Place, Segment
-from ..artifact.fingerprint import Fingerprint, check_shift
+from ..artifact.fingerprint import Fingerprint
 from ..artifact.location import is_remote
 from ..artifact.lru import Lru
+from ..artifact.rope import check_shift
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, ChunkSizeMismatch
 from .entries import Entries, Entry
 from .index import ChunkKey, Hasher, KeyIndex
@@ -53,6 +54,7 @@ class Catalog:
         allow_trained: bool,
         grace_s: float,
         cache_dir: Path,
+        accept_weights: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows nothing before the first `refresh`. What is removed, or was never registered, stays for `grace_s`.
@@ -71,7 +73,9 @@ class Catalog:
         self._sequence, self._pruned = 0, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._queue = ReadQueue(self._read_queued, clock)
-        self._reader = RowReader(self.index, copies, fingerprint, allow_trained=allow_trained)
+        self._reader = RowReader(
+            self.index, copies, fingerprint, allow_trained=allow_trained, accept_weights=accept_weights
+        )
         self._cache = RowCache.of(cache_dir, (self._reader.facts, str(registry.path.absolute())))
         self._unwritten: list[Row] = []
 

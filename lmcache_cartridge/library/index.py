@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,13 @@ class ChunkKey(NamedTuple):
     digest: str
     """The cartridge's digest, or the digests of a chain joined by dots."""
     chunk: int
+
+
+def count_digests(keys: Sequence[ChunkKey]) -> dict[str, int]:
+    """Return how many of these keys of a prompt are of each digest."""
+    if keys and keys[0].digest == keys[-1].digest:  # mostly they are of one, and a Counter takes longer than the rest
+        return {keys[0].digest: len(keys)}
+    return Counter(key.digest for key in keys)
 
 
 class KeyIndex:
@@ -148,6 +156,10 @@ class KeyIndex:
         """Return every chunk that can be found under `tag`, in order; empty for an unknown one."""
         return list(self._table(tag).values())
 
+    def first(self, chunk_hash: int, tag: str | None) -> ChunkKey | None:
+        """Return the first of `candidates`; None also for one that was not asked for lately."""
+        return (self._leading if tag is None else self._table(tag)).get(chunk_hash)
+
     def candidates(self, chunk_hash: int, tag: str | None) -> Iterator[ChunkKey]:
         """Yield every chunk that answers a hash, also of hidden cartridges, the one that leads prompts first."""
         if tag is not None:
@@ -157,32 +169,23 @@ class KeyIndex:
             yield key
             yield from (other for other in self._answers(chunk_hash) if other != key)
 
-    def leading(self, hashes: Iterable[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
+    def leading(self, hashes: Sequence[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on.
 
         Cartridges whose digest is in `without` do not count.
         """
-        run = []
-        if tag is not None:
-            table = self._table(tag)
-            for chunk_hash in hashes:
-                key = table.get(chunk_hash)
-                if key is None or key.digest in without:
-                    break
-                run.append(key)
+        table, hidden = (self._leading, self._hidden) if tag is None else (self._table(tag), ())
+        run: list[Any] = list(map(table.get, hashes))
+        if all(run) and not without and not hidden:
             return run
-        leading, hidden = self._leading, self._hidden
-        for chunk_hash in hashes:
-            key = leading.get(chunk_hash) or self._fetch(chunk_hash)
-            if key is None:
-                break
-            digest = key.digest
-            if digest in without or digest in hidden:
-                others = self._answers(chunk_hash)
+        for at, chunk_hash in enumerate(hashes):
+            key = table.get(chunk_hash) or (self._fetch(chunk_hash) if tag is None else None)
+            if key is not None and (key.digest in without or key.digest in hidden):
+                others = self._answers(chunk_hash) if tag is None else ()
                 key = next((k for k in others if k.digest not in without and k.digest not in hidden), None)
-                if key is None:
-                    break
-            run.append(key)
+            if key is None:
+                return run[:at]
+            run[at] = key
         return run
 
     def _fetch(self, chunk_hash: int) -> ChunkKey | None:

@@ -229,7 +229,7 @@ class Registry:
         return self._select("ORDER BY id, version")
 
     def newest(self, limit: int) -> list[RegistryEntry]:
-        """Return what up to `limit` ids mean without a version, those that were registered last first."""
+        """Return what up to `limit` ids, -1 for all, mean without a version, those that were registered last first."""
         return self._select(
             "WHERE promoted GROUP BY id HAVING version = max(version) ORDER BY registered DESC, id LIMIT ?", limit
         )
@@ -270,6 +270,11 @@ class Registry:
             ).fetchall()
         present = [_entry(row[2:]) for row in rows if row[2] is not None]
         return Changes(last, present, [f"{row[0]}@{row[1]}" for row in rows if row[2] is None], whole=False)
+
+    def sequence(self) -> int:
+        """Return the number of the last change, 0 without any."""
+        with self._connect() as db:
+            return db.execute("SELECT coalesce(max(sequence), 0) FROM changes").fetchone()[0]
 
     def warm(self) -> list[RegistryEntry]:
         """Return the cartridges that warm labels point at."""

@@ -70,11 +70,19 @@ class RowReader:
     """Reads artefacts for one engine. Keeps nothing; safe from any thread."""
 
     def __init__(
-        self, index: KeyIndex, copies: ManifestCache, fingerprint: Fingerprint, *, allow_trained: bool
+        self,
+        index: KeyIndex,
+        copies: ManifestCache,
+        fingerprint: Fingerprint,
+        *,
+        allow_trained: bool,
+        accept_weights: bool = False,
     ) -> None:
         self._index, self._copies = index, copies
         self._fingerprint, self._allow_trained = fingerprint, allow_trained
-        self.facts = (list(map(hex, index.probe)), index.chunk_tokens, fingerprint, allow_trained)
+        self._accept_weights = accept_weights
+        facts = (list(map(hex, index.probe)), index.chunk_tokens, fingerprint, allow_trained)
+        self.facts = (*facts, "any weights") if accept_weights else facts
         """All that rows depend on beside the artefacts."""
 
     def place(self, location: str, *, network: bool) -> Place | None:
@@ -95,8 +103,13 @@ class RowReader:
         root, location = place
         manifest = reading.load_manifest(root, digest, payload=location == str(root))
         # Which adapter computes is known of each request alone, and compared there.
-        if differences := manifest.fingerprint.base.differences(self._fingerprint):
-            raise ModelMismatch(f"made for another model than the one served: {'; '.join(differences)}")
+        if differences := manifest.fingerprint.base.differences(self._fingerprint, weights=not self._accept_weights):
+            message = f"made for another model than the one served: {'; '.join(differences)}"
+            if not manifest.fingerprint.base.differences(self._fingerprint, weights=False):
+                message += (
+                    ". Only the weights differ: `serve --accept-weights` serves it, for who measured what that changes"
+                )
+            raise ModelMismatch(message)
         if manifest.kind == "trained" and not self._allow_trained:
             raise UnsupportedEngine(
                 "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
