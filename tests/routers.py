@@ -25,6 +25,10 @@ ENVOY = Path(__file__).parent.parent / "configs" / "envoy"
 LOCAL = "127.0.0.1"
 
 
+Named = tuple[dict[str, Any], dict[str, str]]
+"""A request's body and headers."""
+
+
 class Request(NamedTuple):
     """What a stub got."""
 
@@ -62,14 +66,17 @@ class Stub:
     def __init__(
         self, name: str, answer: Callable[[Request], Reply] = lambda request: Reply(), *, port: int = 0
     ) -> None:
-        self.name, self.requests = name, []
+        self.name, self.requests, self.is_draining = name, [], False
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = 1 << 16
+            """In one piece: else the second waits 40 ms for Envoy's delayed acknowledgement of the first."""
 
             def do_GET(self) -> None:
-                self._send(Reply(body={"data": [{"id": "m", "object": "model"}]}))
+                status = 503 if stub.is_draining and self.path == "/health" else 200
+                self._send(Reply(status, body={"data": [{"id": "m", "object": "model"}]}))
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -151,17 +158,34 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[]
 
 
 @contextmanager
-def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "MAGLEV") -> Iterator[str]:
-    """Run Envoy by the configuration that we give, before these servers; yield its address."""
-    config: Any = yaml.safe_load((ENVOY / "envoy.yaml").read_text())
+def envoy(
+    urls: Sequence[str],
+    directory: Path,
+    *,
+    lb_policy: str | None = None,
+    picker: str | None = None,
+    picker_timeout: str = "30s",
+) -> Iterator[str]:
+    """Run Envoy by a configuration that we give, before these servers; yield its address.
+
+    It is `picker.yaml` where the address of a picker is given, else `envoy.yaml`. The picker gets more time than there,
+    as whoever looks at who is picked must not look at how busy the machine is.
+    """
+    config: Any = yaml.safe_load((ENVOY / ("picker.yaml" if picker else "envoy.yaml")).read_text())
     resources, port, admin = config["static_resources"], free_port(), free_port()
     resources["listeners"][0]["address"]["socket_address"] = {"address": LOCAL, "port_value": port}
-    cluster = resources["clusters"][0] | {"lb_policy": lb_policy}
-    resources["clusters"] = [cluster | {"load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": [
-        {"endpoint": {"hostname": f"engine-{number}", "address": {"socket_address": {
-            "address": LOCAL, "port_value": int(url.rpartition(":")[2])}}}}
-        for number, url in enumerate(urls)
-    ]}]}}]  # fmt: skip
+    cluster, *others = resources["clusters"]
+    cluster |= {"lb_policy": lb_policy} if lb_policy else {}
+    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": [
+        {"endpoint": {"hostname": f"engine-{number}", "address": _address(url)}} for number, url in enumerate(urls)
+    ]}]  # fmt: skip
+    for other in others:
+        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        [authz] = [one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.ext_authz"]
+        authz["typed_config"]["http_service"]["server_uri"]["timeout"] = picker_timeout
+        other["connect_timeout"] = "5s"
+        other["outlier_detection"] |= {"interval": "0.1s", "base_ejection_time": "1s", "max_ejection_time": "1s"}
+        other["load_assignment"]["endpoints"] = [{"lb_endpoints": [{"endpoint": {"address": _address(str(picker))}}]}]
     for check in cluster["health_checks"]:
         check |= {"interval": "0.2s", "no_traffic_interval": "0.2s"}
     config["admin"] = {"address": {"socket_address": {"address": LOCAL, "port_value": admin}}}
@@ -173,10 +197,12 @@ def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "MAGLEV") ->
 
     def asked() -> dict[str, int]:
         """Return how many requests each server got that Envoy's worker knows of."""
-        found = httpx.get(f"http://{LOCAL}:{admin}/clusters?format=json").json()["cluster_statuses"][0]["host_statuses"]
+        found = httpx.get(f"http://{LOCAL}:{admin}/clusters?format=json").json()["cluster_statuses"]
         return {
             str(host["address"]): int(stat.get("value", 0))
-            for host in found
+            for cluster in found
+            if cluster["name"] == "engines"
+            for host in cluster["host_statuses"]
             for stat in host["stats"]
             if stat["name"] == "rq_total"
         }
@@ -192,6 +218,10 @@ def envoy(urls: Sequence[str], directory: Path, *, lb_policy: str = "MAGLEV") ->
     with _running(command, log, cwd=ENVOY) as process:
         _wait_for(process, log, is_ready)
         yield f"http://{LOCAL}:{port}"
+
+
+def _address(url: str) -> dict[str, Any]:
+    return {"socket_address": {"address": LOCAL, "port_value": int(url.rpartition(":")[2])}}
 
 
 @contextmanager

@@ -1,0 +1,272 @@
+"""What a fleet's service costs: score and pick at p = 16,384 before 8 servers, through Envoy, and its index after a restart.
+
+    python benchmarks/fleet.py [--full] [--positions 16384] [--pods 8]
+
+The servers are stubs that publish KV events by vLLM's own publisher; the service is `lmcache-cartridge fleet serve`, in a
+process of its own, Envoy is Envoy. Requests go one after the other. Envoy alone and Envoy with the picker take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import report
+from routers import Reply, Request, Stub, envoy
+from waiting import until
+
+from lmcache_cartridge.fleet.events import Follower
+from lmcache_cartridge.fleet.index import Index, Source
+from lmcache_cartridge.serve.launch import free_port
+
+BLOCK = 16
+EVENT_BLOCKS = 16
+BATCHES = 1000
+WANTED = {"score + pick": ("p99", 15.0), "added by the picker": ("p50", 5.0)}
+"""At most so many ms."""
+
+
+def ids_of(number: int, positions: int) -> list[int]:
+    """Return the token ids of a cartridge."""
+    return [(number * 7919 + place * 31) % 100_000 for place in range(positions)]
+
+
+class Publisher:
+    """vLLM's own, for one stub."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():  # torch's
+            warnings.simplefilter("ignore")
+            from vllm.distributed import kv_events
+        self._vllm = kv_events
+        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        at = (f"tcp://*:{place.rpartition(':')[2]}" for place in (self.events, self.replay))
+        self._publisher = kv_events.ZmqEventPublisher(0, *at)
+
+    def store(self, name: int, ids: Sequence[int]) -> None:
+        """Publish whole blocks, a batch for each sixteen of them."""
+        blocks, before = len(ids) // BLOCK, None
+        for first in range(0, blocks, EVENT_BLOCKS):
+            names = [name * 100_000 + block for block in range(first, min(first + EVENT_BLOCKS, blocks))]
+            self.publish(self._vllm.BlockStored(
+                block_hashes=names, parent_block_hash=before, token_ids=list(ids[first * BLOCK :][: len(names) * BLOCK]),
+                block_size=BLOCK, lora_id=None, medium="GPU", lora_name=None, extra_keys=None, group_idx=0,
+            ))  # fmt: skip
+            before = names[-1]
+
+    def remove(self, name: int, blocks: range) -> None:
+        """Publish that blocks went."""
+        names = [name * 100_000 + block for block in reversed(blocks)]
+        self.publish(self._vllm.BlockRemoved(block_hashes=names, medium="GPU", group_idx=0))
+
+    def publish(self, event: Any) -> None:
+        """Publish a batch of one event."""
+        self._publisher.publish(self._vllm.KVEventBatch(ts=time.time(), events=[event]))
+
+    def close(self) -> None:
+        """Publish no more."""
+        self._publisher.shutdown()
+
+
+def rebuild(batches: int) -> tuple[float, int, bool]:
+    """Return the seconds in which a new index has all of one server's batches, how many blocks, and whether none differs.
+
+    One index follows from the first batch on; the other begins after the last, as a service does that was restarted.
+    """
+    publisher = Publisher()
+
+    tasks: list[asyncio.Task[None]] = []
+
+    def following() -> Follower:
+        follower = Follower(
+            Index(), Source(0), publisher.events, publisher.replay, name="pod", timeout_s=5.0, verify_s=60.0
+        )
+        tasks.append(asyncio.create_task(follower.follow()))
+        return follower
+
+    async def until_all(follower: Follower) -> None:
+        while follower.counts.batches < batches:
+            await asyncio.sleep(0.002)
+
+    async def run() -> tuple[float, int, bool]:
+        async with asyncio.timeout(120):
+            first = following()
+            while not first.known:
+                await asyncio.sleep(0.002)
+            for name in range(batches // 5):  # four batches, and one in which half of it goes
+                publisher.store(name, ids_of(name, 4 * EVENT_BLOCKS * BLOCK))
+                publisher.remove(name, range(2 * EVENT_BLOCKS, 4 * EVENT_BLOCKS))
+                await asyncio.sleep(0)
+            await until_all(first)
+            began = time.perf_counter()
+            second = following()
+            await until_all(second)
+            seconds = time.perf_counter() - began
+        known, again = first.index.known(), second.index.known()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return seconds, len(known), known == again
+
+    try:
+        return asyncio.run(run())
+    finally:
+        publisher.close()
+
+
+@contextmanager
+def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[str]:
+    """Run the service over stubs until it knows them; yield its address."""
+    listen = f"127.0.0.1:{free_port()}"
+    config = {
+        "listen": listen,
+        "pods": [
+            {"name": stub.name, "url": stub.url, "events": publisher.events, "replay": publisher.replay}
+            for stub, publisher in pods
+        ],
+    }
+    (directory / "fleet.json").write_text(json.dumps(config))  # which is YAML
+    command = [
+        sys.executable,
+        "-m",
+        "lmcache_cartridge.cli.main",
+        "fleet",
+        "serve",
+        "--config",
+        directory / "fleet.json",
+    ]
+    with (directory / "service.log").open("wb") as log:
+        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+    try:
+
+        def is_ready() -> bool:
+            assert process.poll() is None, (directory / "service.log").read_text()[-2000:]
+            try:
+                return httpx.get(f"http://{listen}/health").status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        until(is_ready, timeout_s=120)
+        yield f"http://{listen}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def row(what: str, samples: Sequence[float], **more: Any) -> dict[str, Any]:
+    """Return a row of the table."""
+    quantiles = {"p50": quantile(samples, 0.5), "p99": quantile(samples, 0.99)}
+    of, wanted = WANTED.get(what, ("", None))
+    return {
+        "what": what, "samples": len(samples), **{f"{name} ms": round(1e3 * s, 2) for name, s in quantiles.items()},
+        "wanted": f"{of} {wanted:g}" if wanted else "", **more,
+    }  # fmt: skip
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """Return the smallest sample that so large a share of them does not exceed."""
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = report.parser(__doc__, "fleet")
+    parser.add_argument("--positions", type=int, default=16_384)
+    parser.add_argument("--pods", type=int, default=8)
+    options = parser.parse_args(arguments)
+    repeat = 5 if options.smoke else 5000 if options.full else 1000
+    machine, positions = report.hardware(), options.positions
+    ids = ids_of(0, positions)
+
+    def answer(request: Request) -> Reply:
+        if not request.path.endswith("/render"):
+            return Reply(body={"choices": [{"text": "x"}]})
+        [name] = json.loads(request.body)["cartridges"]
+        return Reply(body={"token_ids": [*ids_of(int(name.rpartition("-")[2]), positions), 5]})
+
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        directory = Path(scratch)
+        batches = 100 if options.smoke else BATCHES
+        report.say(f"an index of {batches} batches, again")
+        rebuilt = [rebuild(batches) for _ in range(1 if options.smoke else 5)]
+        pods = []
+        for number in range(options.pods):
+            stub = stack.enter_context(Stub(f"pod-{number}", answer))
+            publisher = Publisher()
+            stack.callback(publisher.close)
+            pods.append((stub, publisher))
+            publisher.store(0, ids[: (number + 1) * positions // options.pods])  # the last one has all of it
+            publisher.store(number + 1, ids_of(number + 1, positions))
+        service = stack.enter_context(served(pods, directory))
+        urls = [stub.url for stub, _ in pods]
+        alone = stack.enter_context(envoy(urls, directory / "alone"))
+        picked = stack.enter_context(envoy(urls, directory / "picked", picker=service, picker_timeout="0.25s"))
+        http = stack.enter_context(httpx.Client(timeout=60))
+        body = json.dumps({"model": "m", "cartridges": ["doc-0"], "prompt": " word" * positions})
+        question = json.dumps({"model": "m", "token_ids": ids})
+
+        def post(url: str, content: str) -> Callable[[], httpx.Response]:
+            return lambda: http.post(url, content=content).raise_for_status()
+
+        calls = {
+            "for scale: /health of the service": lambda: http.get(f"{service}/health").raise_for_status(),
+            "score": post(f"{service}/score", question),
+            "pick": post(f"{service}/pick?path=/v1/completions", body),
+            "Envoy alone": post(f"{alone}/v1/completions", body),
+            "Envoy + picker": post(f"{picked}/v1/completions", body),
+        }
+        best = f"pod-{options.pods - 1}"
+
+        def holds(told: dict[str, Any]) -> bool:
+            scores = told["scores"]
+            return max(scores, key=scores.get) == best
+
+        until(lambda: holds(calls["score"]().json()))
+        until(lambda: calls["pick"]().json()["pod"] == best)
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        through: list[str] = []
+        report.say(f"{repeat} turns")
+        for turn in range(repeat + repeat // 10):
+            for name, call in calls.items():
+                began = time.perf_counter()
+                reply = call()
+                seconds = time.perf_counter() - began
+                if turn >= repeat // 10:
+                    samples[name].append(seconds)
+                    through += [reply.json()["stub"]] if name == "Envoy + picker" else []
+            for stub, _ in pods:
+                stub.requests.clear()
+    samples["score + pick"] = [a + b for a, b in zip(samples["score"], samples["pick"], strict=True)]
+    pairs = zip(samples["Envoy + picker"], samples["Envoy alone"], strict=True)
+    samples["added by the picker"] = [a - b for a, b in pairs]
+    rows = [row(name, seconds) for name, seconds in samples.items()]
+    seconds = [one[0] for one in rebuilt]
+    by_pick = through.count(best) / len(through)
+    lines = [
+        f"score of {positions} token ids and pick for a cartridge of as many, over HTTP, {options.pods} servers: p99 "
+        f"{1e3 * quantile(samples['score + pick'], 0.99):.1f} ms (at most 15)",
+        f"a request of {len(body) >> 10} KiB through Envoy with the picker takes p50 "
+        f"{1e3 * statistics.median(samples['added by the picker']):.2f} ms more than through Envoy alone (at most 5); "
+        f"{by_pick:.1%} of {len(through)} reached the server that holds it, the rest where the hash says",
+        f"an index of {rebuilt[0][1]} blocks is rebuilt from {batches} batches in {statistics.median(seconds):.2f} s, "
+        f"{max(seconds):.2f} s at most (at most 2); {'equal' if all(one[2] for one in rebuilt) else 'NOT EQUAL'}",
+    ]
+    spreads = {name: report.Spread.of(one) for name, one in samples.items()}
+    panel = report.Panel("a request", "", "s", {"median": [report.Point(*one) for one in spreads.items()]})
+    report.publish("fleet", rows, options, machine, panels=[panel], details=samples | {"rebuilt": rebuilt}, lines=lines)
+
+
+if __name__ == "__main__":
+    main()

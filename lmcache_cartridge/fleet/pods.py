@@ -1,0 +1,171 @@
+"""Pods: a fleet's servers as the service sees them: healthy or not, how many requests wait, what they serve and publish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from .config import FleetConfig, PodConfig
+from .events import Counts, Follower
+from .index import Index, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("lmcache_cartridge.fleet")
+
+_WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{[^\n]*\})? ([0-9.e+]+)$", re.M)
+_MODELS_EVERY = 10
+"""Polls from one look at a server's models to the next."""
+_ANYWHERE = ("*", "0.0.0.0", "[::]", "::")
+UNREACHABLE = (aiohttp.ClientError, OSError, TimeoutError)
+"""What a server that does not answer raises."""
+
+
+class Pod:
+    """One server. One event loop."""
+
+    def __init__(self, number: int, config: PodConfig, fleet: FleetConfig, index: Index) -> None:
+        self.number, self.name, self.address = number, config.name, config.address
+        self.url = config.url.rstrip("/")
+        self.problem: str | None = "it was not asked yet"
+        """Why it gets no requests; None for a healthy one."""
+        self.waiting = 0
+        """Requests that wait at it."""
+        self.models: dict[str, str | None] = {}
+        """Names that it serves, each with what it belongs to: a LoRA adapter or cartridge to a model, a model to nothing.
+        Empty until it told."""
+        self.followers: dict[int, Follower] = {}
+        """Its events, by data-parallel rank."""
+        self._config, self._fleet, self._index = config, fleet, index
+        self._tasks: list[asyncio.Task[None]] = []
+        self._polls = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what it told before the service was started is in the index, as far as it can be had."""
+        return bool(self.followers) and all(follower.known for follower in self.followers.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing there."""
+        return bool(self.followers) and all(follower.whole for follower in self.followers.values())
+
+    @property
+    def counts(self) -> Counts:
+        """Return what its events came to, of all ranks."""
+        total = Counts()
+        for follower in self.followers.values():
+            for name in Counts.__struct_fields__:
+                setattr(total, name, getattr(total, name) + getattr(follower.counts, name))
+        return total
+
+    def adapter(self, model: str | None) -> str | None:
+        """Return `model` where it is the name of a LoRA adapter, whose blocks are its own."""
+        parent = self.models.get(model or "")
+        if model in self._fleet.naming.get("model_aliases", ()):
+            return None
+        return model if parent in self.models and not str(model).startswith(f"{parent}:") else None
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Ask it again and again, and follow its events, until cancelled."""
+        if self._config.events is not None:
+            self._follow({0: (self._config.events, self._config.replay)})
+        try:
+            while True:
+                await self.poll(session)
+                await asyncio.sleep(self._fleet.poll_s)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def poll(self, session: aiohttp.ClientSession) -> None:
+        """Ask once for its health and load, sometimes for its models, and for its events until it tells of some."""
+        try:
+            with self._telling_why():
+                await self._get(session, "/health")
+                self.waiting = sum(
+                    int(float(value)) for value in _WAITING.findall(await self._get(session, "/metrics"))
+                )
+                if not self.models or self._polls % _MODELS_EVERY == 0:
+                    cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
+                    self.models = {card["id"]: card.get("parent") for card in cards}
+                if not self.followers:
+                    self._follow(_endpoints(await self._get(session, "/kv_event_sources"), self.url))
+                self._polls += 1
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+            self._find(f"its answer is not vLLM's: {error!r}")
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        try:
+            yield
+        except aiohttp.ClientResponseError as error:
+            self._find(f"{error.request_info.url.path} answers {error.status}")
+        except UNREACHABLE as error:
+            self._find(f"no answer: {error or type(error).__name__}")
+        else:
+            self._find(None)
+
+    def _find(self, problem: str | None) -> None:
+        if (problem is None) != (self.problem is None):
+            logger.info("%s: %s", self.name, "healthy" if problem is None else f"left out: {problem}")
+        self.problem = problem
+
+    async def _get(self, session: aiohttp.ClientSession, path: str) -> str:
+        async with session.get(self.url + path, raise_for_status=True) as response:
+            return await response.text()
+
+    def _follow(self, endpoints: dict[int, tuple[str, str | None]]) -> None:
+        for rank, (events, replay) in endpoints.items():
+            self.followers[rank] = follower = Follower(
+                self._index, Source(self.number, rank), events, replay, name=self.name,
+                timeout_s=self._fleet.timeout_s, verify_s=self._fleet.verify_s,
+            )  # fmt: skip
+            self._tasks.append(asyncio.create_task(self._keep_following(follower), name=f"events of {self.name}"))
+
+    async def _keep_following(self, follower: Follower) -> None:
+        """Follow until cancelled; what goes wrong is logged, and everything is asked for again."""
+        while True:
+            try:
+                await follower.follow()
+            except Exception:
+                logger.exception("%s: its events are followed no more; again in %g s", self.name, self._fleet.poll_s)
+            await asyncio.sleep(self._fleet.poll_s)
+
+
+def _endpoints(told: str, url: str) -> dict[int, tuple[str, str | None]]:
+    """Return the endpoints to connect to, by rank, in what `GET /kv_event_sources` tells of a server."""
+    found: dict[int, tuple[str, str | None]] = {}
+    sources: dict[str, Any] = msgspec.json.decode(told)
+    host = urlsplit(url).hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    for rank, source in sources.items():
+        if source.get("publisher") == "zmq" and source.get("enable_kv_cache_events"):
+            events, replay = (_reached(source.get(name), host) for name in ("endpoint", "replay_endpoint"))
+            if events is not None:
+                found[int(rank)] = events, replay
+    return found
+
+
+def _reached(endpoint: str | None, host: str) -> str | None:
+    """Return where to connect to a socket that is bound to `endpoint` on `host`."""
+    scheme, _, rest = (endpoint or "").partition("://")
+    bound, _, port = rest.rpartition(":")
+    return f"tcp://{host}:{port}" if scheme == "tcp" and bound in _ANYWHERE else endpoint
+
+
+def serving(pods: Sequence[Pod], model: str | None) -> list[Pod]:
+    """Return those that are known to serve a model, `MODEL` or `MODEL:CARTRIDGE`; all where none is named."""
+    if model is None:
+        return list(pods)
+    return [pod for pod in pods if any(model == name or model.startswith(f"{name}:") for name in pod.models)]

@@ -1,0 +1,232 @@
+"""Following servers' KV events over real sockets, told by vLLM's own publisher: gaps, restarts, and what is gone for good."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from lmcache_cartridge.fleet.events import Follower
+from lmcache_cartridge.fleet.index import Index, Source, Tokens
+
+with warnings.catch_warnings():  # torch's, while vLLM is imported
+    warnings.simplefilter("ignore")
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+
+SIZE = 16
+
+
+def ids_of(number: int) -> list[int]:
+    """Return the tokens of a prompt of four blocks."""
+    return [(number * 31 + i) % 50_000 for i in range(4 * SIZE)]
+
+
+def stored(number: int, medium: str = "GPU") -> BlockStored:
+    names: list[Any] = [number * 4 + i for i in range(4)]
+    return BlockStored(
+        block_hashes=names, parent_block_hash=None, token_ids=ids_of(number), block_size=SIZE, lora_id=None, medium=medium,
+        lora_name=None, extra_keys=[("salt",), None, None, None], group_idx=0,
+    )  # fmt: skip
+
+
+def removed(number: int) -> BlockRemoved:
+    return BlockRemoved(block_hashes=[number * 4 + i for i in range(4)], medium="GPU", group_idx=0)
+
+
+class Engine:
+    """vLLM's publisher, as a server has it; it can be ended and begun again in the same place."""
+
+    def __init__(self, directory: Path, *, buffer: int = 10_000) -> None:
+        self.events, self.replay = f"ipc://{directory}/events", f"ipc://{directory}/replay"
+        self._buffer, self._publisher = buffer, None
+        self.start()
+
+    def start(self) -> None:
+        self._publisher = ZmqEventPublisher(0, self.events, self.replay, buffer_steps=self._buffer, topic="kv@pod@m")
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.shutdown()
+        self._publisher = None
+
+    def tell(self, *batches: list[Any]) -> None:
+        assert self._publisher is not None
+        for events in batches:
+            self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
+    def settle(self) -> None:
+        """Wait until all is published, and is in the buffer."""
+        assert self._publisher is not None
+        self._publisher._event_queue.join()
+
+    def drop(self, events: list[Any]) -> None:
+        """Publish a batch that does not arrive, as when a subscriber's queue is full."""
+        self.settle()
+        publisher = self._publisher
+        assert publisher is not None
+        batch = KVEventBatch(ts=time.time(), events=events, data_parallel_rank=0)
+        publisher._buffer.append((next(publisher._seq_gen), msgspec.msgpack.encode(batch)))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+@asynccontextmanager
+async def following(engine: Engine, *, replay: bool = True, verify_s: float = 0.3) -> AsyncIterator[Follower]:
+    follower = Follower(
+        Index(), Source(0), engine.events, engine.replay if replay else None, name="pod", timeout_s=1.0, verify_s=verify_s
+    )  # fmt: skip
+    task = asyncio.create_task(follower.follow())
+    try:
+        await seen(lambda: follower.known or task.done())
+        yield follower
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def seen(done: Callable[[], Any]) -> None:
+    """Wait until something is so; fail if it never is."""
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.005)
+
+
+def known(follower: Follower) -> set[tuple[str, Any]]:
+    return {(tier, name) for _, tier, name in follower.index.known()}
+
+
+def blocks(*numbers: int) -> set[tuple[str, Any]]:
+    return {("gpu", number * 4 + i) for number in numbers for i in range(4)}
+
+
+async def test_what_was_told_before_and_what_is_told_now_is_known(engine: Engine) -> None:
+    engine.tell([stored(1)], [stored(2), removed(1)])
+    async with following(engine) as follower:
+        assert follower.whole
+        await seen(lambda: known(follower) == blocks(2))
+        engine.tell([stored(3), stored(3, "CPU"), stored(4, "STORAGE")])
+        await seen(lambda: len(known(follower)) == 16)
+        assert follower.index.matches(Tokens(ids_of(3))) == {0: {"gpu": 64, "cpu": 64}}
+        assert follower.index.matches(Tokens(ids_of(4))) == {0: {"disk": 64}}
+        engine.tell([AllBlocksCleared()], [stored(5)])
+        await seen(lambda: known(follower) == blocks(5))
+        assert (follower.counts.gaps, follower.counts.restarts, follower.counts.lost) == (0, 0, 0)
+
+
+async def test_a_batch_that_did_not_arrive_is_noticed_and_had_from_the_buffer(engine: Engine) -> None:
+    async with following(engine, verify_s=60) as follower:
+        engine.tell([stored(1)], [stored(2)])
+        await seen(lambda: known(follower) == blocks(1, 2))
+        engine.drop([removed(1)])
+        engine.drop([stored(3)])
+        engine.tell([stored(4)])
+        await seen(lambda: known(follower) == blocks(2, 3, 4))
+        assert (follower.counts.gaps, follower.counts.lost, follower.whole) == (1, 0, True)
+        assert follower.counts.batches == 5, "each once"
+
+
+async def test_a_last_batch_that_did_not_arrive_is_found_without_another(engine: Engine) -> None:
+    async with following(engine) as follower:
+        engine.tell([stored(1)])
+        await seen(lambda: known(follower) == blocks(1))
+        engine.drop([removed(1)])
+        await seen(lambda: known(follower) == set())
+        assert (follower.counts.restarts, follower.counts.lost) == (0, 0)
+
+
+async def test_without_a_buffer_a_gap_is_said_and_nothing_is_guessed(engine: Engine) -> None:
+    async with following(engine, replay=False) as follower:
+        assert not follower.whole
+        engine.tell([stored(1)])
+        await seen(lambda: known(follower) == blocks(1))
+        engine.drop([removed(1)])
+        engine.tell([stored(2)])
+        await seen(lambda: known(follower) == blocks(2))
+        assert (follower.counts.gaps, follower.counts.lost, follower.whole) == (1, 1, False)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 6])
+async def test_a_server_that_was_restarted_holds_nothing_of_before(engine: Engine, more: int) -> None:
+    """Whether the new process has told nothing yet, or fewer batches than the one before it, as many, or more."""
+    async with following(engine) as follower:
+        engine.tell([stored(1)], [stored(2)])
+        await seen(lambda: known(follower) == blocks(1, 2))
+        engine.close()
+        engine.start()
+        engine.tell(*[[stored(10 + i)] for i in range(more)])
+        await seen(lambda: known(follower) == blocks(*range(10, 10 + more)) and follower.whole)
+        assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
+
+
+async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its_blocks(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, buffer=4)
+    engine.tell(*[[stored(i)] for i in range(10)])
+    engine.settle()
+    async with following(engine) as follower:
+        await seen(lambda: known(follower) == blocks(6, 7, 8, 9))
+        assert (follower.counts.lost, follower.whole) == (1, False)
+        for i in range(20, 26):  # more than the buffer has
+            engine.drop([stored(i)])
+        await seen(lambda: known(follower) == blocks(22, 23, 24, 25))
+        assert (follower.counts.lost, follower.whole) == (2, False)
+        engine.tell([AllBlocksCleared()], [stored(30)])
+        await seen(lambda: known(follower) == blocks(30) and follower.whole)
+    engine.close()
+
+
+async def test_a_service_that_was_restarted_knows_what_it_knew(engine: Engine) -> None:
+    async with following(engine) as follower:
+        for i in range(3000):
+            engine.tell([stored(i)] + ([removed(i - 7)] if i >= 7 and i % 3 else []))
+        engine.settle()
+        await seen(lambda: follower.counts.batches == 3000)
+        before = known(follower)
+    assert follower.index.known() == set(), "a follower that ends leaves nothing"
+    async with following(engine) as again:
+        await seen(lambda: again.counts.batches == 3000)
+        assert known(again) == before
+        assert len(before) > 3000 and (again.counts.lost, again.whole) == (0, True)
+
+
+async def test_what_is_no_event_is_counted_and_skipped(engine: Engine) -> None:
+    with zmq.Context.instance().socket(zmq.PUB) as socket:
+        async with following(engine) as follower:
+            engine.close()
+            socket.bind(engine.events)
+            batch = msgspec.msgpack.encode([0.0, [{"type": "Else"}, {"type": "AllBlocksCleared"}, stored(1)], 0])
+            frames = [[b"t", i.to_bytes(8, "big"), part] for i, part in enumerate([b"\xc1", b"", b"\x93", batch])]
+
+            def sent() -> bool:
+                for one in [[b"alone"], [b"t", b"short", b""], *frames]:
+                    socket.send_multipart(one)
+                return follower.counts.malformed >= 6
+
+            await seen(sent)
+
+
+async def test_a_server_that_is_not_there_yet_is_followed_when_it_comes(tmp_path: Path, engine: Engine) -> None:
+    engine.close()
+    follower = Follower(
+        Index(), Source(0), engine.events, engine.replay, name="pod", timeout_s=0.1, verify_s=0.2
+    )  # fmt: skip
+    task = asyncio.create_task(follower.follow())
+    await asyncio.sleep(0.3)
+    assert not follower.known
+    engine.start()
+    engine.tell([stored(1)])
+    await seen(lambda: follower.known and known(follower) == blocks(1))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,194 @@
+"""The index of a fleet: what the servers' events tell is what is found, whatever they are and in whatever order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from lmcache_cartridge.fleet.index import Event, Index, MalformedEvent, Source, Tokens, read_event
+
+CLEARED = {"type": "AllBlocksCleared"}
+SIZE, PODS, MEDIA = 16, 3, {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
+Path = tuple[int, ...]
+"""A prompt, by blocks; each block is one token many times over."""
+
+
+def read(event: Any) -> Event:
+    """Return an event that came over the wire as these fields."""
+    return read_event(msgspec.msgpack.encode(event))
+
+
+def stored_fields(names: list[Any], ids: list[int], parent: Any = None, **more: Any) -> dict[str, Any]:
+    """Return an event's fields as vLLM 0.32 writes them."""
+    return {
+        "type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": ids,
+        "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0, **more,
+    }  # fmt: skip
+
+
+def removed_fields(names: list[Any], **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU", "group_idx": 0, **more}
+
+
+def stored(names: list[Any], ids: list[int], parent: Any = None, **more: Any) -> Event:
+    return read(stored_fields(names, ids, parent, **more))
+
+
+def removed(names: list[Any], **more: Any) -> Event:
+    return read(removed_fields(names, **more))
+
+
+def ids_of(path: Path) -> list[int]:
+    return [token for token in path for _ in range(SIZE)]
+
+
+class Engines:
+    """What some servers hold, kept as simply as can be, with the events that they would tell of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.held: dict[tuple[int, str], set[tuple[str, Path]]] = {
+            (pod, tier): set() for pod in range(PODS) for tier in MEDIA
+        }
+
+    def path(self) -> Path:
+        return tuple(self.random.randrange(3) for _ in range(self.random.randint(1, 8)))
+
+    def step(self) -> tuple[int, Event]:
+        """Store, remove or clear something; return the server and its event."""
+        pod, tier = self.random.choice(list(self.held))
+        held, salt, choice = self.held[pod, tier], self.random.choice("ab"), self.random.random()
+        if choice < 0.01:
+            for other in MEDIA:
+                self.held[pod, other].clear()
+            return pod, read(CLEARED)
+        leaves = [
+            (s, p) for s, p in sorted(held) if not any(len(q) > len(p) and q[: len(p)] == p for t, q in held if t == s)
+        ]
+        if choice < 0.5 and leaves:
+            gone = self.random.sample(leaves, min(len(leaves), self.random.randint(1, 3)))
+            held.difference_update(gone)
+            return pod, removed([_name(*one) for one in gone], medium=MEDIA[tier])
+        path = self.path()
+        there = next(n for n in range(len(path), -1, -1) if n == 0 or (salt, path[:n]) in held)
+        new = [path[:n] for n in range(there + 1, len(path) + 1)] or [path]  # told again where all is there
+        held.update((salt, one) for one in new)
+        parent = new[0][:-1]
+        return pod, stored(
+            [_name(salt, one) for one in new], ids_of(new[-1])[len(parent) * SIZE :],
+            _name(salt, parent) if parent else None, medium=MEDIA[tier],
+        )  # fmt: skip
+
+    def matches(self, path: Path) -> dict[int, dict[str, int]]:
+        found: dict[int, dict[str, int]] = {}
+        for (pod, tier), held in self.held.items():
+            blocks = 0
+            for salt in "ab":
+                n = 0
+                while n < len(path) and (salt, path[: n + 1]) in held:
+                    n += 1
+                blocks = max(blocks, n)
+            if blocks:
+                found.setdefault(pod, {})[tier] = blocks * SIZE
+        return found
+
+
+def _name(salt: str, path: Path) -> int:
+    return hash((salt, path)) & (1 << 64) - 1
+
+
+def _disagreements(seed: int, *, without: str | None = None) -> int:
+    """Return how often the index says otherwise than the servers have it, in 600 events of theirs."""
+    engines, index, wrong = Engines(seed), Index(), 0
+    for _ in range(600):
+        pod, event = engines.step()
+        if type(event).__name__ != without:
+            assert index.apply(Source(pod), event) or without
+        path = engines.path()
+        wrong += index.matches(Tokens(ids_of(path))) != engines.matches(path)
+    return wrong
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_found_is_what_the_servers_hold_for_any_tenant(seed: int) -> None:
+    assert _disagreements(seed) == 0
+
+
+@pytest.mark.parametrize("kind", ["BlockRemoved", "BlockStored", "AllBlocksCleared"])
+def test_an_index_that_missed_a_kind_of_event_would_be_found_out(kind: str) -> None:
+    assert _disagreements(0, without=kind) > 20
+
+
+def test_a_prompt_of_two_tenants_is_there_until_both_copies_are_gone() -> None:
+    index, source, ids = Index(), Source(0), list(range(4 * SIZE))
+    index.apply(source, stored([1, 2, 3, 4], ids))
+    index.apply(source, stored([11, 12, 13, 14], ids))
+    for gone, left in (([2, 1, 4, 3], 4), ([14, 13], 2), ([12, 11], 0)):
+        index.apply(source, removed(gone))
+        assert index.matches(Tokens(ids)).get(0, {}).get("gpu", 0) == left * SIZE
+    assert index.known() == set()
+
+
+def test_ranks_and_groups_of_a_server_are_told_apart() -> None:
+    index, ids = Index(), list(range(4 * SIZE))
+    index.apply(Source(0, 1), stored([1, 2, 3, 4], ids))
+    index.apply(Source(0, 0), stored([1], ids[:SIZE]))
+    index.apply(Source(0, 0), stored([1, 2], ids[: 2 * SIZE], group_idx=5))
+    assert index.matches(Tokens(ids)) == {0: {"gpu": 4 * SIZE}}
+    index.clear(Source(0, 1))
+    assert index.matches(Tokens(ids)) == {0: {"gpu": 2 * SIZE}}
+    index.apply(Source(0, 0), removed([1, 2], group_idx=5))
+    assert index.matches(Tokens(ids)) == {0: {"gpu": SIZE}}
+
+
+def test_tiers_may_have_blocks_of_other_sizes_and_adapters_have_their_own() -> None:
+    index, source, ids = Index(), Source(7), list(range(256))
+    index.apply(source, stored([1, 2], ids[: 2 * SIZE]))
+    index.apply(source, stored([b"x"], ids, block_size=256, medium="cpu"))
+    index.apply(source, stored([5], ids[:SIZE], lora_name="nurse"))
+    assert index.matches(Tokens(ids)) == {7: {"gpu": 2 * SIZE, "cpu": 256}}
+    assert index.matches(Tokens(ids, "nurse")) == {7: {"gpu": SIZE}}
+    assert index.matches(Tokens(ids[: SIZE - 1])) == {}
+    assert index.blocks() == {(7, "gpu"): 3, (7, "cpu"): 1}
+    assert sorted(index.sizes()) == [SIZE, 256]
+
+
+def test_blocks_after_unknown_ones_are_not_guessed() -> None:
+    index, ids = Index(), list(range(2 * SIZE))
+    assert not index.apply(Source(0), stored([2], ids[SIZE:], parent=1))
+    assert index.matches(Tokens(ids[SIZE:])) == index.matches(Tokens(ids)) == index.blocks() == {}
+
+
+def _mangled(choose: random.Random, event: dict[str, Any]) -> Any:
+    junk = [None, -1, (1 << 64) - 1, 1.5, "x", b"x", [], [None], {}, [-1] * SIZE, [1 << 40] * SIZE, True]
+    one = dict(event)
+    for _ in range(choose.randint(1, 3)):
+        key = choose.choice(list(one))
+        if choose.random() < 0.3:
+            del one[key]
+        else:
+            one[key] = choose.choice(junk)
+        if not one:
+            break
+    return choose.choice([one, one, one, choose.choice(junk)])
+
+
+def test_no_event_whatever_it_says_harms_the_index() -> None:
+    choose, index, ids = random.Random(5), Index(), list(range(2 * SIZE))
+    index.apply(Source(0), stored([1, 2], ids))
+    refused = 0
+    for _ in range(2000):
+        event = choose.choice([stored_fields([choose.randrange(9)], ids[:SIZE]), removed_fields([3, 4]), CLEARED])
+        try:
+            index.apply(Source(1), read(_mangled(choose, event)))
+        except MalformedEvent:
+            refused += 1
+    assert refused > 500
+    assert index.matches(Tokens(ids))[0] == {"gpu": 2 * SIZE}
+    index.apply(Source(1), read(CLEARED))
+    assert index.matches(Tokens(ids)) == {0: {"gpu": 2 * SIZE}}
+    index.apply(Source(1), stored([1, 2], ids))
+    assert index.matches(Tokens(ids)) == {0: {"gpu": 2 * SIZE}, 1: {"gpu": 2 * SIZE}}

@@ -1,0 +1,348 @@
+"""Envoy asks a picker for each request: who is picked answers, no client chooses a server, and no failure is an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from aiohttp import web
+from picking import serving
+from routers import ENVOY, Reply, Request, Stub, envoy, stubs
+from waiting import Clock, until
+
+from lmcache_cartridge.errors import CartridgeNotFound
+from lmcache_cartridge.fleet.envoy import HEADER, PREFIX, Addresses, EnvoyAnswers, routes
+
+NAMES = [f"doc-{number}" for number in range(12)]
+
+
+def test_envoy_accepts_the_configuration_as_it_is() -> None:
+    command = [Path(sys.executable).parent / "envoy", "--mode", "validate", "-c", "picker.yaml"]
+    done = subprocess.run(command, cwd=ENVOY, capture_output=True, text=True)
+    assert (done.returncode, "OK" in done.stdout) == (0, True), done.stderr
+
+
+def test_without_a_pick_the_hash_is_that_of_the_other_configuration() -> None:
+    """Whoever adds a picker, or loses it, finds each cartridge where it was."""
+    plain, picked = (
+        yaml.safe_load((ENVOY / name).read_text())["static_resources"] for name in ("envoy.yaml", "picker.yaml")
+    )
+
+    def manager(config: Any) -> Any:
+        return config["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+
+    def routes(config: Any) -> list[Any]:
+        return [route["route"] for route in manager(config)["route_config"]["virtual_hosts"][0]["routes"]]
+
+    assert routes(picked) == routes(plain) * 2, "for POST and for the rest"
+    [lua] = [one for one in manager(plain)["http_filters"] if one["name"].endswith("lua")]
+    assert lua in manager(picked)["http_filters"]
+    before, now = plain["clusters"][0], picked["clusters"][0]
+    [policy] = now["load_balancing_policy"]["policies"]
+    [fallback] = policy["typed_extension_config"]["typed_config"]["fallback_policy"]["policies"]
+    typed = fallback["typed_extension_config"]["typed_config"]
+    assert typed["@type"].endswith("Maglev") and before["lb_policy"] == "MAGLEV"
+    common = before["common_lb_config"]
+    assert typed["consistent_hashing_lb_config"] == common.pop("consistent_hashing_lb_config")
+    assert now["common_lb_config"] == common and now["health_checks"] == before["health_checks"]
+
+
+# Before stubs: no engine, and a picker that says what it is told to say.
+
+
+class Fleet:
+    """Three stubs, a picker whose answer can be set, a stub that no pod is, and Envoy before them."""
+
+    def __init__(self, servers: list[Stub], picker: Stub, outside: Stub, http: httpx.Client) -> None:
+        self.servers, self.picker, self.outside, self.http = servers, picker, outside, http
+        self.says: Callable[[Request], Reply] = lambda request: Reply()
+
+    def pick(self, *addresses: str) -> None:
+        """Have the picker name these."""
+        self.says = lambda request: Reply(headers={HEADER: ",".join(addresses)})
+
+    def address(self, number: int) -> str:
+        """Return a stub's address as Envoy knows it."""
+        return self.servers[number].url.removeprefix("http://")
+
+    def answered(self, names: list[str] = NAMES, **headers: str) -> dict[str, str]:
+        """Return which stub answers for each cartridge; all must."""
+        found = {}
+        for number, name in enumerate(names):
+            named = {"X-Cartridges": f"{name}@{number}"} if number % 2 else {}
+            body = {"model": "m", "prompt": "x"} | ({} if named else {"cartridges": [name]})
+            reply = self.http.post("/v1/completions", json=body, headers=named | headers)
+            assert reply.status_code == 200, reply.text
+            found[name] = reply.json()["stub"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with (
+        stubs(3) as servers,
+        Stub("picker", lambda request: fleet.says(request)) as picker,
+        Stub("outside") as outside,
+        envoy([stub.url for stub in servers], tmp_path_factory.mktemp("envoy"), picker=picker.url) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        fleet = Fleet(servers, picker, outside, http)
+        yield fleet
+
+
+@pytest.fixture
+def fleet(running: Fleet) -> Fleet:
+    running.says = lambda request: Reply()
+    until(lambda: _is_asked(running))
+    return running
+
+
+def _is_asked(fleet: Fleet) -> bool:
+    before = len(fleet.picker.requests)
+    fleet.answered(NAMES[:1])
+    return len(fleet.picker.requests) > before
+
+
+def test_who_is_picked_answers_whatever_the_hash_says(fleet: Fleet) -> None:
+    homes = fleet.answered()
+    assert set(homes.values()) == {"0", "1", "2"}, "the control: the hash spreads them"
+    for number in range(3):
+        fleet.pick(fleet.address(number))
+        assert set(fleet.answered().values()) == {str(number)}
+
+
+def test_the_picker_is_told_what_it_needs_and_no_more(fleet: Fleet) -> None:
+    body = json.dumps({"model": "m", "prompt": "word " * 16_384})
+    sent = {"X-Cartridges": "a, b@2", "Authorization": "Bearer key", "Cookie": "secret", HEADER: "mine"}
+    assert fleet.http.post("/v1/completions?beta=1", content=body, headers=sent).status_code == 200
+    asked = fleet.picker.requests[-1]
+    assert (asked.path, asked.body) == (f"{PREFIX}/v1/completions?beta=1", body.encode())
+    assert (asked.headers["x-cartridges"], asked.headers["authorization"]) == ("a, b@2", "Bearer key")
+    assert not asked.headers.keys() & {"cookie", HEADER}
+    before = len(fleet.picker.requests)
+    assert fleet.http.get("/v1/models").status_code == 200
+    assert len(fleet.picker.requests) == before, "what generates nothing is not asked about"
+
+
+FAILURES: dict[str, Callable[[Fleet], Reply]] = {
+    "names nobody": lambda fleet: Reply(),
+    "breaks": lambda fleet: Reply(500),
+    "names no address": lambda fleet: Reply(headers={HEADER: "engine-0,,[::1"}),
+    "names a server that is not of the fleet": lambda fleet: Reply(headers={HEADER: fleet.outside.url[7:]}),
+    "says more than it may": lambda fleet: Reply(headers={"x-cartridges": "another", "x-affinity": "another"}),
+}
+
+
+@pytest.mark.parametrize("failure", ["names nobody", "breaks"])
+def test_no_client_chooses_a_server(fleet: Fleet, failure: str) -> None:
+    homes = fleet.answered()
+    fleet.says = lambda request: FAILURES[failure](fleet)
+    others = {name: next(number for number in range(3) if str(number) != home) for name, home in homes.items()}
+    for name, other in others.items():
+        for aim in (fleet.address(other), fleet.outside.url[7:], f"{fleet.outside.url[7:]},{fleet.address(other)}"):
+            assert fleet.answered([name], **{HEADER: aim}) == {name: homes[name]}
+            assert fleet.answered([name], **{HEADER.title(): aim}) == {name: homes[name]}
+    fleet.pick(fleet.address(0))
+    until(lambda: _is_asked(fleet))
+    assert set(fleet.answered(**{HEADER: fleet.address(1)}).values()) == {"0"}
+    assert fleet.outside.requests == []
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_picker_that_fails_leaves_the_hash(fleet: Fleet, failure: str) -> None:
+    homes = fleet.answered()
+    fleet.says = lambda request: FAILURES[failure](fleet)
+    assert fleet.answered() == homes
+
+
+def test_a_picker_that_hangs_is_soon_left_alone_and_asked_again_later(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def hang(request: Request) -> Reply:
+        go_on.wait(60)
+        return Reply(headers={HEADER: servers[1].url[7:]})
+
+    with (
+        stubs(2) as servers,
+        Stub("picker", hang) as picker,
+        Stub("outside") as outside,
+        envoy([stub.url for stub in servers], tmp_path, picker=picker.url, picker_timeout="0.25s") as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        fleet = Fleet(servers, picker, outside, http)
+        assert len(fleet.answered()) == len(NAMES), "no answer is lost"
+        until(lambda: not _is_asked(fleet))
+        assert set(fleet.answered().values()) == {"0", "1"}, "the hash"
+        go_on.set()
+        until(lambda: set(fleet.answered().values()) == {"1"})
+
+
+def test_a_body_that_is_too_large_for_the_picker_reaches_its_server_whole(fleet: Fleet) -> None:
+    home = fleet.answered(NAMES[:1])
+    for size, is_cut in ((15 << 20, False), (17 << 20, True)):
+        body = json.dumps({"cartridges": NAMES[:1], "prompt": "x" * size}).encode()
+        reply = fleet.http.post("/v1/completions", content=body)
+        assert reply.json()["stub"] == home[NAMES[0]]
+        assert fleet.servers[int(reply.json()["stub"])].requests[-1].body == body
+        asked = fleet.picker.requests[-1]
+        assert asked.headers["x-envoy-auth-partial-body"] == str(is_cut).lower()
+        assert len(asked.body) == (16 << 20 if is_cut else len(body))
+
+
+def test_a_picked_server_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+    with (
+        Stub("gone") as gone,
+        stubs(2) as others,
+        Stub("picker", lambda request: Reply(headers={HEADER: gone.url[7:]})) as picker,
+        envoy([*(stub.url for stub in others), gone.url], tmp_path, picker=picker.url) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+
+        def answered() -> set[str]:
+            replies = [http.post("/v1/completions", json={"model": "m", "cartridges": [name]}) for name in NAMES]
+            assert {reply.status_code for reply in replies} == {200}
+            return {reply.json()["stub"] for reply in replies}
+
+        assert answered() == {"gone"}
+        gone.close()
+        assert answered() == {"0", "1"}, "Envoy need not know yet"
+        picker.close()
+        assert answered() == {"0", "1"}, "no picker either"
+
+
+# What Envoy is told.
+
+
+class Place:
+    """What a picker says."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+class Says:
+    """A picker that says one thing, and keeps what it was asked."""
+
+    def __init__(self, answer: str | Exception) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+
+    async def pick(self, path: str, headers: Any, body: bytes) -> Place:
+        self.asked.append((path, dict(headers), body))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return Place(self.answer)
+
+
+LONG = b"a," * 14_000
+ODD: dict[str, tuple[bytes, bytes]] = {
+    "a line's end in the path": (b"/%0Ax", b""), "dots": (b"/../%2e%2e/pick", b""), "no text": (b"/%ff%00", b""),
+    "a long path": (b"/" + b"a" * 30_000, b""), "a long query": (b"/?" + b"a" * 30_000, b""),
+    "a long list": (b"/v1/completions", b"x-cartridges: " + LONG + b"\r\n"),
+    "a long key": (b"/v1/completions", b"authorization: Bearer " + LONG + b"\r\n"),
+    "no ASCII": (b"/v1/completions", b"x-cartridges: \xff\r\ncontent-type: \x80\r\n"),
+    "the list in two": (b"/v1/completions", b"x-cartridges: a\r\nx-cartridges: b\r\n"),
+    "bytes that are packed": (b"/v1/completions", b"content-encoding: gzip\r\nexpect: 100-continue\r\n"),
+}  # fmt: skip
+
+
+def test_whatever_envoy_lets_through_the_picker_reads(tmp_path: Path) -> None:
+    """A 4xx of the picker's web server would go to the client."""
+
+    def make() -> web.Application:
+        made = web.Application(client_max_size=64 << 20)
+        made.add_routes(routes(picker))
+        return made
+
+    picker = Says("")
+    with (
+        stubs(2) as servers,
+        serving(make) as (place, _),
+        envoy([s.url for s in servers], tmp_path, picker=place) as url,
+    ):
+        for number, (what, (path, headers)) in enumerate(ODD.items()):
+            picker.answer = servers[number % 2].url.removeprefix("http://")
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as connection:
+                head = b"POST %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%scontent-length: 3\r\n\r\n{}\n"
+                connection.sendall(head % (path, headers))
+                answer = b"".join(iter(lambda connection=connection: connection.recv(1 << 16), b""))
+            assert b'"stub": "%d"' % (number % 2) in answer, (what, answer[:500])
+            assert len(picker.asked) == number + 1 and picker.asked[-1][2] == b"{}\n", what
+        told = dict(zip(ODD, picker.asked, strict=True))
+        assert told["the list in two"][1]["x-cartridges"] == "a,b"
+        assert told["a long list"][1]["x-cartridges"] == LONG.decode()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("10.0.0.5:8000", "10.0.0.5:8000"), ("[2600::1]:80", "[2600::1]:80"), ("no-such-host.invalid:80", None),
+        ("10.0.0.5", None), ("10.0.0.5:http", None), (CartridgeNotFound("x"), None), (ZeroDivisionError(), None),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_named_is_left_out(
+    said: str | Exception, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    picker = Says(said)
+    assert await EnvoyAnswers(picker).destination("/envoy/v1/completions", {"a": "b"}, b"{}") == told
+    assert picker.asked == [("/v1/completions", {"a": "b"}, b"{}")]
+    is_a_fault = told is None and not isinstance(said, CartridgeNotFound)
+    assert bool([record for record in caplog.records if record.levelname == "ERROR"]) == is_a_fault
+
+
+async def test_a_body_that_envoy_cut_is_not_read() -> None:
+    picker = Says("10.0.0.5:8000")
+    headers = {"x-envoy-auth-partial-body": "true", "x-cartridges": "a"}
+    assert await EnvoyAnswers(picker).destination("/envoy/v1/completions", headers, b'{"model": "m') == "10.0.0.5:8000"
+    assert picker.asked == [("/v1/completions", headers, b"")]
+
+
+async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> None:
+    class Waits:
+        async def pick(self, path: str, headers: Any, body: bytes) -> Place:
+            await asyncio.sleep(0 if path == "/quick" else 60)
+            return Place("10.0.0.5:8000")
+
+    answers = EnvoyAnswers(Waits())
+    for given, path, told in (
+        ("25", "/slow", None), ("9000", "/quick", "10.0.0.5:8000"), ("", "/quick", "10.0.0.5:8000"),
+        ("soon", "/quick", "10.0.0.5:8000"), ("\u00b2", "/quick", "10.0.0.5:8000"),
+    ):  # fmt: skip
+        headers = {"x-envoy-expected-rq-timeout-ms": given}
+        assert await answers.destination(PREFIX + path, headers, b"") == told
+
+
+async def test_names_are_looked_up_now_and_then_and_outlive_their_names_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looked = Clock(), []
+    answers: list[list[str] | OSError] = [OSError("no"), ["10.0.0.1", "::1", "10.0.0.1"], ["10.0.0.2"], OSError("gone")]
+
+    async def look_up(host: str, port: int, **options: Any) -> list[Any]:
+        looked.append((host, port))
+        answer = answers[len(looked) - 1]
+        if isinstance(answer, OSError):
+            raise answer
+        return [(10 if ":" in ip else 2, 1, 6, "", (ip, port)) for ip in answer]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    addresses = Addresses(clock)
+    with pytest.raises(OSError, match="no"):
+        await addresses.of("engine-0:8000")
+    for seconds, expected in (
+        (0, "10.0.0.1:8000,[::1]:8000"),
+        (4, "10.0.0.1:8000,[::1]:8000"),
+        (2, "10.0.0.2:8000"),
+        (9, "10.0.0.2:8000"),
+    ):
+        clock.now += seconds
+        assert await addresses.of("engine-0:8000") == expected
+    assert looked == [("engine-0", 8000)] * 4

@@ -1,0 +1,159 @@
+"""Cartridges that were placed past the router are found by it: Envoy asks the fleet's service, before real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from picking import service
+from recall.ward import Fact, ask
+from routers import Reply, Stub, envoy
+from serving import SERVER_ARGS
+from waiting import until
+from wards import MODEL, patients, register, write_ward
+
+from lmcache_cartridge.fleet.config import of_mapping
+from lmcache_cartridge.fleet.envoy import HEADER
+from lmcache_cartridge.fleet.service import Fleet
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import free_port, plan
+from lmcache_cartridge.serve.processes import ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+COUNT = int(os.environ.get("FLEET_CARTRIDGES", "6"))
+"""Of each group."""
+
+
+class Servers(NamedTuple):
+    """Two servers over one home, each of which calls the model by a name of its own in its answers."""
+
+    urls: list[str]
+    pods: list[dict[str, Any]]
+    facts: dict[str, list[Fact]]
+    """What the model answers right, by cartridge."""
+
+    def place(self, group: str) -> dict[str, str]:
+        """Preload a group's cartridges at servers in turn, shuffled; return where each is."""
+        names = random.Random(group).sample(sorted(self.facts), len(self.facts))
+        placed = {name: f"s{n % 2}" for n, name in enumerate(name for name in names if name.startswith(group))}
+        for name, server in placed.items():
+            url = f"{self.urls[int(server[1:])]}/v1/cartridges/{name}/preload"
+            until(lambda url=url: httpx.post(url, timeout=60).raise_for_status().status_code == 200)
+        return placed
+
+    def step(self) -> None:
+        """Have each engine make a step: events go with one."""
+        for url in self.urls:
+            body = {"model": "m", "prompt": "x", "max_tokens": 1, "cartridges": ["step"]}
+            httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    home = tmp_path_factory.mktemp("home")
+    settings = from_mapping({"home": home, "cpu_bytes": 256 << 20, "required": True, "admin": True, "kv_events": True})
+    model, facts = CausalModel(MODEL), {}
+    for name in ["step"] + [f"{group}-{number}" for group in ("picked", "control") for number in range(COUNT)]:
+        ward = write_ward(model, patients(len(facts) % 4, 4), name, tokens=300)
+        register(model, settings, ward.ids, name=name)
+        facts[name] = ward.facts
+    with ExitStack() as stack:
+        pods, started = [], []
+        for number in range(2):
+            events, replay = free_port(), free_port()
+            told = {
+                "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}",
+                "replay_endpoint": f"tcp://*:{replay}",
+            }  # fmt: skip
+            args = [
+                *SERVER_ARGS,
+                "--enable-scale-out",
+                "--served-model-name",
+                f"s{number}",
+                "m",
+                "--kv-events-config",
+                json.dumps(told),
+            ]
+            started.append(ServerProcess(plan(MODEL, settings, vllm_args=args), home / f"{number}.log"))
+            pods.append({
+                "name": f"s{number}", "events": f"tcp://127.0.0.1:{events}", "replay": f"tcp://127.0.0.1:{replay}",
+            })  # fmt: skip
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(stack.enter_context, started))
+        urls = [server.url for server in started]
+        yield Servers(urls, [pod | {"url": url} for pod, url in zip(pods, urls, strict=True)], facts)
+
+
+def _answers(servers: Servers, url: str, group: str) -> dict[str, str]:
+    """Ask for each cartridge of a group, shuffled, every other one as a stream; return who answered. All are right."""
+    answered = {}
+    names = [name for name in servers.facts if name.startswith(group)]
+    with httpx.Client(base_url=url, timeout=120) as http:
+        for number, name in enumerate(random.Random(7).sample(names, len(names))):
+            fact, is_stream = servers.facts[name][0], number % 2 == 1
+            body = {"model": "m", "prompt": ask(fact, 0), "max_tokens": 1, "temperature": 0, "stream": is_stream}
+            way = [{"cartridges": [name]}, {"cartridges": [{"id": f"{name}@1"}]}, {}][number % 3]
+            headers = {} if way else {"X-Cartridges": name}
+            reply = http.post("/v1/completions", json=body | way, headers=headers)
+            assert reply.status_code == 200, reply.text
+            assert reply.headers["x-cartridges"].startswith(f"{name}@1;")
+            lines = (
+                [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+                if is_stream
+                else [reply.text]
+            )
+            pieces = [json.loads(line) for line in lines]
+            assert "".join(one["choices"][0]["text"] for one in pieces).split() == [fact.value]
+            answered[name] = pieces[0]["model"]
+    return answered
+
+
+def _scored(url: str, placed: dict[str, str]) -> int:
+    """Return how many cartridges score highest where they are, by all of their tokens."""
+    right = 0
+    for name, home in placed.items():
+        told = httpx.post(f"{url}/score", json={"cartridges": [name], "model": "m"}, timeout=60)
+        if told.status_code != 200:
+            return 0  # it has not asked the servers yet
+        one = told.json()["receipt"]["scores"][home]
+        right += one["share"] == 1.0 and max(told.json()["scores"], key=told.json()["scores"].get) == home
+    return right
+
+
+def test_each_is_answered_by_the_server_that_it_was_placed_at(servers: Servers, tmp_path: Path) -> None:
+    placed = servers.place("picked")
+    with (
+        service(Fleet(of_mapping({"pods": servers.pods, "poll_s": 0.2}))) as running,
+        envoy(servers.urls, tmp_path, picker=running.url) as url,
+    ):
+
+        def is_told() -> bool:
+            servers.step()
+            return _scored(running.url, placed) == COUNT
+
+        until(is_told, timeout_s=120)  # the tiers are looked at now and then, and what is seen goes with a step
+        answered = _answers(servers, url, "picked")
+        right = sum(answered[name] == home for name, home in placed.items())
+        print(f"{right} of {len(placed)} by the server that it was placed at")
+        assert answered == placed
+
+
+def test_the_control_a_picker_that_knows_one_server_finds_what_lies_there(servers: Servers, tmp_path: Path) -> None:
+    placed = servers.place("control")
+    first = servers.urls[0].removeprefix("http://")
+    with (
+        Stub("picker", lambda request: Reply(headers={HEADER: first})) as picker,
+        envoy(servers.urls, tmp_path, picker=picker.url) as url,
+    ):
+        answered = _answers(servers, url, "control")
+    right = sum(answered[name] == home for name, home in placed.items())
+    print(f"the control: {right} of {len(placed)}")
+    assert right == sum(home == "s0" for home in placed.values()) < COUNT

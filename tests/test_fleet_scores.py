@@ -1,0 +1,460 @@
+"""Scores and picks of a fleet's service: over servers that are stubs, and events that vLLM's own publisher sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from test_fleet_events import Engine, seen
+from test_fleet_events import stored as stored_event
+
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.errors import NoPod, NoTokens, NotReplayed, SettingsError, UnknownModel, UnknownPod
+from lmcache_cartridge.fleet import index
+from lmcache_cartridge.fleet.config import FleetConfig, of_mapping, read_config
+from lmcache_cartridge.fleet.scores import best, score
+from lmcache_cartridge.fleet.service import Fleet
+from lmcache_cartridge.fleet.web import app
+from lmcache_cartridge.library.placement import owners
+
+SIZE, MODEL = 16, "llama"
+CARTRIDGES = {name: [ord(name) * 100 + i for i in range(8 * SIZE)] for name in "abcd"}
+"""The tokens that the stubs put before a prompt."""
+
+
+class Pod:
+    """A server without an engine: it renders cartridges as one would, and publishes what a test says that it holds."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        directory.mkdir()
+        self.name, self.engine = name, Engine(directory)
+        self.healthy, self.waiting, self.status = True, 0, 200
+        self.rendered: list[dict[str, Any]] = []
+        made = web.Application()
+        made.router.add_get("/health", self._health)
+        made.router.add_get("/metrics", self._metrics)
+        made.router.add_get("/v1/models", self._models)
+        made.router.add_get("/kv_event_sources", self._sources)
+        made.router.add_post("/v1/{rest:.*}/render", self._render)
+        made.router.add_post("/tokenize", self._tokenize)
+        self.server = TestServer(made)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            text=f'# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}.0\n'
+            'vllm:num_requests_waiting_by_reason{engine="0"} 99.0\n'
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        cards = [{"id": MODEL, "parent": None}, {"id": "nurse", "parent": MODEL}, {"id": f"{MODEL}:a", "parent": MODEL}]
+        return web.json_response({"data": cards})
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        told = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": self.engine.events}
+        return web.json_response({"0": told | {"replay_endpoint": self.engine.replay}})
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.rendered.append(body | {"path": request.path, "key": request.headers.get("authorization")})
+        names = body.get("cartridges") or [n for n in request.headers.get("x-cartridges", "").split(",") if n]
+        if self.status != 200:
+            return web.Response(status=self.status)
+        if unknown := set(names) - set(CARTRIDGES):
+            return web.json_response({"error": {"message": f"no cartridge is called {unknown}"}}, status=404)
+        prompt = body.get("prompt", body.get("messages"))
+        own = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else [7] * len(str(prompt))
+        shown = {"token_ids": [token for name in names for token in CARTRIDGES[name]] + own, "model": body.get("model")}
+        return web.json_response(
+            [shown] if "completions/render" in request.path and "chat" not in request.path else shown
+        )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        names = body.get("cartridges") or [name for name in [body["model"].partition(":")[2]] if name]
+        if unknown := set(names) - set(CARTRIDGES):
+            return web.json_response({"error": {"message": f"no cartridge is called {unknown}"}}, status=404)
+        own = [7] * len(body.get("prompt") or str(body["messages"])) + [1] * body.get("add_special_tokens", True)
+        tokens = [token for name in names for token in CARTRIDGES[name]] + own
+        return web.json_response({"tokens": tokens, "count": len(tokens)})
+
+    def hold(self, name: str, *, medium: str = "GPU", blocks: int = 8, adapter: str | None = None) -> None:
+        event = stored_event(ord(name), medium)
+        event.block_hashes = [ord(name) * 100 + i for i in range(blocks)]
+        event.token_ids, event.lora_name = CARTRIDGES[name][: blocks * SIZE], adapter
+        self.engine.tell([event])
+
+
+class Running:
+    def __init__(self, pods: Mapping[str, Pod], fleet: Fleet, client: TestClient[Any, Any]) -> None:
+        self.pods, self.fleet, self.client = pods, fleet, client
+
+    async def pick(
+        self, body: Mapping[str, Any], path: str = "/v1/completions", **headers: str
+    ) -> tuple[str, dict[str, Any]]:
+        picked = await self.fleet.pick(
+            path, {k.replace("_", "-"): v for k, v in headers.items()}, msgspec.json.encode(body)
+        )
+        return picked.pod, picked.receipt
+
+    async def held(self, count: int) -> None:
+        """Wait until so many blocks are in the index."""
+        await seen(lambda: sum(self.fleet.index.blocks().values()) == count)
+
+    async def known(self) -> None:
+        await seen(lambda: all(pod.problem is None and pod.is_known for pod in self.fleet.pods))
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, count: int = 3, **config: Any) -> AsyncIterator[Running]:
+    async with AsyncExitStack() as stack:
+        pods: dict[str, Pod] = {}
+        for number in range(count):
+            pod = Pod(tmp_path / str(number), f"engine-{number}")
+            await stack.enter_async_context(pod.server)
+            stack.callback(pod.engine.close)
+            pods[pod.name] = pod
+        named = [{"name": name, "url": str(pod.server.make_url("")).rstrip("/")} for name, pod in pods.items()]
+        fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05, "verify_s": 0.3, **config}), chance=random.Random(1))
+        client = await stack.enter_async_context(TestClient(TestServer(app(fleet))))
+        yield Running(pods, fleet, client)
+
+
+def test_a_score_is_llm_ds_and_a_tier_further_away_counts_less() -> None:
+    assert score({}, 0, 0).total == 0.5
+    assert score({"gpu": 128}, 128, 0).total == 2.5
+    assert score({"gpu": 64}, 128, 64)[:3] == (1.25, 1.0, 0.25)
+    assert score({"gpu": 128}, 128, 4000).total == 2.0 > score({}, 128, 0).total, "under any queue"
+    assert score({"cpu": 128}, 128, 0).prefix == 1.5 and score({"disk": 128}, 128, 0).prefix == 0.5
+    both = score({"gpu": 32, "cpu": 64, "disk": 128}, 128, 128)
+    assert both.prefix == pytest.approx(2.0 * (32 + 0.75 * 32 + 0.25 * 64) / 128) and both.share == 1.0
+    assert score({"gpu": 64, "disk": 32}, 128, 0) == score({"gpu": 64, "disk": 32}, 128, 0)
+    assert score({"gpu": 64, "disk": 32}, 128, 0).prefix == 1.0
+
+
+def test_of_equal_scores_any_is_picked() -> None:
+    chance, even = random.Random(0), {name: score({}, 0, waiting) for name, waiting in (("a", 0), ("b", 0), ("c", 1))}
+    picked = Counter(best(even, chance) for _ in range(1000))
+    assert set(picked) == {"a", "b"} and min(picked.values()) > 400
+
+
+def test_a_key_has_one_owner_and_a_server_that_goes_moves_its_own_keys_only() -> None:
+    servers = [f"engine-{i}" for i in range(8)]
+    keys = [f"cartridge-{i}" for i in range(2000)]
+    before = {key: owners(key, servers) for key in keys}
+    assert {key: owners(key, reversed(servers)) for key in keys} == before
+    counts = Counter(ranked[0] for ranked in before.values())
+    assert min(counts.values()) > 180
+    for key, ranked in before.items():
+        assert owners(key, set(servers) - {"engine-3"}) == [one for one in ranked if one != "engine-3"]
+
+
+async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path: Path) -> None:
+    async with running(tmp_path) as fleet:
+        await fleet.known()
+        fleet.pods["engine-1"].hold("a")
+        fleet.pods["engine-2"].hold("b", medium="CPU")
+        fleet.pods["engine-0"].hold("a", medium="STORAGE", blocks=4)
+        await fleet.held(20)
+        for naming in ({"cartridges": ["a"]}, {"cartridges": ["a"], "prompt": "x"}):
+            name, receipt = await fleet.pick({"model": MODEL} | naming)
+            assert name == "engine-1"
+        assert receipt["by"] == "score" and receipt["tokens"] == 128
+        assert receipt["scores"]["engine-1"] == {
+            "total": 2.5, "prefix": 2.0, "load": 0.5, "matched": {"gpu": 128}, "share": 1.0, "waiting": 0, "known": True,
+        }  # fmt: skip
+        assert receipt["scores"]["engine-0"]["matched"] == {"disk": 64}
+        assert (await fleet.pick({}, x_cartridges="b"))[0] == "engine-2"
+        assert (await fleet.pick({"cartridges": ["b"]}, "/v1/chat/completions"))[0] == "engine-2"
+        rendered = [body for pod in fleet.pods.values() for body in pod.rendered]
+        assert len(rendered) == 3, "once for every way of naming"
+        assert {body["path"] for body in rendered} == {"/v1/completions/render"}
+
+
+async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go_by_load(tmp_path: Path) -> None:
+    async with running(tmp_path) as fleet:
+        await fleet.known()
+        for name in "abcd":
+            picked = [await fleet.pick({"cartridges": [name]}) for _ in range(5)]
+            assert {one for one, _ in picked} == {owners(name, fleet.pods)[0]}
+            assert {receipt["by"] for _, receipt in picked} == {"owner"}
+        name, receipt = await fleet.pick({"cartridges": ["unheard-of"]})
+        assert (name, receipt["by"]) == (owners("unheard-of", fleet.pods)[0], "owner")
+        assert "404" in receipt["problem"] and "unheard-of" in receipt["problem"]
+        fleet.pods["engine-0"].waiting, fleet.pods["engine-2"].waiting = 3, 200
+        await seen(lambda: [pod.waiting for pod in fleet.fleet.pods] == [3, 0, 200])
+        for body in ({"prompt": "x"}, {}, {"cartridges": 5}):
+            assert (await fleet.pick(body))[0] == "engine-1"
+        assert (await fleet.fleet.pick("/v1/completions", {}, b"no json"))[0] == "engine-1"
+        fleet.pods["engine-2"].hold("a")
+        await fleet.held(8)
+        assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-2", "under any queue"
+
+
+async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as fleet:
+        await fleet.known()
+        fleet.pods["engine-1"].hold("a")
+        await fleet.held(8)
+        fleet.pods["engine-1"].healthy = False
+        await seen(lambda: fleet.fleet.pods[1].problem is not None)
+        name, receipt = await fleet.pick({"cartridges": ["a"]})
+        assert name == "engine-0" and receipt["left_out"] == {"engine-1": "/health answers 503"}
+        fleet.pods["engine-0"].healthy = False
+        await seen(lambda: fleet.fleet.pods[0].problem is not None)
+        with pytest.raises(NoPod, match="engine-0: /health answers 503; engine-1"):
+            await fleet.pick({"cartridges": ["a"]})
+        reply = await fleet.client.post("/pick", json={"cartridges": ["a"]})
+        assert (reply.status, (await reply.json())["error"]["type"]) == (503, "NoPod")
+        fleet.pods["engine-1"].healthy = True
+        await seen(lambda: fleet.fleet.pods[1].problem is None)
+        assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-1"
+        await fleet.pods["engine-1"].server.close()
+        await seen(lambda: "no answer" in str(fleet.fleet.pods[1].problem))
+
+
+async def test_a_score_is_of_the_whole_prompt_in_any_form(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as fleet:
+        await fleet.known()
+        fleet.pods["engine-1"].hold("a")
+        await fleet.held(8)
+        half = [9] * 128
+        for question, tokens, part in (
+            ({"cartridges": ["a"]}, 128, 2.0), ({"cartridges": ["a"], "token_ids": half}, 256, 1.0),
+            ({"token_ids": CARTRIDGES["a"]}, 128, 2.0), ({"token_ids": half}, 128, 0.0),
+            ({"cartridges": ["a"], "prompt": "x" * 128}, 256, 1.0),
+            ({"cartridges": ["a"], "messages": [{"role": "user", "content": "x"}]}, None, None),
+        ):  # fmt: skip
+            found = await fleet.fleet.score(model=MODEL, **question)
+            if part is not None:
+                assert found.receipt["tokens"] == tokens
+                assert found.scores == {"engine-0": 0.5, "engine-1": part + 0.5}, question
+        assert found.scores["engine-1"] > 2.0
+        assert (await fleet.fleet.score(cartridges=["a"], pods=["engine-0"])).scores == {"engine-0": 0.5}
+        reply = await fleet.client.post("/score", json={"cartridges": ["a"]}, headers={"Authorization": "Bearer k"})
+        assert (await reply.json())["scores"] == {"engine-0": 0.5, "engine-1": 2.5}
+
+
+async def test_blocks_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as fleet:
+        await fleet.known()
+        fleet.pods["engine-0"].hold("a", adapter="nurse")
+        fleet.pods["engine-1"].hold("a")
+        await fleet.held(16)
+        for model, name in (("nurse", "engine-0"), (MODEL, "engine-1"), (f"{MODEL}:a", "engine-1")):
+            assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
+
+
+async def test_whole_prompts_are_rendered_for_picks_where_that_is_wanted(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, render_picks=True) as fleet:
+        await fleet.known()
+        fleet.pods["engine-1"].hold("a")
+        await fleet.held(8)
+        _, receipt = await fleet.pick({"cartridges": ["a"], "prompt": "x" * 64})
+        assert receipt["tokens"] == 192
+        _, receipt = await fleet.pick({"cartridges": ["a"], "input": "x"}, "/v1/embeddings")
+        assert receipt["tokens"] == 0 and "/v1/embeddings has no tokens" in receipt["problem"]
+
+
+async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_path: Path) -> None:
+    async with running(tmp_path, 1, names_ttl_s=0.001) as fleet:
+        await fleet.known()
+        (pod,) = fleet.pods.values()
+        assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
+        pod.status = 500
+        await asyncio.sleep(0.01)
+        for _ in range(3):
+            assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
+        assert (await fleet.pick({"cartridges": ["b"]}))[1]["problem"].startswith("no server answers")
+        pod.status = 200
+
+        async def is_rendered() -> bool:
+            before = len(pod.rendered)
+            await fleet.pick({"cartridges": ["a"]})
+            await asyncio.sleep(0.01)
+            return len(pod.rendered) > before
+
+        assert await is_rendered()
+        many = await asyncio.gather(*[fleet.pick({"cartridges": ["c"]}) for _ in range(20)])
+        assert {receipt["tokens"] for _, receipt in many} == {128}
+        assert sum(body.get("cartridges") == ["c"] for body in pod.rendered) == 1, "once for all who wait"
+
+
+async def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as fleet:
+        await fleet.known()
+        for question, error, words in (
+            ({"pods": ["engine-9"], "token_ids": [1]}, UnknownPod, "engine-9; there are engine-0, engine-1"),
+            ({"model": "gpt", "token_ids": [1]}, UnknownModel, "gpt"),
+            ({}, NoTokens, "name cartridges"), ({"token_ids": [1], "prompt": "x"}, NoTokens, "one of"),
+            ({"cartridges": ["unheard-of"]}, NoTokens, "404"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=words):
+                await fleet.fleet.score(**question)
+            reply = await fleet.client.post("/score", json=question)
+            assert (reply.status, (await reply.json())["error"]["type"]) == (error.status, error.__name__)
+        for body in (b"", b"[]", b"{", b'{"prompts": "x"}', b'{"token_ids": [-1]}'):
+            assert (await fleet.client.post("/score", data=body)).status == 400
+        for pod in fleet.fleet.pods:
+            for follower in pod.followers.values():
+                follower.known = False
+        with pytest.raises(NotReplayed, match="engine-0, engine-1"):
+            await fleet.fleet.score(token_ids=[1])
+
+
+def test_without_dynamo_the_service_does_not_start_and_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(index, "_dynamo", index._dynamo.__wrapped__)  # what it remembers is installed
+    monkeypatch.setitem(sys.modules, "dynamo.llm", None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # it would stay for the tests to come
+    config = {"pods": [{"name": "a", "url": "http://127.0.0.1:1"}]}
+    with pytest.raises(SettingsError, match=re.escape("pip install 'lmcache-cartridge[fleet]'")):
+        Fleet(of_mapping(config))
+    (tmp_path / "fleet.yaml").write_text(json.dumps(config))
+    assert main(["fleet", "serve", "--config", str(tmp_path / "fleet.yaml")]) == 1
+    assert "pip install 'lmcache-cartridge[fleet]'" in capsys.readouterr().err
+
+
+async def test_a_server_whose_events_raise_once_is_followed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, raised = index.Index.apply, []
+
+    def failing(self: index.Index, *event: Any) -> bool:
+        if not raised:
+            raised.append(event)
+            raise RuntimeError("odd")
+        return apply(self, *event)
+
+    monkeypatch.setattr(index.Index, "apply", failing)
+    async with running(tmp_path, 1) as fleet:
+        fleet.pods["engine-0"].hold("a")
+        await fleet.held(8)
+        await fleet.known()  # the replay of which the blocks are the first may not be over
+        assert (await fleet.fleet.score(cartridges=["a"])).scores == {"engine-0": 2.5}
+    assert raised
+
+
+async def test_metrics_and_the_log_line_say_what_was_done(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as fleet:
+        await fleet.known()
+        fleet.pods["engine-1"].hold("a")
+        await fleet.held(8)
+        await fleet.pick({"cartridges": ["a"]})
+        await fleet.pick({"cartridges": ["b"]})
+        await fleet.fleet.score(cartridges=["a"])
+        text = await (await fleet.client.get("/metrics")).text()
+        owner = owners("b", fleet.pods)[0]
+        for line in (
+            'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
+            f'picks_total{{by="owner",pod="{owner}"}} 1.0', "asked_tokens_total 256.0", "hit_tokens_total 128.0",
+            'event_batches_total{pod="engine-1"} 1.0', 'whole{pod="engine-0"} 1.0', "hit_share_count 2.0",
+            'seconds_count{of="score"} 1.0',
+        ):  # fmt: skip
+            assert f"lmcache_cartridge_fleet_{line}\n" in text, text
+        line = fleet.fleet.tally.line(fleet.fleet.index, fleet.fleet.pods)
+        assert (
+            line.startswith("2 picks: ") and "hit rate 0.50" in line and "engine-1 8/0/0" in line and "0 gaps" in line
+        )
+        assert fleet.fleet.tally.line(fleet.fleet.index, fleet.fleet.pods).startswith("0 picks: none; hit rate -")
+        assert (await fleet.client.get("/health")).status == 200
+
+
+async def test_the_commands_ask_the_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running(tmp_path, 2) as fleet:
+        await fleet.known()
+        fleet.pods["engine-1"].hold("a")
+        await fleet.held(8)
+        url = str(fleet.client.make_url(""))
+
+        async def run(*words: str) -> tuple[int, str, str]:
+            status = await asyncio.to_thread(main, ["fleet", *words, "--url", url])
+            return status, *capsys.readouterr()
+
+        status, out, _ = await run("pick", "--cartridge", "a")
+        assert status == 0 and out.startswith("engine-1 127.0.0.1:") and "it scores highest" in out
+        status, out, _ = await run("pick", "--cartridge", "b")
+        assert status == 0 and "nobody has it; b is its own" in out
+        status, out, _ = await run("pick", "--body", '{"cartridges": ["a"]}', "--format", "json")
+        assert json.loads(out)["pod"] == "engine-1"
+        status, out, _ = await run("score", "--token-ids", json.dumps(CARTRIDGES["a"]), "--format", "json")
+        assert json.loads(out)["scores"] == {"engine-0": 0.5, "engine-1": 2.5}
+        assert (await run("score", "--cartridge", "a", "--pod", "engine-0"))[0] == 0
+        status, out, err = await run("score", "--pod", "engine-9", "--prompt", "x")
+        assert (status, out) == (1, "") and "no server is called engine-9" in err and err.count("\n") == 1
+        status, _, err = await run("score", "--messages", "{")
+        assert status == 1 and "--messages" in err
+    status, _, err = await run("pick", "--cartridge", "a")
+    assert status == 1 and "is `lmcache-cartridge fleet serve` running there?" in err
+
+
+def test_a_wrong_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
+    pod = {"name": "a", "url": "http://a:8000"}
+    for wrong, words in (
+        ({}, "pods"), ({"pods": []}, "pods"), ({"pods": [pod], "port": 1}, "port"), ([], "the file"),
+        ({"pods": [pod, pod]}, "one name"), ({"pods": [pod, pod | {"name": "b"}]}, "one address"),
+        ({"pods": [pod | {"url": "a:8000"}]}, "pods.0.url"), ({"pods": [pod], "naming": {"x": 1}}, "naming"),
+        ({"pods": [pod], "poll_s": 0}, "poll_s"),
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match=words):
+            of_mapping(wrong)
+    with pytest.raises(SettingsError, match="listen"):
+        _ = of_mapping({"pods": [pod], "listen": "here"}).host_port
+    (tmp_path / "f.yaml").write_text("pods: [")
+    with pytest.raises(SettingsError, match="f.yaml"):
+        read_config(tmp_path / "f.yaml")
+
+
+def test_the_shipped_configuration_is_read() -> None:
+    config = read_config(Path(__file__).parents[1] / "configs" / "fleet.yaml")
+    assert [pod.address for pod in config.pods] == ["engine-0:8000", "engine-1:8000"]
+    given = config.model_dump(exclude={"pods"}, exclude_unset=True)
+    assert given == {name: getattr(FleetConfig(pods=config.pods), name) for name in given}, (
+        "what it shows is the default"
+    )
+
+
+async def test_remembered_tokens_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MAX_KEPT_TOKENS", 300)
+    async with running(tmp_path, 1) as fleet:
+        await fleet.known()
+        (pod,) = fleet.pods.values()
+        for name in "abacab":
+            await fleet.pick({"cartridges": [name]})
+        asked = "".join(body["cartridges"][0] for body in pod.rendered)
+        assert asked == "abcb", "two fit; what was asked for last stays"
+
+
+async def test_where_render_is_not_enabled_tokenize_says_what_completions_and_chats_are(tmp_path: Path) -> None:
+    async with running(tmp_path, 1, render_picks=True) as fleet:
+        await fleet.known()
+        (pod,) = fleet.pods.values()
+        pod.status = 403
+        pod.hold("a")
+        await fleet.held(8)
+        assert (await fleet.fleet.score(cartridges=["a"])).receipt["tokens"] == 128
+        assert (await fleet.fleet.score(model=f"{MODEL}:a")).receipt["tokens"] == 128
+        assert (await fleet.fleet.score(cartridges=["a"], prompt="xyz")).receipt["tokens"] == 132
+        assert (await fleet.fleet.score(cartridges=["a"], messages=[{}])).receipt["tokens"] == 128 + len("[{}]") + 1
+        assert (await fleet.fleet.score(cartridges=["a"], token_ids=[1, 2])).receipt["tokens"] == 130
+        with pytest.raises(NoTokens, match="404"):
+            await fleet.fleet.score(cartridges=["unheard-of"])
+        for path, body in (("/v1/responses", {"input": "x"}), ("/v1/completions", {"prompt": [1, 2]})):
+            _, receipt = await fleet.pick(body | {"cartridges": ["a"]}, path)
+            assert "403" in receipt["problem"]

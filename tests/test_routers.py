@@ -1,0 +1,203 @@
+"""Which server a router chooses, before stubs."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from routers import Named, Reply, Request, Stub, envoy, stubs, vllm_router
+from waiting import until
+
+from lmcache_cartridge.fleet.affinity import affinity_key, session_headers
+from lmcache_cartridge.library.placement import Router, owner
+
+ENGINES = ["engine-0", "engine-1", "engine-2"]
+"""What `envoy` calls the stubs."""
+
+
+def _ways(name: str) -> list[Named]:
+    """Return requests for one cartridge, named in all the ways that Envoy is told of."""
+    return [
+        ({"model": "m"}, {"X-Cartridges": name}), ({"model": "m"}, {"X-Cartridges": f"{name}@3"}),
+        ({"model": "m", "cartridges": [name]}, {}), ({"model": "m", "cartridges": [{"id": f"{name}@2"}]}, {}),
+        ({"model": "m", "cartridges": [name]}, {"X-Cartridges": f"{name}@12"}), ({"model": f"m:{name}"}, {}),
+        ({"kv_transfer_params": {"cartridge_id": name}, "model": "m", "prompt": '"cartridges": ["other"]'}, {}),
+        ({"model": f"org/m:7b:{name}@4"}, {}), ({"model": "m", "cartridges": [name]}, {"x-affinity": "a lie"}),
+    ]  # fmt: skip
+
+
+def _chosen(http: httpx.Client, requests: list[Named], path: str = "/v1/completions") -> dict[str, set[str]]:
+    """Send shuffled requests; return by affinity key which stubs answered."""
+    chosen: dict[str, set[str]] = {}
+    for body, headers in random.Random(7).sample(requests, len(requests)):
+        reply = http.post(path, json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        header = [value for name, value in headers.items() if name == "X-Cartridges"]
+        chosen.setdefault(affinity_key(body, header), set()).add(reply.json()["stub"])
+    return chosen
+
+
+MANY: list[Named] = [
+    ({"model": "m", "prompt": "x"}, {"X-Cartridges": name} | session_headers(name))
+    for name in (f"{'department-' * (number % 7)}{number}" for number in range(200))
+]
+
+
+def _predicted(chosen: dict[str, set[str]], router: Router, servers: Sequence[str] = ENGINES) -> list[str]:
+    """Return the keys whose owner is another than the stub that answered."""
+    return [key for key, stubs in chosen.items() if {owner(key, servers, router)} != {servers[int(s)] for s in stubs}]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Stub]]:
+    with stubs(3) as running:
+        yield running
+
+
+def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(
+    three: list[Stub], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    names = [f"doc-{number}" for number in range(60)] + ["a,b", "b,a", "s3://bucket/a/key/of/more/than/32/bytes"]
+    urls = [stub.url for stub in three]
+    with envoy(urls, tmp_path_factory.mktemp("envoy")) as url, httpx.Client(base_url=url, timeout=60) as http:
+        chains = [({"model": "m", "cartridges": ["a", {"id": "b@2"}]}, {}), ({"model": "m:b,a@1"}, {})]
+        headers = [({"model": "m"}, {"X-Cartridges": "a@9 ,  b"}), ({"model": "m"}, {"X-Cartridges": "b@1,a"})]
+        requests = [way for name in names if "," not in name for way in _ways(name)] + chains + headers
+        chosen = _chosen(http, requests)
+        assert set(chosen) == set(names)
+        assert all(len(servers) == 1 for servers in chosen.values()), chosen
+        shares = [sum(servers == {stub.name} for servers in chosen.values()) for stub in three]
+        assert min(shares) >= 5, f"one server has hardly any of {len(names)}: {shares}"
+        assert _predicted(chosen | _chosen(http, MANY), "envoy") == []
+        plain = _chosen(http, [({"model": "m", "prompt": "x"}, {})] * 40)
+        assert plain == {"": {"0", "1", "2"}}, "requests without a cartridge go anywhere"
+    with (
+        envoy(urls, tmp_path_factory.mktemp("ring"), lb_policy="RING_HASH") as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        assert _predicted(_chosen(http, MANY), "envoy-ring-hash") == []
+    with (
+        envoy(urls, tmp_path_factory.mktemp("control"), lb_policy="ROUND_ROBIN") as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        spread = _chosen(http, [way for name in names[:10] for way in _ways(name)])
+        assert all(len(servers) > 1 for servers in spread.values()), "the control: without the hash they scatter"
+
+
+def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_else_moves(tmp_path: Path) -> None:
+    """The stubs keep answers back, so that what is in flight adds up."""
+    go_on, holding = threading.Event(), threading.Semaphore(0)
+
+    def answer(request: Request) -> Reply:
+        if request.headers.get("x-hold"):
+            holding.release()
+            go_on.wait(60)
+        return Reply()
+
+    names = [f"doc-{number}" for number in range(12)]
+    with (
+        stubs(4, answer) as servers,
+        envoy([stub.url for stub in servers], tmp_path) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+        ThreadPoolExecutor(24) as pool,
+    ):
+
+        def ask_for(name: str, **headers: str) -> str:
+            reply = http.post("/v1/completions", json={"model": "m"}, headers={"X-Cartridges": name} | headers)
+            return str(reply.json()["stub"])
+
+        homes = {name: ask_for(name) for name in names}
+        held = []
+        for _ in range(24):  # one after the other, each of them in flight before the next
+            held.append(pool.submit(ask_for, "hot", **{"x-hold": "1"}))
+            assert holding.acquire(timeout=60)
+        go_on.set()
+        order = [future.result(timeout=60) for future in held]
+        assert order[0] == order[1] == order[2] != order[3], "a quiet fleet spills early"
+        shares = Counter(order)
+        # Of 24 a server may have 1.5 times 6, and the one that comes last one more.
+        assert max(shares.values()) <= 10
+        assert len(shares) == 3, f"three servers are needed, and no fourth: {shares}"
+        assert {name: ask_for(name) for name in names} == homes
+        assert len({ask_for("hot") for _ in range(8)}) == 1, "alone it fits on its own server"
+
+
+def test_a_server_that_dies_loses_its_cartridges_to_others_and_gets_them_back(tmp_path: Path) -> None:
+    names = [f"doc-{number}" for number in range(30)]
+    with (
+        ExitStack() as stack,
+        stubs(2) as others,
+        envoy([*(stub.url for stub in others), (dead := stack.enter_context(Stub("2"))).url], tmp_path) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+
+        def answered() -> dict[str, str]:
+            replies = {
+                name: http.post("/v1/completions", json={"model": "m"}, headers={"X-Cartridges": name})
+                for name in names
+            }
+            assert {reply.status_code for reply in replies.values()} == {200}
+            return {name: reply.json()["stub"] for name, reply in replies.items()}
+
+        homes = answered()
+        dead.close()
+        after = answered()  # at once: the router may not know yet, and tries the next server
+        assert "2" not in after.values()
+        assert all(after[name] == home for name, home in homes.items() if home != "2"), "others moved too"
+        stack.enter_context(Stub("2", port=dead.port))
+        until(lambda: answered() == homes)
+
+
+def test_vllm_router_sends_a_session_to_one_server(three: list[Stub], tmp_path_factory: pytest.TempPathFactory) -> None:
+    names = [f"doc-{number}" for number in range(40)]
+    urls = [stub.url for stub in three]
+    with (
+        vllm_router(urls, tmp_path_factory.mktemp("router")) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        requests = [
+            ({"model": "m", "prompt": f"{name}, {turn}", "cartridges": [name]}, session_headers(name + version))
+            for name in names
+            for turn, version in enumerate(("", "@1", "@2"))
+        ]
+        chosen = _chosen(http, requests)
+        assert _predicted(chosen | _chosen(http, MANY), "vllm-router", urls) == []
+        assert chosen == _chosen(http, requests[:30], "/v1/responses") | _chosen(http, requests[30:], "/v1/messages")
+        assert set(chosen) == set(names)
+        assert all(len(servers) == 1 for servers in chosen.values()), chosen
+        assert {server for servers in chosen.values() for server in servers} == {"0", "1", "2"}
+        scattered = _chosen(http, [(body, {}) for body, _ in requests])
+        assert any(len(servers) > 1 for servers in scattered.values()), "the control: without the session they scatter"
+
+
+def test_a_server_that_drains_is_left_by_vllm_router_before_it_refuses_anything(tmp_path: Path) -> None:
+    """It has to see three times that the server is not healthy; until then it sends requests there."""
+    names = [f"doc-{number}" for number in range(10)]
+    options = ("--health-check-interval-secs", "1")
+    with (
+        stubs(2) as servers,
+        vllm_router([stub.url for stub in servers], tmp_path, *options) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+
+        def answered() -> dict[str, str]:
+            replies = {
+                name: http.post("/v1/completions", json={"model": "m", "prompt": "x"}, headers=session_headers(name))
+                for name in names
+            }
+            assert {reply.status_code for reply in replies.values()} == {200}
+            return {name: reply.json()["stub"] for name, reply in replies.items()}
+
+        homes = answered()
+        assert set(homes.values()) == {"0", "1"}
+        servers[1].is_draining = True
+        until(lambda: set(answered().values()) == {"0"})
+        servers[1].is_draining = False
+        until(lambda: answered() == homes)
