@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from blocks import quietly
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.engine.contract import API_PLUGIN
@@ -309,6 +310,35 @@ def test_the_dockerfiles_have_the_versions_that_are_proven() -> None:
         assert re.search(rf"^{re.escape(pin)}$", locked, re.M)
     for needed in ("boto3", "moto"):  # compose.yaml starts both from this image
         assert re.search(rf"^{needed}==", locked, re.M)
+
+
+def test_what_runs_may_finish_before_a_pod_is_killed() -> None:
+    """`drain_s`, `--shutdown-timeout` and some seconds to end fit in what Kubernetes and Docker wait."""
+    config_map, _, deployment = _all(ENGINES)
+    pod = deployment["spec"]["template"]["spec"]
+    kserve, stack, [shared] = _one(KSERVE)["spec"]["template"], _one(STACK), _one(STACK)["extraObjects"]
+    engine = _one(COMPOSE)["services"]["engine-0"]
+    drain_s = float(engine["command"][engine["command"].index("--set") + 1].removeprefix("drain_s="))
+    [environment] = [one["value"] for one in kserve["containers"][0]["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS"]
+    waits = [
+        (_settings(config_map).drain_s, pod["containers"][0]["args"], pod["terminationGracePeriodSeconds"]),
+        (_settings(config_map).drain_s, shlex.split(environment), kserve["terminationGracePeriodSeconds"]),
+        (drain_s, engine["command"], float(engine["stop_grace_period"].removesuffix("s"))),
+        *((_settings(shared).drain_s, one["vllmConfig"]["extraArgs"], 30) for one in _engines(stack)),
+    ]
+    for drain_s, arguments, grace_s in waits:
+        runs_s = float(arguments[arguments.index("--shutdown-timeout") + 1])
+        assert drain_s > 0 and runs_s > 0 and drain_s + runs_s + 5 <= grace_s
+
+
+def test_envoy_asks_another_server_where_one_is_about_to_stop() -> None:
+    with quietly():
+        from lmcache_cartridge.serve.drain import HEALTH, REFUSED
+    for name in ("envoy.yaml", "picker.yaml"):
+        text = (CONFIGS / "envoy" / name).read_text(encoding="utf-8")
+        [header] = re.findall(r"retriable_headers: \[\{name: (\S+), present_match: true\}\]", text)
+        assert header in REFUSED and "retriable-headers" in text
+        assert f"http_health_check: {{path: {HEALTH}}}" in text
 
 
 def test_compose_starts_what_envoys_configuration_names() -> None:
