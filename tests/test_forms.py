@@ -1,0 +1,304 @@
+"""Cartridges, router and settings in `kv_connector_extra_config` are those settings, exactly, or the server does not start."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from making import make_artifact, make_fingerprint, make_rope
+from test_http import _app as gated
+from test_http import post
+
+from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.engine import forms
+from lmcache_cartridge.engine.forms import EXTRA, SKIP_SAVING, configure, extra_of, from_forms
+from lmcache_cartridge.engine.lmcache_file import VARIABLE
+from lmcache_cartridge.errors import SettingsError
+from lmcache_cartridge.serve import launch
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.request import Refusal, Router
+from lmcache_cartridge.serve.resolve import Resolver
+from lmcache_cartridge.settings import from_environment, from_mapping
+
+REMOTE = "s3://bucket/team/b"
+SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two artefacts and a file, in no registry."""
+    root = tmp_path_factory.mktemp("artefacts")
+    for seed, name in enumerate("ab"):
+        make_artifact(root / name, positions=32, cartridge_id=f"made-{name}", seed=seed, fingerprint=SHAPE)
+    (root / "x.pt").write_bytes(b"?")
+    (root / "y.bin").write_bytes(b"?")
+    (root / "empty").mkdir()
+    return root
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A process that nobody has configured."""
+    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LMCACHE_CARTRIDGE_HOME", str(tmp_path / "home"))
+    for name in (VARIABLE, SKIP_SAVING):
+        monkeypatch.setenv(name, "x")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    return tmp_path / "home"
+
+
+def names(place: Path, extra: dict[str, Any], fields: dict[str, Any]) -> list[str]:
+    """Return what a request with these fields gets: the artefacts' own names."""
+    settings = from_mapping({"home": place / "nobody"} | from_forms(extra))
+    chain = Router(settings).choose(fields, None, "m", None)
+    return [manifest.name for manifest in Resolver(settings).resolve(chain).manifests] if chain else []
+
+
+def test_one_path_is_everybodys_cartridge(place: Path) -> None:
+    extra = {"cartridge_path": str(place / "a")}
+    assert from_forms(extra) == {
+        "roots": [str(place / "a")], "router": "static", "static": {"*": str(place / "a")}
+    }  # fmt: skip
+    assert names(place, extra, {}) == ["made-a@1"]
+    with pytest.raises(Refusal, match="no cartridge is at"):
+        names(place, extra, {"cartridges": [str(place / "b")]})
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_names_are_had_by_the_field_and_by_a_label(place: Path, as_list: bool) -> None:
+    pairs = {"first": str(place / "a"), "second": str(place / "b")}
+    given = [{"cartridge_id": name, "path": path} for name, path in pairs.items()] if as_list else pairs
+    for router in ({"type": "label", "field": "cartridge_id"}, {"type": "composite", "field": "cartridge_id"}):
+        extra = {"cartridges": given, "router": router}
+        assert names(place, extra, {"cartridge_id": "second"}) == ["made-b@1"]
+        assert names(place, extra, {"cartridges": ["second", "first"]}) == ["made-b@1", "made-a@1"]
+        assert names(place, extra, {"cartridges": [{"id": "first", "source": "registry"}]}) == ["made-a@1"]
+        assert names(place, extra, {}) == []
+        with pytest.raises(Refusal, match="is called 'third'") as caught:
+            names(place, extra, {"cartridge_id": "third"})
+        assert caught.value.status == 404
+    for router in ({"type": "explicit"}, None):
+        extra = {"cartridges": given} | ({"router": router} if router else {})
+        assert names(place, extra, {"cartridges": ["first"]}) == ["made-a@1"]
+        assert names(place, extra, {"cartridge_id": "first"}) == [], "and the gate refuses it"
+
+
+def test_static_and_composite_routers(place: Path) -> None:
+    given = {"first": str(place / "a"), "second": str(place / "b")}
+    assert names(place, {"cartridges": given, "router": {"type": "static", "cartridge_id": "second"}}, {}) == [
+        "made-b@1"
+    ]
+    alone = {"cartridges": {"first": given["first"]}, "router": {"type": "static"}}
+    assert names(place, alone, {}) == ["made-a@1"]
+    both = {"type": "composite", "field": "which", "composites": {"both": ["second", "first"]}}
+    assert names(place, {"cartridges": given, "router": both}, {"which": "both"}) == ["made-b@1", "made-a@1"]
+    assert names(place, {"cartridges": given, "router": both}, {"which": "first"}) == ["made-a@1"]
+
+
+def test_remote_paths_are_the_only_ones_of_their_bucket(place: Path) -> None:
+    values = from_forms({"cartridges": {"here": str(place / "a"), "there": REMOTE}, "cartridge.buckets": ["other"]})
+    assert (values["roots"], values["buckets"]) == ([str(place / "a")], ["other", "bucket/team/b"])
+
+
+def test_cartridge_id_as_the_label_field_passes_the_gate_and_is_refused_where_it_means_nothing() -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
+        assert (
+            post(gated(router="label", label_field="cartridge_id"), path, json={"cartridge_id": "a"}).status_code == 200
+        )
+        assert post(gated(), path, json={"cartridge_id": "a"}).status_code == 400
+    assert (
+        post(
+            gated(router="label", label_field="cartridge_id"), "/v1/embeddings", json={"cartridge_id": "a"}
+        ).status_code
+        == 400
+    )
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"cartridge_path": "/{a}", "cartridges": {"a": "/{a}"}}, "leave cartridges out"),
+    ({"cartridge_path": "/{a}", "router": {"type": "label"}}, "leave router out"),
+    ({"cartridge_path": "relative"}, "must be an absolute path"),
+    ({"cartridge_path": ""}, "must be an absolute path"),
+    ({"cartridge_path": 5}, "must be an absolute path"),
+    ({"cartridge_path": "/nowhere/at/all"}, "No such file"),
+    ({"cartridge_path": "/{empty}"}, "neither a cartridge"),
+    ({"cartridge_path": "/{y.bin}"}, "neither a cartridge"),
+    ({"cartridge_path": "s3://bucket"}, "no s3://bucket/prefix|whole bucket"),
+    ({"cartridge_path": "s3://bucket/../x"}, "no s3://bucket/prefix"),
+    ({"cartridges": {}}, "is empty"),
+    ({"cartridges": "a"}, "write {NAME: PATH}"),
+    ({"cartridges": {"a b": "/{a}"}}, "cannot be a cartridge id"),
+    ({"cartridges": {"/{a}": "/{a}"}}, "cannot be a cartridge id"),
+    ({"cartridges": {"a": "/nowhere"}}, "cartridges.a: /nowhere: No such file"),
+    ({"cartridges": [{"cartridge_id": "a", "path": "/{a}"}, {"cartridge_id": "a", "path": "/{b}"}]}, "named twice"),
+    ({"cartridges": [{"cartridge_id": "a"}]}, "cartridges.0: write"),
+    ({"cartridges": [{"cartridge_id": "a", "path": "/{a}", "source": "local"}]}, "cartridges.0: write"),
+    ({"cartridges": {"a": "/{a}"}, "router": {"type": "magic"}}, "with one of explicit, label"),
+    ({"cartridges": {"a": "/{a}"}, "router": "label"}, "with one of explicit, label"),
+    ({"cartridges": {"a": "/{a}"}, "router": {"type": "explicit", "field": "x"}}, "router.field: goes with no router"),
+    ({"cartridges": {"a": "/{a}"}, "router": {"type": "label", "feild": "x"}}, "router.feild"),
+    ({"cartridges": {"a": "/{a}"}, "router": {"type": "label", "field": 5}}, "name of a field"),
+    ({"cartridges": {"a": "/{a}", "b": "/{b}"}, "router": {"type": "static"}}, "which one"),
+    ({"router": {"type": "composite", "composites": {"x": "y"}}}, "must be {NAME"),
+    ({"cartridges": {"a": "/{a}"}, "router": {"type": "composite", "composites": {"a": ["b"]}}}, "already"),
+    ({"cartridges": {"a": "/{a}"}, "cartridge.composites": {"b": ["c"]}}, "give one of them"),
+    ({"cartridges": {"a": "/{a}"}, "cartridge.roots": "/srv"}, "must be a list"),
+]  # fmt: skip
+
+
+def _at(value: Any, place: Path) -> Any:
+    text = json.dumps(value)
+    for name in ("a", "b", "empty", "x.pt", "y.bin"):
+        text = text.replace(f"/{{{name}}}", str(place / name))
+    return json.loads(text)
+
+
+@pytest.mark.parametrize(("extra", "problem"), WRONG, ids=lambda value: json.dumps(value)[:40])
+def test_what_is_wrong_is_refused_by_name(place: Path, extra: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem) as caught:
+        from_forms(_at(extra, place))
+    assert str(caught.value).startswith(EXTRA)
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["a", "/{a}", "/{x.pt}", REMOTE, "label", "explicit", "static"])
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["a", "cartridge_id", "path", "type", "field", "composites"]), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@examples(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    extra=st.dictionaries(
+        st.sampled_from(["cartridge_path", "cartridges", "router", "cartridge.roots", "cartridge.static", "lmcache.x"]),
+        _values,
+    )
+)
+def test_whatever_is_written_is_settings_or_refused_and_names_nothing_but_what_was_given(
+    place: Path, extra: dict[str, Any]
+) -> None:
+    extra = _at(extra, place)
+    try:
+        settings = from_mapping(from_forms(extra))
+    except SettingsError:
+        return
+    assert all(str(root) in json.dumps(extra) for root in settings.roots)
+    assert all(f"s3://{bucket}" in json.dumps(extra) for bucket in settings.buckets)
+    if extra.get("cartridge_path"):
+        assert settings.static == {"*": str(Path(extra["cartridge_path"]))} or settings.static["*"].startswith("s3://")
+
+
+def test_every_process_writes_the_same_yaml_and_reads_its_settings_there(place: Path, home: Path) -> None:
+    transfer = {
+        EXTRA: {"cartridge_path": str(place / "a"), "cartridge.cpu_bytes": "2GiB", "cartridge.request_api": "on"}
+    }
+    settings = configure(transfer)
+    assert settings == from_environment()
+    assert (settings.cpu_bytes, settings.router) == (2 << 30, "static")
+    (written,) = (home / "run").iterdir()
+    before = written.stat().st_mtime_ns
+    assert os.environ[VARIABLE] == str(written)
+    assert configure(json.dumps(transfer)) == settings, "in a child that inherits the variable"
+    assert [written.stat().st_mtime_ns] == [path.stat().st_mtime_ns for path in (home / "run").iterdir()] == [before]
+
+
+def test_a_transfer_configuration_without_forms_changes_nothing(home: Path) -> None:
+    for transfer in (None, "no json", {}, {EXTRA: None}, {EXTRA: {"lmcache.x": 1, "cartridge.control": "/s"}}):
+        assert configure(transfer) is None
+    assert (VARIABLE in os.environ, home.exists()) == (False, False)
+
+
+def test_forms_beside_a_yaml_are_refused(place: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/etc/lmcache.yaml")
+    with pytest.raises(SettingsError, match="names a YAML too"):
+        configure({EXTRA: {"cartridge_path": str(place / "a")}})
+    assert not home.exists()
+
+
+def test_a_home_that_cannot_be_written_says_how_to_name_another(
+    place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write_text("a file")
+    with pytest.raises(SettingsError, match=r"\$LMCACHE_CARTRIDGE_HOME"):
+        configure({EXTRA: {"cartridge_path": str(place / "a")}})
+
+
+def test_kv_both_saves_only_where_something_names_a_place(
+    place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"cartridge_path": str(place / "a"), "lmcache.chunk_size": 128}
+    for more, environment, idle in (
+        ({}, {}, True),
+        ({"lmcache.local_cpu": True}, {}, False),
+        ({}, {"LMCACHE_REMOTE_URL": "x"}, False),
+    ):
+        with monkeypatch.context() as patched:
+            patched.delenv(SKIP_SAVING, raising=False)
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            configure({EXTRA: extra | more})
+            assert (SKIP_SAVING in os.environ) is idle
+            os.environ.pop(SKIP_SAVING, None)
+            os.environ.pop(VARIABLE)
+
+
+def test_an_object_of_vllms_is_read_as_its_json(place: Path) -> None:
+    class Transfer:
+        kv_connector_extra_config = {"cartridge_path": "/x"}
+
+    assert extra_of(Transfer()) == extra_of(json.dumps({EXTRA: {"cartridge_path": "/x"}})) == {"cartridge_path": "/x"}
+
+
+# `serve` takes the same.
+
+
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_serve_puts_the_forms_into_what_it_writes(place: Path, home: Path, mode: Any) -> None:
+    extra = {"cartridges": {"x": str(place / "a")}, "router": {"type": "label", "field": "cartridge_id"}, "other": 1}
+    given = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", EXTRA: extra})]
+    made = plan("m", from_mapping({"home": home, "roots": ["/srv"]}), mode=mode, vllm_args=given)
+    written = yaml.safe_load(made.yaml)["extra_config"]
+    assert written["storage_plugin.cartridge.roots"] == ["/srv", str(place / "a")]
+    assert written["storage_plugin.cartridge.composites"] == {"x": [str(place / "a")]}
+    assert written["storage_plugin.cartridge.label_field"] == "cartridge_id"
+    left = made.engine["kv_transfer_config"]
+    assert left["kv_role"] == "kv_both"
+    assert left[EXTRA]["other"] == 1
+    assert not {"cartridges", "router"} & left[EXTRA].keys(), "no connector finds them a second time"
+    assert (made.environment.get(SKIP_SAVING) == "1") is (mode == "in-process"), "nothing names a place to save in"
+
+
+def test_memory_of_lmcaches_server_is_for_the_largest_that_the_forms_name(
+    place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    size = launch.l1_size_bytes
+    monkeypatch.setattr(launch, "l1_size_bytes", lambda largest: (asked.append(largest), size(largest))[1])
+    for extra in ({}, {"cartridge_path": str(place / "a")}):
+        given = ["--kv-transfer-config", json.dumps({EXTRA: extra})]
+        plan("m", from_mapping({"home": home}), mode="multiprocess", vllm_args=given)
+    assert asked == [0, load_manifest(place / "a").payload_bytes]
+
+
+def test_serve_refuses_what_is_given_twice(place: Path, home: Path) -> None:
+    given = ["--kv-transfer-config", json.dumps({EXTRA: {"cartridge_path": str(place / "a")}})]
+    with pytest.raises(SettingsError, match="router is given as a setting"):
+        plan("m", from_mapping({"home": home, "router": "label"}), vllm_args=given)
+
+
+def test_kv_both_with_nothing_to_save_in_is_no_reason_to_refuse_a_pipeline(home: Path) -> None:
+    both = ["-pp", "2", "--kv-transfer-config.kv_role", "kv_both"]
+    made = plan("m", from_mapping({"home": home}), vllm_args=both)
+    assert made.environment[SKIP_SAVING] == "1"
+    assert forms.SKIP_SAVING not in plan("m", from_mapping({"home": home}), l1_bytes=1 << 30).environment

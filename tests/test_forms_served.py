@@ -1,0 +1,124 @@
+"""Plain vLLM with nothing but `kv_connector_extra_config`: no registry, no YAML, and every answer counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import foreign
+import numpy as np
+import pytest
+import torch
+from serving import SERVER_ARGS, Client, question_ids, stored_kv
+
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.make import prefill
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import Launch, server_command
+from lmcache_cartridge.serve.processes import ServerProcess
+
+QUESTIONS = 4
+
+
+class Served(NamedTuple):
+    client: Client
+    model: CausalModel
+    place: Path
+    files: Path
+
+    def right(self, sheet: str, injected: int, **fields: object) -> int:
+        """Return how many questions on a sheet are answered right, each with so many positions injected."""
+        count = 0
+        for question in load_sheet(sheet).questions[:QUESTIONS]:
+            own = question_ids(self.model, question.text)
+            reply = self.client.post({"prompt": own, "max_tokens": 4, "temperature": 0} | fields)
+            assert reply.status_code == 200, reply.text
+            assert (reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] or 0) == injected
+            count += reply.json()["choices"][0]["text"].strip() == question.answer
+        return count
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    place, home, files = (tmp_path_factory.mktemp(name) for name in ("artefacts", "home", "files"))
+    model = CausalModel(str(MODEL_DIR))
+    prefill.build(model, SHEETS_DIR / "ward-a.txt", place / "ward-a", cartridge_id="ward-a", version=1)
+    ids = model.encode(load_sheet("ward-b").text, special=True)
+    with ArtifactWriter(
+        place / "prefix", cartridge_id="prefix", version=1, kind="tokens", fingerprint=model.fingerprint,
+        token_ids=np.array(ids),
+    ) as writer:  # fmt: skip
+        writer.commit(model.provenance("test"))
+    keys, values = foreign.htd(stored_kv(place / "ward-a")[:, :, :1024])
+    sheet = model.encode(load_sheet("ward-a").text, special=True)
+    torch.save({"token_ids": sheet, "kv_cache": list(zip(keys, values, strict=True))}, files / "kv.pt")
+    torch.save({"token_ids": ids}, files / "ids.pt")
+    torch.save(
+        {"token_ids": ids, "kv_cache": list(zip(*foreign.htd(foreign.random_kv(100)), strict=True))}, files / "odd.pt"
+    )
+    (files / "cut.pt").write_bytes((files / "kv.pt").read_bytes()[:5000])
+    extra = {
+        "cartridges": {"first": str(place / "ward-a"), "prefix": str(place / "prefix")},
+        "router": {"type": "label", "field": "cartridge_id"},
+        "cartridge.roots": [str(files)], "cartridge.ready_timeout_s": 300,
+    }  # fmt: skip
+    transfer = {
+        "kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector",
+        "kv_role": "kv_both", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    command = [*server_command(str(MODEL_DIR)), *SERVER_ARGS, "--enable-prompt-tokens-details"]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    environment = {
+        "VLLM_PLUGINS": "cartridges", "LMCACHE_CARTRIDGE_HOME": str(home), "LMCACHE_CARTRIDGE_CACHE": str(home / "cache"),
+    }  # fmt: skip
+    launch = Launch(place / "unused.yaml", "", environment, command, {})
+    with ServerProcess(launch, place / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
+        yield Served(client, model, place, files)
+
+
+def test_tokens_behind_kv_are_computed_and_so_is_all_that_stands_behind_tokens(served: Served) -> None:
+    """A sheet is found wherever in a chain it stands, and the header tells how it came there."""
+    for chain, injected in ((["first", "prefix"], 1024), (["prefix", "first"], 0)):
+        for sheet in ("ward-a", "ward-b"):
+            assert served.right(sheet, injected, cartridges=chain) >= QUESTIONS - 1
+    own = question_ids(served.model, load_sheet("ward-a").questions[0].text)
+    reply = served.client.post({"prompt": own, "max_tokens": 1, "cartridges": ["first", "prefix", "first"]})
+    used = [entry.split(";") for entry in reply.headers["x-cartridges"].split(", ")]
+    assert [entry[2:] for entry in used] == [["injected=1024"], ["injected=0", "served=tokens"],
+                                             ["injected=0", "served=document"]]  # fmt: skip
+
+
+def test_named_and_labelled_cartridges_answer_and_nothing_else_is_had(served: Served) -> None:
+    assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS
+    assert served.right("ward-a", 1024, cartridge_id="first") == QUESTIONS
+    assert served.right("ward-b", 0, cartridge_id="prefix") == QUESTIONS
+    assert served.right("ward-a", 1024, cartridges=[str(served.place / "ward-a")]) == QUESTIONS
+    assert served.right("ward-a", 0) < QUESTIONS / 2, "without a cartridge it does not know"
+    for wrong, status in (({"cartridge_id": "third"}, 404), ({"cartridges": [str(served.place)]}, 404)):
+        assert served.client.post({"prompt": "x"} | wrong).status_code == status
+
+
+def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(served: Served) -> None:
+    kv, ids = str(served.files / "kv.pt"), str(served.files / "ids.pt")
+    assert served.right("ward-a", 1024, cartridges=[kv]) >= QUESTIONS - 1, "their KV lacks the sheet's last words"
+    assert served.right("ward-b", 0, cartridges=[ids]) == QUESTIONS
+    for sheet in ("ward-a", "ward-b"):
+        assert served.right(sheet, 1024, cartridges=[kv, ids]) >= QUESTIONS - 1
+    listed = {entry["id"].partition(".")[0]: entry for entry in served.client.get("/v1/cartridges").json()["data"]}
+    assert {(name, entry["kind"], entry["positions"]) for name, entry in listed.items()} == {
+        ("kv", "trained", 1024), ("ids", "tokens", len(served.model.encode(load_sheet("ward-b").text, special=True))),
+    }  # fmt: skip
+    assert served.client.get(f"/v1/cartridges/{listed['kv']['id']}").json()["state"] == "resident"
+    refused = {
+        str(served.files / "cut.pt"): (422, "cannot be imported"),
+        str(served.files / "odd.pt"): (422, "no multiple of the engine's chunk_size"),
+        str(served.files / "no.pt"): (404, "under the setting `roots`"),
+        str(served.place / "outside.pt"): (404, "under the setting `roots`"),
+    }
+    for path, (status, why) in refused.items():
+        reply = served.client.post({"prompt": "x", "cartridges": [path]})
+        assert (reply.status_code, why in reply.text) == (status, True), reply.text
+    assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS, "the server is alive"
