@@ -1,0 +1,78 @@
+"""Likeness: how far two answers are apart, and how far the server's own rounding drives them apart.
+
+Nothing here asks whether the model knew an answer: a model of random weights has right answers too, its own after the
+dense prompt. Compared is what `artifact/canary.py` compares, the mean difference of the likeliest tokens' logprobs up
+to the first token that differs. There two likeliest tokens must be nearly as likely.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...artifact.canary import FLOOR, NOISES, Expected, compare
+from .client import Reply
+
+_TOP = 10
+ASSUMED = 0.15
+"""The bound where no model is at hand to measure what other kernels' rounding makes: three times the least. On the
+shipped model KV made by transformers comes to 0.02 to 0.04 on average."""
+FLOORS = {"float32": 0.01}
+"""The least bound of models whose logits are not rounded to 16 bits."""
+TELLING = 3.0
+"""A question tells two documents apart whose dense answers differ by so many bounds."""
+
+
+class Apart(NamedTuple):
+    """Two answers, compared."""
+
+    mean: float
+    """Of the logprobs' differences."""
+    largest: float
+    positions: int
+    margin: float
+    """How much likelier the expected token was than the one given, where they first differ; 0 where they never do."""
+
+    def within(self, bound: float) -> bool:
+        """Whether rounding explains it."""
+        return self.mean <= bound and self.margin <= 4 * bound
+
+
+def apart(expected: Reply, given: Reply) -> Apart:
+    """Compare an answer with the one expected. An answer that is shorter is infinitely far."""
+    best = [sorted(row.items(), key=lambda each: -each[1])[:_TOP] for row in expected.top]
+    wanted = Expected(
+        tuple(tuple(token for token, _ in row) for row in best), tuple(tuple(n for _, n in row) for row in best), 1.0
+    )
+    found = compare(wanted, given.tokens, given.top)
+    largest, margin = 0.0, 0.0
+    for row, other, token in zip(best[: found.positions], given.top, given.tokens, strict=False):
+        least = min(other.values(), default=float("-inf"))
+        largest = max([largest, *(abs(other[t] - n) if t in other else max(0.0, n - least) for t, n in row)])
+        if token != row[0][0]:
+            margin = row[0][1] - dict(row).get(token, row[-1][1])
+    return Apart(found.difference, largest, found.positions, margin)
+
+
+class Noise(NamedTuple):
+    """How far the answers to equal dense prompts were apart: mean differences."""
+
+    twice: float = 0.0
+    """The same dense prompt, computed twice."""
+    neighbours: float = 0.0
+    """Computed beside others."""
+    cached: float = 0.0
+    """With the document from vLLM's own prefix cache."""
+
+    def bound(self, rounding: float | None, dtype: str = "") -> float:
+        """Return the largest mean difference that is taken for noise, of a model in `dtype`.
+
+        `rounding` is what rounding each of the model's products at random does to this answer; None if it is not known.
+        """
+        least = ASSUMED if rounding is None else FLOORS.get(dtype, FLOOR)
+        return max(least, NOISES * max(*self, rounding or 0.0))
+
+    def __str__(self) -> str:
+        return (
+            f"the same dense prompt computed twice differs by {self.twice:.3f} on average, beside others by "
+            f"{self.neighbours:.3f}, with vLLM's prefix cache by {self.cached:.3f}"
+        )

@@ -1,0 +1,215 @@
+"""Maker: makes cartridges of generated text with the user's own model, and shows them to the server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...artifact import reading
+from ...errors import CartridgeError, CartridgeNotFound
+from ..progress import Progress, silent
+from . import texts
+from .held import Held, parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...artifact.manifest import Manifest
+    from ...library.quarantine import Quarantine
+    from ...library.registry import Registry
+    from ..model import CausalModel
+    from ..server import Server
+    from .client import Reply
+
+
+logger = logging.getLogger(__name__)
+
+_DRAWS = 3
+"""Times that rounding is drawn; `make/canary.py` draws as often at the model's own coarseness."""
+
+
+class Shelf(Protocol):
+    """Where a server looks for cartridges."""
+
+    registry: Registry
+    local: bool
+    """Whether the files stay where they were made, so that they can be damaged."""
+
+    def add(self, root: Path) -> Manifest:
+        """Let the server have the artefact at `root`."""
+
+    def forget(self, digest: str) -> None:
+        """Take back that a cartridge was found corrupt; no change if it was not."""
+
+
+class Home:
+    """The registry of a directory that the server follows."""
+
+    local = True
+
+    def __init__(self, registry: Registry, quarantine: Quarantine) -> None:
+        self.registry, self._quarantine = registry, quarantine
+
+    def add(self, root: Path) -> Manifest:
+        """As `Shelf` says."""
+        return self.registry.register(root)
+
+    def forget(self, digest: str) -> None:
+        """As `Shelf` says."""
+        self._quarantine.lift(digest)
+
+
+class Maker:
+    """Makes cartridges and takes them away again. Loads torch with the first."""
+
+    def __init__(
+        self, load: Callable[[], CausalModel], shelf: Shelf, directory: Path, *, chunk: int = 256,
+        server: Server | None = None, progress: Progress = silent,
+    ) -> None:  # fmt: skip
+        """Artefacts go below `directory`. With `server` the KV is fetched from it (`build --from-server`)."""
+        self._load, self.shelf, self.directory, self.chunk = load, shelf, directory, chunk
+        self._server, self._progress = server, progress
+        self.run = f"validate-{uuid.uuid4().hex[:6]}"
+        """How the ids of these cartridges begin."""
+        self._made: list[str] = []
+        self._trained: dict[str, str] = {}
+        self._kv: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def model(self) -> CausalModel:
+        """The user's model, as transformers has it."""
+        return self._load()
+
+    @property
+    def context(self) -> int:
+        """Positions the model was made for; many where its config does not say."""
+        return self.model.context_tokens or 1 << 17
+
+    def three(self) -> list[Held]:
+        """Make the three cartridges that most rungs ask: two chunks and a tail, two whole chunks, one and a tail."""
+        if 4 * self.chunk + 200 > self.context:
+            raise CartridgeError(
+                f"the model's context of {self.context} has no room for chains of chunks of {self.chunk}; give a "
+                "smaller --chunk-size"
+            )
+        sizes = {"a": 2 * self.chunk + self.chunk // 6, "b": 2 * self.chunk, "c": self.chunk + self.chunk // 12}
+        return [self.prefill(f"{self.run}-{name}", positions) for name, positions in sizes.items()]
+
+    def prefill(self, cartridge_id: str, positions: int, *, version: int = 1, add: bool = True) -> Held:
+        """Make a cartridge of a generated document; another version has another document, another run the same."""
+        from blake3 import blake3
+
+        from .. import capture, prefill
+        from ..document import Document
+
+        text = texts.write(f"{cartridge_id.removeprefix(self.run)}@{version}", positions)
+        ids = self.model.encode(text.text, special=True)[:positions]
+        if len(ids) < positions:
+            raise CartridgeError(f"a document of {positions} tokens was wanted, and the text has {len(ids)}")
+        root = self.directory / cartridge_id / str(version)
+        if self._server is None:
+            digest = blake3(text.text.encode()).hexdigest()
+            document = Document(Path(f"{cartridge_id}.txt"), text.text, ids, digest)
+            manifest = prefill.build(self.model, document, root, cartridge_id=cartridge_id, version=version,
+                                     chunk_tokens=self.chunk, progress=self._progress)  # fmt: skip
+        else:
+            manifest = capture.build(self.model, self._server, ids, root, cartridge_id=cartridge_id, version=version,
+                                     progress=self._progress)  # fmt: skip
+        if add:
+            self.add(root)
+        asked = [tuple(self.model.encode(f"\nQuestion: {q}\nAnswer:", special=False)) for q in text.questions[:10]]
+        return Held(
+            manifest.name,
+            tuple(ids),
+            (*parts(ids), *asked),
+            text.questions,
+            manifest.stored.chunk_tokens,
+            manifest,
+            root,
+        )
+
+    def add(self, root: Path) -> Manifest:
+        """Let the server have an artefact until `clear`, which takes it away even where this raises half-way."""
+        self.note(reading.load_manifest(root, payload=False).name)
+        return self.shelf.add(root)
+
+    def note(self, name: str) -> None:
+        """Have `clear` take a cartridge away that was registered otherwise."""
+        self._made.append(name)
+
+    def trained(self, one: Held) -> str:
+        """Return the name of a `trained` cartridge, found by identity tokens, whose KV is that of `one`; made once.
+
+        So its right answers are known: those of the document. `one` must be whole chunks.
+        """
+        from ..write import write_trained
+
+        if one.name not in self._trained:
+            assert one.manifest is not None and one.root is not None
+            cartridge_id = f"{one.manifest.id}-trained"
+            root = self.directory / cartridge_id / "1"
+            write_trained(
+                self.model, self.kv(one), root, self.model.provenance("validate"),
+                cartridge_id=cartridge_id, version=1, chunk_tokens=self.chunk, document_ids=one.ids,
+                progress=self._progress,
+            )  # fmt: skip
+            self._trained[one.name] = self.add(root).name
+        return self._trained[one.name]
+
+    def reply(self, kv: torch.Tensor | None, ids: Sequence[int], given: Reply) -> Reply:
+        """Return the logprobs of transformers along the tokens of `given`, which answered `ids` after canonical KV."""
+        from .client import Reply
+
+        count = len(given.tokens)
+        fed = [*ids, *given.tokens[:-1]]
+        logits = self.model.logits(fed, count) if kv is None else self.model.logits_after(kv, fed)[-count:]
+        best = logits[:, : self.model.fingerprint.vocab_size].log_softmax(-1).topk(20)
+        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        top = tuple(dict(zip(*row, strict=True)) for row in rows)
+        return Reply(200, "", tuple(best.indices[:, 0].tolist()), top)
+
+    def rounding(self, kv: torch.Tensor, ids: Sequence[int], given: Reply) -> float:
+        """Return how far rounding every product at random moves the logprobs of `given`, an answer to `ids` after KV."""
+        from ..canary import rounding
+        from .likeness import apart
+
+        plain, most = self.reply(kv, ids, given), 0.0
+        with rounding(self.model) as again:
+            for draw in range(_DRAWS):
+                again(draw, 1.0)
+                most = max(most, apart(plain, self.reply(kv, ids, given)).mean)
+        return most
+
+    def kv(self, one: Held) -> torch.Tensor:
+        """Return the canonical KV of a cartridge, as it is served."""
+        from ..payload import read_kv
+
+        if one.name not in self._kv:
+            assert one.manifest is not None and one.root is not None
+            self._kv[one.name] = read_kv(one.manifest, one.root)
+        return self._kv[one.name]
+
+    def clear(self) -> None:
+        """Take away what was made, from the registry and from disk."""
+        for name in reversed(self._made):
+            try:
+                self.shelf.forget(self.shelf.registry.remove(name).digest)
+            except CartridgeNotFound:
+                continue  # a rung removed it, or it was never there
+            except CartridgeError as error:
+                logger.warning("%s stays registered: %s", name, error)
+        self._made.clear()
+        for root in self.directory.glob(f"{self.run}-*"):
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def heads(directory: Path) -> int:
+    """Return how many attention heads the model in a directory has; 1 where its config does not say."""
+    config = json.loads((directory / "config.json").read_text())
+    return int(config.get("num_attention_heads") or config.get("n_head") or 1)

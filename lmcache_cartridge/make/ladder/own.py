@@ -1,0 +1,132 @@
+"""OwnServer: a server that the ladder starts, stops and starts again, over a registry that nobody else has."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from ...errors import UnsupportedEngine
+from ...serve.launch import Launch, plan
+from ...serve.processes import SMALL, ServerProcess
+from ...settings import Settings, from_mapping
+from .client import Client
+from .slow import CREDENTIALS, SlowStore
+
+Mode = Literal["in-process", "multiprocess"]
+MODES: tuple[Mode, ...] = ("in-process", "multiprocess")
+_SMALL_BYTES = 256 << 20
+"""Weights up to which one thread computes, as in the package's own tests."""
+_START_S = 1800.0
+_TAKEN = "Address already in use"
+
+
+class OwnServer:
+    """A server over the registry of `home`, not started yet. Its logs lie in `home`."""
+
+    def __init__(
+        self, model: str, home: Path, *, mode: Mode = "in-process", chunk: int = 256, vllm_args: Sequence[str] = (),
+        l1_bytes: int = 0, saves: bool = False, store: SlowStore | None = None, gpu: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`environment` is set for the server; on a `gpu` it is started as users start it, whatever the model's size."""
+        self._gpu, self._given = gpu, dict(environment or {})
+        self.model, self.home, self.mode = model, home, mode
+        self.store = store
+        self._chunk, self._args, self._l1_bytes, self._saves = chunk, list(vllm_args), l1_bytes, saves
+        self._process: ServerProcess | None = None
+        self.starts = 0
+        self.log = home / "server.log"
+        """Of the last start."""
+        self._changed: Callable[[str], None] | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What the server is started with."""
+        store = {"s3_endpoint_url": self.store.url} if self.store else {}
+        return from_mapping({"home": self.home, "disk_dir": self.home / "disk", "disk_bytes": "64MiB", **store})
+
+    def variant(
+        self, *, mode: Mode | None = None, vllm_args: Sequence[str] = (), l1_bytes: int = 0, saves: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> OwnServer:  # fmt: skip
+        """Return another one over the same registry, started otherwise."""
+        return OwnServer(
+            self.model, self.home, mode=mode or self.mode, chunk=self._chunk, vllm_args=[*self._args, *vllm_args],
+            l1_bytes=l1_bytes, saves=saves, gpu=self._gpu, environment=self._given | dict(environment or {}),
+        )  # fmt: skip
+
+    def start(self) -> float:
+        """Start it and wait until it is healthy; return the seconds. Raises `UnsupportedEngine` with the log's end."""
+        start = time.monotonic()
+        try:
+            process = self._begin()
+        except UnsupportedEngine as error:
+            if _TAKEN not in str(error):
+                raise
+            process = self._begin()  # somebody took the port between the look and the start
+        self._process = process
+        if self._changed is not None:
+            self._changed(process.url)
+        return time.monotonic() - start
+
+    def _begin(self) -> ServerProcess:
+        self.starts += 1
+        self.log = self.home / f"server-{self.mode}-{id(self):x}-{self.starts}.log"
+        process = ServerProcess(
+            self.launch(), self.log,
+            environment=self.environment(), timeout_s=_START_S,
+        )  # fmt: skip
+        process.__enter__()
+        return process
+
+    def client(self) -> Client:
+        """Return a client of the server, which stays its client when it is started again."""
+        assert self._process is not None, "the server was not started"
+        client = Client(self._process.url)
+        self._changed = client.move
+        return client
+
+    def stop(self) -> None:
+        """End the server; no change where it is not running."""
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+            self._process = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and not stopped since."""
+        return self._process is not None
+
+    def launch(self) -> Launch:
+        """Return what it is started by."""
+        return plan(
+            self.model, self.settings, chunk_tokens=self._chunk, vllm_args=self._args, mode=self.mode,
+            l1_bytes=self._l1_bytes, saves=self._saves,
+        )  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that it is started with, beside those of `launch`."""
+        weights = sum(file.stat().st_size for file in Path(self.model).glob("*.safetensors"))
+        small = {**SMALL, "MKL_NUM_THREADS": "1"} if weights <= _SMALL_BYTES and not self._gpu else {}
+        several = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "--tensor-parallel-size" in self._args else {}
+        # For the route by which vLLM forgets its own blocks, so that what is cached comes from LMCache.
+        forgets = {"VLLM_SERVER_DEV_MODE": "1"} if self._saves else {}
+        return {**small, **several, **forgets, **(CREDENTIALS if self.store else {}), **self._given}
+
+
+def reason(error: str, log: Path) -> str:
+    """Return the line that says why a server did not start: ours where there is one, or the last error."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = lines or error.splitlines()
+    ours = [line.partition("lmcache_cartridge.errors.")[2] for line in lines if "lmcache_cartridge.errors." in line]
+    errors = [line for line in lines if re.search(r"\b\w+Error: ", line)]
+    return (ours[:1] or errors[-1:] or lines[-1:] or [error])[0].strip()
+
+
+def store() -> SlowStore | None:
+    """Return a source that can be slowed down; None where the package that reads S3 is not installed."""
+    return SlowStore() if find_spec("boto3") else None

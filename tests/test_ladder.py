@@ -1,0 +1,754 @@
+"""The validation ladder passes where a server is right; each tier fails where it is not, with a line that says what.
+
+The server here is a stub, with no engine: an answer is a hash of the tokens before it. Real ones are asked in
+`test_canary_served.py`, and `docs/validate.md` has what they answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import itertools
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from making import make_artifact
+
+from lmcache_cartridge import engine
+from lmcache_cartridge.cli import shelf as cli_shelf
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.cli.shelf import shelf
+from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound, SettingsError
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.ladder import cards, changes, climb, faults, texts
+from lmcache_cartridge.make.ladder.client import Client, Reply
+from lmcache_cartridge.make.ladder.ground import Ground, Unchecked, Wrong, existing
+from lmcache_cartridge.make.ladder.held import Held, parts
+from lmcache_cartridge.make.ladder.likeness import Noise, apart
+from lmcache_cartridge.make.ladder.maker import Home, Maker
+from lmcache_cartridge.make.ladder.own import MODES, Mode, OwnServer, reason
+from lmcache_cartridge.make.ladder.slow import SlowStore
+
+VOCABULARY, LONGEST = 60, 2000
+Answer = dict[str, Any]
+
+
+class Stub:
+    """No engine: an HTTP server that does what a server with cartridges does, or what `fault` says."""
+
+    def __init__(self) -> None:
+        self.cartridges = {f"{name}@1": [ord(name) + n % 7 for n in range(40 + ord(name) % 5)] for name in "abc"}
+        self.current = {name: f"{name}@1" for name in "abc"}
+        self.fault = ""
+        self.count = itertools.count(1)
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
+
+            def do_GET(self) -> None:
+                self._send(*stub.get(self.path))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self._send(*stub.post(self.path, body, self.headers.get("x-cartridges")))
+
+            def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                for name, value in {**(headers or {}), "content-length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *arguments: object) -> None:
+                """Say nothing."""
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __enter__(self) -> Stub:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "m", "max_model_len": LONGEST}]}
+        if path == "/v1/cartridges":
+            rows = [
+                {
+                    "id": name[:-2],
+                    "version": 1,
+                    "current": True,
+                    "kind": "prefill",
+                    "state": "cold",
+                    "positions": len(ids),
+                }
+                for name, ids in self.cartridges.items()
+            ]
+            return 200, {"data": rows}
+        if path.startswith("/v1/cartridges/"):
+            return 200, {"state": "resident" if self.fault == "notes nothing" else "quarantined"}
+        return (500 if self.fault == "unwell" else 200), {}
+
+    def post(self, path: str, body: Answer, header: str | None) -> tuple[int, Any, dict[str, str]]:
+        named = body.get("cartridges")
+        if header and self.fault != "header not passed on":
+            named = [header]
+        if "cartridge" in body and self.fault != "anything goes":
+            return self._refuse(400, "nothing reads the field 'cartridge' here; name them in `cartridges`")
+        if named is not None and (
+            not isinstance(named, list) or not all(isinstance(n, str) for n in named) or len(named) > 16
+        ):
+            return self._refuse(400, "cartridges must be a list of names, 16 at most")
+        names = [self.current.get(name, name) for name in named or []]
+        if unknown := [name for name in names if name not in self.cartridges]:
+            return self._refuse(404, f"no cartridge is called {unknown[0]!r}")
+        if self.fault == "errors sometimes" and names and next(self.count) % 5 == 0:
+            return self._refuse(500, "EngineCore encountered an issue")
+        used = list(names)
+        if self.fault == "swaps" and names:
+            used = [{"a@1": "b@1", "b@1": "a@1"}.get(name, name) for name in names]
+        if self.fault == "swaps now and then" and names and next(self.count) % 40 == 0:
+            used = ["c@1" if names != ["c@1"] else "a@1"]
+        if self.fault in ("ignores them", "ignores them and says nothing"):
+            used = []
+        if self.fault == "ignores them and says nothing":
+            names = []
+        if any("missing" in name or "corrupt" in name for name in names):
+            if self.fault != "serves what is broken":
+                return self._refuse(500 if self.fault == "breaks" else 422, "cannot be served")
+            used = ["a@1"]
+        own = self._own(path, body)
+        ids = [*(i for name in used for i in self.cartridges[name]), *own]
+        if path == "/tokenize":
+            return 200, {"tokens": ids}, {}
+        if not own:
+            return self._refuse(400, "a prompt must have text beside its cartridges")
+        if len(ids) > LONGEST:
+            return self._refuse(400, f"{len(ids)} tokens are more than the context of {LONGEST}")
+        return self._complete(path, body, ids, names)
+
+    def _own(self, path: str, body: Answer) -> list[int]:
+        if "messages" in body:
+            return [5, *(ord(c) % 50 for c in body["messages"][0]["content"]), 6]
+        prompt = body["prompt"]
+        return [ord(c) % 50 for c in prompt] if isinstance(prompt, str) else prompt
+
+    def _complete(self, path: str, body: Answer, ids: list[int], names: list[str]) -> tuple[int, Any, dict[str, str]]:
+        tokens, rows = [], []
+        for _ in range(body["max_tokens"]):
+            seed = int.from_bytes(hashlib.sha256(repr([*ids, *tokens]).encode()).digest()[:8], "big")
+            logits = np.random.default_rng(seed).normal(size=VOCABULARY) * 2
+            logprobs = logits - np.log(np.exp(logits).sum())
+            if self.fault == "off by one" and names:
+                logprobs -= 1
+            best = np.argsort(-logprobs)[:20]
+            tokens.append(int(best[0]))
+            rows.append({f"token_id:{i}": float(logprobs[i]) for i in best})
+        cached = sum(len(self.cartridges[name]) for name in names)
+        if path.endswith("chat/completions"):
+            content = [
+                {"token": f"token_id:{t}", "top_logprobs": [{"token": k, "logprob": v} for k, v in row.items()]}
+                for t, row in zip(tokens, rows, strict=True)
+            ]
+            logged: Any = {"content": content}
+        else:
+            logged = {"tokens": [f"token_id:{t}" for t in tokens], "top_logprobs": rows}
+        reply = {"choices": [{"logprobs": logged}], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}}
+        computed = self.fault == "computes it"
+        parts = [
+            f"{n};positions={len(self.cartridges[n])};injected={0 if computed else len(self.cartridges[n])}"
+            for n in names
+        ]
+        shown = names and self.fault != "no header"
+        return 200, reply, {"X-Cartridges": ", ".join(parts)} if shown else {}
+
+    def _refuse(self, status: int, message: str) -> tuple[int, Any, dict[str, str]]:
+        if self.fault == "anything goes":
+            return 200, {}, {}
+        return status, {"error": {"message": message}}, {}
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[tuple[Stub, Ground]]:
+    """A stub for many tests, right while it was measured."""
+    with Stub() as server, Client(server.url) as client:
+        found = Ground(client, existing(client, []), servers=[server.url])
+        found.measure()
+        yield server, found
+
+
+@pytest.fixture
+def ground(measured: tuple[Stub, Ground]) -> Ground:
+    return measured[1]
+
+
+@pytest.fixture
+def fault(measured: tuple[Stub, Ground]) -> Iterator[Callable[[str], None]]:
+    """Have the stub do something wrong until the test ends."""
+    server = measured[0]
+    server.count = itertools.count(1)
+    yield partial(setattr, server, "fault")
+    server.fault = ""
+
+
+def row(ground: Ground, tier: str) -> climb.Row:
+    """Climb one rung."""
+    [rung] = [rung for rung in climb.rungs(static=str) if rung.tier == tier]
+    return climb.run(rung, ground)
+
+
+HTTP_TIERS = ("0", "0.5", "1", "1b", "2", "3", "3cross", "4", "5", "8", "13")
+
+
+@pytest.mark.parametrize("tier", HTTP_TIERS)
+def test_a_right_server_passes(ground: Ground, tier: str) -> None:
+    found = row(ground, tier)
+    assert found.result == climb.PASS, found.found
+
+
+@pytest.mark.parametrize("tier", ["3b", "6", "7", "9", "10", "11", "12"])
+def test_what_cannot_be_tried_is_said_and_is_no_pass(ground: Ground, tier: str) -> None:
+    for rung in climb.rungs(static=str):
+        if rung.tier == tier:
+            found = climb.run(rung, ground)
+            assert found.result == climb.NOT_CHECKED
+            assert "--model" in found.found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tier", "told"),
+    [
+        ("ignores them and says nothing", "0", "no header X-Cartridges"),
+        *((("ignores them", tier, "is not that of its dense prompt")) for tier in ("0", "1b", "2", "3", "4")),
+        ("ignores them", "1", "without its tokens at the head"),
+        ("swaps", "3", "is not that of its dense prompt"),
+        ("swaps", "3cross", "answers as b@1 does"),
+        ("swaps", "8", "contamination: 13"),
+        ("swaps now and then", "8", "contamination: 5 of 200"),
+        *(
+            (("no header", tier, "has no header X-Cartridges"))
+            for tier in ("0", "0.5", "1", "1b", "2", "3", "3cross", "8")
+        ),
+        *((("errors sometimes", tier, "was answered 500: ")) for tier in ("0", "2", "3", "4", "8")),
+        *((("off by one", tier, "logprobs differ by 1 on average")) for tier in ("0", "0.5", "1", "1b", "2", "3", "4")),
+        ("off by one", "8", "200 of 200 answers are not those of their dense prompts"),
+        ("computes it", "0", "0 positions were injected, not any: the server computed the rest"),
+        ("anything goes", "5", "an empty prompt was answered 200, not 400"),
+        ("unwell", "4", "not healthy after fifty requests in a row"),
+        ("no header", "13", "has no header X-Cartridges: it was made without, or a proxy drops it"),
+        ("header not passed on", "13", "the router does not keep the request header X-Cartridges"),
+    ],
+)
+def test_a_wrong_server_fails_with_a_line_that_says_how(
+    ground: Ground, fault: Callable[[str], None], wrong: str, tier: str, told: str
+) -> None:
+    fault(wrong)
+    found = row(ground, tier)
+    assert (found.result, told in found.found) == (climb.FAIL, True), found
+
+
+def test_a_server_that_cannot_be_reached_fails(ground: Ground) -> None:
+    with Client(ground.client.url) as client:
+        there = Ground(client, ground.held)
+        there.measure()
+        with Stub() as gone:
+            client.move(gone.url)
+        found = row(there, "0")
+    assert found.result == climb.FAIL
+    assert "SourceError" in found.found
+
+
+def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = stub._complete
+    monkeypatch.setattr(stub, "_complete", lambda path, body, ids, names: complete(path, body, [1], names))
+    with Client(stub.url) as client:
+        deaf = Ground(client, existing(client, []))
+        deaf.measure()
+        found = row(deaf, "0")
+    assert (found.result, "cannot tell" in found.found) == (climb.NOT_CHECKED, True)
+
+
+class Life:
+    """Stands for a maker and its registry: what it makes the stub has."""
+
+    run, chunk = "life", 32
+
+    def __init__(self, stub: Stub, broken: str) -> None:
+        self.stub, self.broken = stub, broken
+        self.labels: dict[str, str] = {}
+        self.shelf = SimpleNamespace(registry=self, local=True)
+
+    def prefill(self, cartridge_id: str, positions: int, *, version: int = 1) -> Held:
+        name, ids = f"{cartridge_id}@{version}", [version, *range(2, positions + 1)]
+        self.stub.cartridges[name] = ids
+        if version == 1 or self.broken != "stays with the old version":
+            self.stub.current[cartridge_id] = name
+        return Held(name, tuple(ids), tuple(parts(ids)), ())
+
+    def label(self, label: str, name: str) -> None:
+        if label not in self.labels or self.broken != "does not move labels":
+            self.labels[label] = self.stub.current[label] = name
+
+    def unlabel(self, label: str) -> None:
+        if label not in self.labels:
+            raise CartridgeNotFound(label)
+        del self.labels[label], self.stub.current[label]
+
+    def promote(self, name: str) -> None:
+        self.stub.current[name.partition("@")[0]] = name
+
+    def remove(self, name: str) -> None:
+        if self.broken != "serves what was removed":
+            del self.stub.cartridges[name]
+
+
+class Breakable(Life):
+    """One whose cartridges lie on disk, so that they can be damaged."""
+
+    def __init__(self, stub: Stub, directory: Path) -> None:
+        super().__init__(stub, "")
+        self.directory = directory
+
+    def prefill(self, cartridge_id: str, positions: int, *, version: int = 1, add: bool = True) -> Held:
+        held = super().prefill(cartridge_id, positions, version=version)
+        root = self.directory / cartridge_id
+        made = make_artifact(root, positions=positions, cartridge_id=cartridge_id, token_ids=list(held.ids))
+        return held._replace(manifest=made.manifest, root=root)
+
+    def add(self, root: Path) -> None:
+        """The stub has it already."""
+
+    def kv(self, one: Held) -> None:
+        """Nothing rounds here."""
+
+    def rounding(self, kv: None, ids: list[int], given: Reply) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what", "told"),
+    [
+        ("", "corrupt bytes", "3 x 422; quarantined; others answer on"),
+        ("", "missing bytes", "3 x 422; others answer on"),
+        ("serves what is broken", "corrupt bytes", "from the corrupt cartridge life-corrupt@1 came an answer"),
+        ("serves what is broken", "missing bytes", "from the missing cartridge life-missing@1 came an answer"),
+        ("breaks", "missing bytes", "life-missing@1 was answered 500: "),
+        ("notes nothing", "corrupt bytes", "is corrupt, and /v1/cartridges says it is 'resident'"),
+        ("unwell", "missing bytes", "the server is not healthy after a missing cartridge"),
+    ],
+)
+def test_a_broken_cartridge_may_hurt_only_itself(
+    measured: tuple[Stub, Ground], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    wrong: str, what: str, told: str,
+) -> None:  # fmt: skip
+    server, ground = measured
+    fault(wrong)
+    monkeypatch.setattr(faults, "_NOTED_S", 0.2)
+    monkeypatch.setattr(ground, "maker", Breakable(server, tmp_path))
+    monkeypatch.setattr(server, "cartridges", dict(server.cartridges))
+    monkeypatch.setattr(server, "current", dict(server.current))
+    [rung] = [r for r in climb.rungs(static=str) if r.what == what]
+    found = climb.run(rung, ground)
+    assert (found.result, told in found.found) == (climb.FAIL if wrong else climb.PASS, True), found
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("", ""),
+        ("stays with the old version", "life-life should mean life-life@2 by now; it was answered 200"),
+        ("does not move labels", "life-label should mean life-life@2 by now"),
+        ("serves what was removed", "life-life@2 was removed, and a request for it is answered 200"),
+    ],
+)
+def test_a_cartridges_life_is_followed(
+    measured: tuple[Stub, Ground], monkeypatch: pytest.MonkeyPatch, broken: str, told: str
+) -> None:
+    server, ground = measured
+    monkeypatch.setattr(changes, "_SEEN_S", 0.2)
+    life = Life(server, broken)
+    monkeypatch.setattr(ground, "maker", life)
+    monkeypatch.setattr(server, "cartridges", dict(server.cartridges))
+    monkeypatch.setattr(server, "current", dict(server.current))
+    [rung] = [r for r in climb.rungs(static=str) if r.tier == "7" and r.what != "restart"]
+    found = climb.run(rung, ground)
+    assert (found.result, told in found.found) == (climb.FAIL if broken else climb.PASS, True), found
+    assert not life.labels, "with one its cartridge could not be removed"
+
+
+def test_what_a_rung_did_not_expect_fails_it_and_ends_nothing(ground: Ground) -> None:
+    def odd(ground: Ground) -> str:
+        return {}["id"]
+
+    ladder = [climb.Rung("0", "odd", odd), climb.Rung("1", "fine", lambda ground: "all")]
+    assert [(row.result, row.found) for row in climb.climb(ladder, ground)] == [
+        (climb.FAIL, "KeyError: 'id'"), (climb.PASS, "all"),
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_taken_back_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(tmp_path / "registry.sqlite")
+    maker = Maker(
+        lambda: pytest.fail("no model is needed"), Home(registry, Quarantine(tmp_path / "quarantine")), tmp_path
+    )
+    for name in ("a", "b"):
+        make_artifact(tmp_path / name, positions=32, cartridge_id=name)
+        maker.add(tmp_path / name)
+    registry.label("kept", "a@1")
+    maker.clear()
+    assert [row.name for row in registry.all()] == ["a@1"]
+    assert "a@1 stays registered" in caplog.text
+    assert "b@1" not in caplog.text
+
+
+def test_the_command_writes_rows_and_ends_with_what_it_found(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["validate", "--url", stub.url, "--tier", "0,3cross,10", "--cartridges", "a,b@1"]
+    assert main([*asked, "--json", str(tmp_path / "rows.json")]) == 0
+    out = capsys.readouterr().out
+    assert "2 passed, 0 failed, 1 not checked" in out
+    assert "3 cross" in out
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(r["tier"], r["result"]) for r in rows["rows"]] == [
+        ("0", "pass"), ("3cross", "pass"), ("10", "NOT CHECKED"),
+    ]  # fmt: skip
+    assert rows["passed"] is True
+    stub.fault = "no header"
+    assert main([*asked, "--format", "json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["passed"] is False
+    stub.fault = ""
+    assert main(["validate", "--url", stub.url, "--tier", "10"]) == 2, "nothing was checked"
+    assert main(["validate", "--url", stub.url, "--cartridges", "missing"]) == 2
+    assert "missing: no prefill cartridge" in capsys.readouterr().err
+    stub.close()
+    assert main(["validate", "--url", stub.url]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--url URL of a running server, --model DIR"),
+        (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
+        (["--url", "http://x", "--vllm", "--max-model-len 5"], "--vllm is for a server that is started here"),
+        (["--model", "m", "--servers", "http://x"], "are for a running server"),
+        (["--url", "http://x", "--from-server"], "--from-server needs --model"),
+        (["--url", "http://x", "--model", "m", "--cartridges", "a"], "--cartridges are asked without --model"),
+        (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
+        (
+            ["--url", "http://x", "--model", "m", "--gpu"],
+            "--gpu starts servers here, and needs --model; leave out --url",
+        ),
+        (["--url", "http://x", "--tier", "14"], "there is no tier 14"),
+        (["--model", "m", "--tier", "14", "--gpu"], "finds no GPU here; leave --gpu out"),
+    ],
+)
+def test_wrong_usage_is_told_and_is_no_verdict(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_library_in_which_nothing_is_published_yet_takes_the_ladders_cartridges(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    made = make_artifact(tmp_path / "made", positions=32, cartridge_id="validate-a")
+    arguments = argparse.Namespace(home=tmp_path / "home", library=str(library))
+    asked: list[str] = []
+
+    class Follows:
+        """A server that knows of what is published when it has looked for the third time."""
+
+        def send(self, method: str, path: str) -> httpx.Response:
+            asked.append(f"{method} {path}")
+            return httpx.Response(200 if len(asked) > 2 else 404)
+
+    with ExitStack() as stack:
+        kept = shelf(arguments, stack, Follows())
+        assert kept.add(tmp_path / "made").digest == made.manifest.digest
+        assert asked == ["GET /v1/cartridges/validate-a@1"] * 3
+        assert [row.digest for row in kept.registry.having([made.manifest.digest])] == [made.manifest.digest]
+
+
+@pytest.mark.parametrize("ends", [CartridgeError, KeyboardInterrupt])
+def test_what_a_server_does_not_follow_is_taken_out_of_the_library_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: type[BaseException]
+) -> None:
+    monkeypatch.setattr(cli_shelf, "_FOLLOWED_S", 0.0)
+    (tmp_path / "library").mkdir()
+    make_artifact(tmp_path / "made", positions=32, cartridge_id="validate-a")
+    arguments = argparse.Namespace(home=tmp_path / "home", library=str(tmp_path / "library"))
+    seen: list[list[str]] = []
+
+    class Elsewhere:
+        """A server that follows another library; it is asked until it is given up, or until Ctrl-C."""
+
+        def send(self, method: str, path: str) -> httpx.Response:
+            seen.append([row.name for row in maker.shelf.registry.all()])
+            if ends is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return httpx.Response(404)
+
+    with ExitStack() as stack:
+        maker = Maker(
+            lambda: pytest.fail("no model is needed"), shelf(arguments, stack, Elsewhere()), tmp_path / "home"
+        )
+        with pytest.raises(ends, match="follow this library" if ends is CartridgeError else None):
+            maker.add(tmp_path / "made")
+        assert seen[0] == ["validate-a@1"]
+        maker.clear()
+        maker.shelf.registry.follow()
+        assert maker.shelf.registry.all() == []
+
+
+def test_no_library_is_begun_at_a_path_that_is_misspelt(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(home=tmp_path / "home", library=str(tmp_path / "libary"))
+    with ExitStack() as stack, pytest.raises(SettingsError, match="libary: there is no such directory"):
+        shelf(arguments, stack, SimpleNamespace())
+    assert not (tmp_path / "libary").exists()
+
+
+def test_all_is_every_tier_of_the_reference_and_ours() -> None:
+    assert climb.read_tiers("all") == [
+        "-1", "0", "0.5", "1", "1b", "2", "3", "3cross", "3b", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13",
+    ]  # fmt: skip
+    assert climb.read_tiers("3 cross, -1,1B") == ["-1", "1b", "3cross"]
+    assert set(climb.DEFAULT) < set(climb.TIERS)
+    with pytest.raises(CartridgeError, match="no tier 7b"):
+        climb.read_tiers("7b")
+
+
+def test_on_a_gpu_there_is_a_tier_more_and_every_setup_in_both_modes() -> None:
+    assert climb.read_tiers("all", gpu=True) == [*climb.read_tiers("all"), "14"]
+    rungs = [rung for rung in climb.rungs(static=str, gpu=True) if rung.tier == "14"]
+    assert len({rung.what for rung in rungs}) == len(rungs) == 2 + 2 * len(cards.SETUPS)
+    assert not [rung for rung in climb.rungs(static=str) if rung.tier == "14"]
+    turns = [rung.turn for rung in rungs if rung.what.endswith(MODES)]
+    assert turns == [2] * 2 * len(cards.SETUPS), "after what is asked of the first server"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setup", cards.SETUPS, ids=lambda setup: setup.name)
+def test_a_server_of_a_setup_is_started_with_its_options_and_otherwise_as_users_start_it(
+    setup: cards.Setup, mode: Mode, tmp_path: Path
+) -> None:
+    first = OwnServer(str(MODEL_DIR), tmp_path, vllm_args=["--dtype", "bfloat16"], gpu=True)
+    there = cards.started(first, setup, mode)
+    command, environment = there.launch().command, there.environment()
+    connector = {"in-process": "CartridgeConnector", "multiprocess": "CartridgeMPConnector"}[mode]
+    assert any(f'"{connector}"' in word for word in command)
+    assert command[command.index("--dtype") + 1] == "bfloat16" and "--enforce-eager" not in command
+    assert ("--attention-backend" in command) == bool(setup.vllm_args)
+    if setup.vllm_args:
+        assert command[command.index("--attention-backend") + 1] == setup.name
+    assert environment == dict(setup.environment), "no option of a small model on a CPU"
+    assert there.variant(saves=True).environment() == environment | {"VLLM_SERVER_DEV_MODE": "1"}
+    assert "OMP_NUM_THREADS" in OwnServer(str(MODEL_DIR), tmp_path).environment()
+
+
+def test_vllm_has_the_layouts_and_the_attention_of_every_setup() -> None:
+    """By their names in the vLLM that is here, whose own code for GPUs cannot run."""
+    from blocks import quietly
+
+    with quietly():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    for setup in cards.SETUPS:
+        for name in setup.environment.values():
+            assert name in KVCacheLayout.__members__
+        if setup.vllm_args:
+            assert setup.name in AttentionBackendEnum.__members__
+
+
+def test_a_setup_that_cannot_be_had_is_not_checked_and_a_server_of_another_says_its_layout(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, asked = OwnServer(str(MODEL_DIR), tmp_path, gpu=True), []
+    monkeypatch.setattr(ground, "own", own)
+
+    @contextmanager
+    def elsewhere(ground: Ground, own: OwnServer) -> Iterator[Ground]:
+        asked.append((own.mode, dict(own.environment())))
+        own.log = tmp_path / "log"
+        own.log.write_text("INFO serving 3 cartridges (a@1) from /h: cpu tier 8 bytes, chunk 256 tokens of 4 bytes, "
+                           "rank 0 of 1, fused\n")  # fmt: skip
+        yield ground
+
+    monkeypatch.setattr(cards, "elsewhere", elsewhere)
+    rungs = {rung.what: rung for rung in climb.rungs(static=str, gpu=True)}
+    row = climb.run(rungs[f"{cards.SETUPS[1].name}, in-process"], ground)
+    assert row.result == climb.PASS and row.found.startswith("chunks as fused; 10 of 10"), row
+    assert asked == [("in-process", {"VLLM_KV_CACHE_LAYOUT": "LBHNC"})]
+    monkeypatch.setattr(cards, "find_spec", lambda name: None)
+    row = climb.run(rungs["FLASHINFER, multiprocess"], ground)
+    assert row.result == climb.NOT_CHECKED and "flashinfer is not installed" in row.found
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
+    row = climb.run(rungs[f"{cards.SETUPS[1].name}, in-process"], ground)
+    assert row.result == climb.NOT_CHECKED and "VLLM_KV_CACHE_LAYOUT is set" in row.found and len(asked) == 1
+
+
+@pytest.mark.parametrize(("module", "layout"), [("backend", "engine.layout"), ("l2", "report.layout")])
+def test_the_layout_is_found_in_what_each_mode_logs(module: str, layout: str, tmp_path: Path) -> None:
+    """The line is written as `engine/` writes it."""
+    code = ast.parse((Path(engine.__file__).parent / f"{module}.py").read_text())
+    [(line, last)] = [
+        (call.args[0].value, ast.unparse(call.args[-1]))
+        for call in ast.walk(code)
+        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
+        and str(call.args[0].value).startswith("serving ")
+    ]  # fmt: skip
+    assert last == layout and line.endswith("%s")
+    names = "validate-1-a@1, validate-1-b@1"
+    written = line.removesuffix("%s").replace("%d", "3").replace("%s", names) + "fused"
+    log = tmp_path / "log"
+    log.write_text(f"INFO 11-23 [x.py:9] {written}\nINFO serving on port 8, x\n")
+    assert cards.layout_of(log) == "chunks as fused"
+    log.write_text("INFO serving on port 8, x\n")
+    assert cards.layout_of(log) == "its log names no layout"
+
+
+def test_copies_fail_where_bytes_are_wrong_and_not_where_they_are_slow() -> None:
+    slow = {
+        "section": "blocks",
+        "what": "H2D",
+        "figure": "0.5 of a pinned copy: 9 GB/s",
+        "goal": "at least 0.9",
+        "verdict": "NOT MET",
+    }
+    right = {"section": "slab", "what": "bytes", "figure": "0 differ", "goal": "0", "verdict": "equal"}
+    assert cards.summed([right, slow]) == "1 comparisons equal; H2D 0.5 of a pinned copy (at least 0.9: NOT MET)"
+    for verdict in ("WRONG", "FAILED: no kernel"):
+        with pytest.raises(Wrong, match=f"slab: bytes: 0 differ {verdict}"):
+            cards.summed([right | {"verdict": verdict}, slow])
+
+
+def test_copies_that_were_not_begun_are_no_pass() -> None:
+    right = {"section": "slab", "what": "bytes", "figure": "0 differ", "goal": "0", "verdict": "equal"}
+    left = {"section": "int8", "what": "all", "figure": "-", "goal": "-", "verdict": "not checked: 3 s are left"}
+    assert cards.summed([right, left]) == "1 comparisons equal; int8 not checked: 3 s are left"
+    with pytest.raises(Unchecked, match="nothing was compared; int8 not checked: 3 s are left"):
+        cards.summed([left])
+
+
+def test_copies_that_do_not_end_are_a_row_and_the_ladder_goes_on(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], float]] = []
+
+    def run(words: list[str], *, timeout: float, **options: Any) -> None:
+        asked.append((words, timeout))
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    ladder = [climb.Rung(*rung) for rung in cards.rungs([]) if rung[2] in (cards.copies, cards.split)]
+    rows = {row.what: row for row in climb.climb(ladder, ground)}
+    assert len(rows) == 2
+    row = rows["copies beside the card's own"]
+    assert (row.result, row.found) == (climb.FAIL, "gpu.py did not end in 600 s: TimeoutExpired")
+    [(words, timeout)] = asked
+    assert float(words[words.index("--budget-s") + 1]) + 100 <= timeout == 600, "it may end what it began"
+
+
+def _reply(*rows: dict[int, float]) -> Reply:
+    return Reply(200, "", tuple(max(row, key=lambda token: row[token]) for row in rows), rows)
+
+
+def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    same = _reply({1: -0.5, 2: -1.5}, {3: -0.1, 4: -3.0})
+    assert apart(same, same) == (0.0, 0.0, 2, 0.0)
+    nearly = apart(same, _reply({1: -0.6, 2: -1.4}, {3: -0.1, 4: -3.0}))
+    assert nearly.mean == pytest.approx(0.05) and nearly.largest == pytest.approx(0.1)
+    flipped = apart(same, _reply({1: -1.5, 2: -0.5}, {9: 0.0, 8: -9.0}))
+    assert (flipped.positions, flipped.margin) == (1, pytest.approx(1.0))
+    assert not flipped.within(0.2) and not apart(same, _reply({1: -0.5, 2: -1.5})).within(100.0)
+
+
+def test_the_bound_is_four_times_the_largest_noise_and_wider_where_rounding_is_not_known() -> None:
+    assert Noise().bound(0.0) == Noise().bound(0.0, "bfloat16") == 0.05
+    assert Noise().bound(0.0, "float32") == 0.01
+    assert Noise().bound(None) == 0.15
+    assert Noise(neighbours=0.1).bound(0.02) == Noise().bound(0.1) == pytest.approx(0.4)
+
+
+def test_why_a_server_did_not_start_is_found_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert reason("it\nended", log) == "ended"
+    log.write_text("ok\nOSError: [Errno 98] Address already in use\nINFO: finished\n")
+    assert reason("it ended", log) == "OSError: [Errno 98] Address already in use"
+    log.write_text(
+        "(x) ERROR lmcache_cartridge.errors.UnsupportedEngine: no\nRuntimeError: see above\nINFO: finished\n"
+    )
+    assert reason("it ended", log) == "UnsupportedEngine: no"
+
+
+def test_generated_texts_differ_by_seed_alone() -> None:
+    first = texts.write("one", 400)
+    assert first == texts.write("one", 400) != texts.write("two", 400)
+    assert len(first.text.split()) >= 400
+    assert len(set(first.questions)) >= 10
+    asked = first.questions[0].removeprefix("What is the ").removesuffix("?").partition(" of ")
+    assert f"The {asked[0]} of {asked[2]} is " in first.text
+
+
+def test_a_store_holds_payloads_back_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "payload.safetensors").write_bytes(bytes(range(100)))
+    with SlowStore() as store, httpx.Client(base_url=store.url, timeout=20) as client:
+        store.offer("doc/1", tmp_path)
+        store.hold()
+        manifest = client.get("/validate/doc/1/manifest.json")
+        assert manifest.text == "{}"
+        assert (
+            client.get("/validate/doc/1/manifest.json", headers={"If-None-Match": manifest.headers["etag"]}).status_code
+            == 304
+        )
+        assert client.get("/validate/other/manifest.json").status_code == 404
+        assert not store.asked.is_set()
+        found: list[httpx.Response] = []
+
+        def read() -> None:
+            found.append(client.get("/validate/doc/1/payload.safetensors", headers={"Range": "bytes=10-19"}))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert store.asked.wait(20)
+        assert found == []
+        store.let_go()
+        reader.join(20)
+        assert (found[0].status_code, found[0].content) == (206, bytes(range(10, 20)))
