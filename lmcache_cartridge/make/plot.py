@@ -1,4 +1,4 @@
-"""Plots of a training and of an evaluation, as PNG files."""
+"""Plots of a training, of an evaluation and of times, as PNG files."""
 
 from __future__ import annotations
 
@@ -30,6 +30,55 @@ def shares(values: Mapping[str, float], path: Path, title: str, errors: Mapping[
     axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set(title=title, xlabel="exact answers (%)", xlim=(0, 112))
     _save(axes, path)
+
+
+def curves(
+    lines: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]],
+    path: Path,
+    title: str,
+    *,
+    x: str,
+    y: str,
+) -> None:
+    """Draw a colour a name and a style a second name, through points of x, value, lowest and highest; axes by powers."""
+    axes = _axes(7, 4.5)
+    styles = dict.fromkeys(second for of in lines.values() for second in of)
+    for colour, (name, of) in enumerate(lines.items()):
+        for second, points in of.items():
+            at, value, low, high = zip(*points, strict=True)
+            spread = [
+                [v - b for v, b in zip(value, low, strict=True)],
+                [t - v for v, t in zip(value, high, strict=True)],
+            ]
+            axes.errorbar(
+                at, value, spread, marker="o", markersize=4, capsize=3, linewidth=1.3, elinewidth=0.6,
+                color=f"C{colour}", linestyle=("-", "--", ":")[list(styles).index(second) % 3], label=f"{name}, {second}",
+            )  # fmt: skip
+    axes.set(title=title, xlabel=x, ylabel=y, yscale="log")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({point[0] for of in lines.values() for points in of.values() for point in points})
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    _save(_with_legend(axes), path)
+
+
+def over(
+    lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str, *, x: str, y: str, dots: bool = False
+) -> None:
+    """Draw a line a name, or dots, through points of x and y, from 0 on."""
+    axes = _axes(7, 3.5)
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), "." if dots else "-", label=name, linewidth=1.4)
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _save(_with_legend(axes) if len(lines) > 1 else axes, path)
+
+
+def _with_legend(axes: Any) -> Any:
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return axes
 
 
 def _axes(width: float, height: float) -> Any:

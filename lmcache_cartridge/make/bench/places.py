@@ -1,0 +1,166 @@
+"""Places: documents of p tokens, each with the cartridge that stands for it where there is one, and questions on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...artifact.reading import PAYLOAD
+from ...errors import CartridgeError
+from ..ladder import texts
+from ..progress import Progress, silent
+from .target import Target
+
+if TYPE_CHECKING:
+    from ..ladder.maker import Maker
+
+_MARGIN = 8
+"""Tokens that a chat template or a server may add."""
+_TRIES = 3
+_CHARACTERS = 2
+"""Of a token, at least, where nothing tells tokens."""
+LENGTHS = (256, 1024, 4096, 16_384, 32_768)
+"""The p that are asked for where nothing else is said."""
+_UNTOLD = 4096
+"""The largest of them where the server does not tell its context."""
+
+
+class Place(NamedTuple):
+    """Where times are taken: p tokens that stand before a question."""
+
+    p: int
+    document: tuple[int, ...] | str
+    """Token ids, or text where the server has no route `/tokenize`."""
+    cartridge: str | None = None
+    """`id@version`."""
+    chunks: int = 0
+    """Whole chunks of the cartridge."""
+    is_same: bool = True
+    """Whether the cartridge's answers are to be those of the document: a trained one's document is another length."""
+    files: tuple[Path, ...] = ()
+    """The cartridge's on this machine, where they are known."""
+
+
+class Questions:
+    """Any number of questions, each its own; the same number is the same question."""
+
+    def __init__(self, target: Target, count: int) -> None:
+        asked = texts.write("bench", 4000).questions
+        found = [f"\n{n}. Question: {asked[n % len(asked)]}\nAnswer:" for n in range(count)]
+        self._asked: list[Sequence[int] | str] = [
+            (target.tokens(text) or text) if target.tokenizes else text for text in found
+        ]
+        longest = max(map(len, self._asked))
+        self.longest = _MARGIN + (longest if target.tokenizes else longest // _CHARACTERS)
+        """Tokens of the longest, at most."""
+
+    def __getitem__(self, number: int) -> Sequence[int] | str:
+        """Return the token ids of a question, or its text where the server has no route `/tokenize`."""
+        return self._asked[number]
+
+
+def plain(target: Target, p: int) -> Place:
+    """Return a document of generated text, of p tokens as near as the server tells."""
+    words = max(p, 100)
+    if target.tokenizes:
+        for _ in range(_TRIES):  # of a tokenizer that makes less than a token of a word
+            ids = target.tokens(texts.write(f"bench {p}", words).text, special=True) or []
+            if len(ids) >= p:
+                return Place(p, tuple(ids[:p]))
+            words *= 3
+        raise CartridgeError(f"a text of {p} tokens was wanted, and {words // 3} words have {len(ids)}")
+    text = texts.write(f"bench {p}", words).text
+    return Place(p, text[: int(p * _characters(target))])
+
+
+def _characters(target: Target) -> float:
+    """Return how many characters of such text are a token, by what the server counts."""
+    sample = texts.write("bench", 200).text
+    used = [event["usage"] for _, event in target.events(target.body(sample, 1)) if event.get("usage")]
+    tokens = (used[-1].get("prompt_tokens") or 0) - target.overhead if used else 0
+    return len(sample) / tokens if tokens > 0 else 4.0
+
+
+def of_cartridge(target: Target, name: str) -> Place:
+    """Return the place of a cartridge that the server has. Raises `CartridgeError` where it is none to be measured."""
+    found = target.cartridge(name)
+    if found.state in ("quarantined", "refused"):
+        raise CartridgeError(f"{found.name} is {found.state} on {target.url}; `lmcache-cartridge list` says why")
+    if not found.chunks:
+        raise CartridgeError(f"{found.name} of {found.positions} positions has no whole chunk, so nothing is injected")
+    if found.kind != "prefill":
+        return plain(target, found.positions)._replace(cartridge=found.name, chunks=found.chunks, is_same=False)
+    _tokenized(target, found.name)
+    ids = target.tokens("x", cartridges=[found.name]) or []
+    if (known := len(ids) - len(target.tokens("x") or [])) < found.positions:
+        raise CartridgeError(
+            f"{target.url}/tokenize gave {max(known, 0)} token ids of the {found.positions} of {found.name}, so its document "
+            "cannot be computed beside it"
+        )
+    return Place(found.positions, tuple(ids[: found.positions]), found.name, found.chunks)
+
+
+def _tokenized(target: Target, name: str) -> None:
+    """Raise `CartridgeError` where a cartridge's document cannot be had as token ids."""
+    if not target.tokenizes:
+        raise CartridgeError(
+            f"{target.url} does not answer /tokenize beside /v1/completions, so the document of {name} cannot be computed "
+            "beside it; what forwards /v1 has to forward /tokenize too"
+        )
+
+
+def choose(
+    target: Target, names: Sequence[str], wanted: Sequence[int] | None, around: int, *, maker: Maker | None = None,
+    progress: Progress = silent,
+) -> tuple[list[Place], list[str]]:  # fmt: skip
+    """Return where to measure, the shortest first, and what could not be had.
+
+    The p are those of the cartridges named and those `wanted`, of a cartridge that the server lists where one is of this
+    length; without any those of some cartridges that it lists, or `LENGTHS`. With a `maker` it makes cartridges for
+    `wanted` ones. Beside p there must be room for `around` other tokens.
+    Raises `CartridgeError` for a name that cannot be measured.
+    """
+    if names and not target.has_cartridges:
+        raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be asked for")
+    left: list[str] = []
+    found: dict[int, Place] = {}
+    for name in names or ([] if maker else _listed(target, wanted)):
+        place = of_cartridge(target, name)
+        if place.p in found:
+            left.append(f"{place.cartridge} has as many positions as {found[place.p].cartridge}, and was left out")
+        elif not _fits(target, place.p, around):
+            left.append(f"{place.cartridge}: no room for a question behind its {place.p} positions")
+        else:
+            found[place.p] = place
+    lengths = [p for p in wanted or ([] if found else LENGTHS) if p not in found]
+    if wanted is None and target.max_model_len is None:
+        lengths = [p for p in lengths if p <= _UNTOLD]
+    fits = [p for p in sorted(set(lengths)) if _fits(target, p, around)]
+    if too_long := sorted({*lengths} - {*fits}):
+        left.append(f"p = {', '.join(map(str, too_long))}: longer than the server's context of {target.max_model_len}")
+    if maker is not None:
+        _tokenized(target, "a cartridge that is made")
+    for done, p in enumerate(fits, 1):
+        found[p] = plain(target, p) if maker is None or p < maker.chunk else _made(maker, p)
+        progress("documents", done, len(fits))
+    return [found[p] for p in sorted(found)], left
+
+
+def _listed(target: Target, wanted: Sequence[int] | None) -> list[str]:
+    """Return a server's cartridges of the lengths `wanted`; without these the shortest, the middle one and the longest."""
+    by_length = {each.positions: each.name for each in target.cartridges()}
+    if wanted:
+        return [by_length[p] for p in wanted if p in by_length]
+    lengths = sorted(by_length)
+    return [by_length[p] for p in dict.fromkeys([*lengths[:1], *lengths[len(lengths) // 2 :][:1], *lengths[-1:]])]
+
+
+def _fits(target: Target, p: int, around: int) -> bool:
+    return target.max_model_len is None or p + around <= target.max_model_len
+
+
+def _made(maker: Maker, p: int) -> Place:
+    one = maker.prefill(f"{maker.run}-{p}", p)
+    files = (one.root / PAYLOAD,) if one.root and maker.shelf.local else ()
+    return Place(p, one.ids, one.name, p // maker.chunk, files=files)
