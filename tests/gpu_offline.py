@@ -1,0 +1,140 @@
+"""Script: run `benchmarks/gpu.py` on the CPU as on a bare machine, then with something wrong in each section; print JSON.
+
+By name, the exit status and the verdicts of the rows. vLLM and LMCache cannot be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+HOSTS = ("vllm", "lmcache", "boto3")
+
+
+class Bare(importlib.abc.MetaPathFinder):
+    """Finds no vLLM and no LMCache, and says so."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in HOSTS:
+            raise ModuleNotFoundError(f"No module named {name!r} on a bare machine", name=name)
+
+
+def refuse_hosts() -> None:
+    """Have the benchmark take them for not installed."""
+    import importlib.util
+
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in HOSTS else find(name, *rest)
+    sys.meta_path.insert(0, Bare())
+
+
+def run(out: Path, *arguments: str) -> dict[str, Any]:
+    import gpu
+
+    status = gpu.main(["--smoke", "--device", "cpu", "--out", str(out), *arguments])
+    return {"status": status, "rows": json.loads((out / "gpu.json").read_text())["rows"]}
+
+
+@contextmanager
+def promoted_wrong() -> Iterator[None]:
+    from lmcache_cartridge.memory import device
+
+    right = device.copy_and_wait
+
+    def wrong(pairs: Any) -> None:
+        right(pairs)
+        pairs[-1][1][5] ^= 1
+
+    with patch.object(device, "copy_and_wait", wrong):
+        yield
+
+
+@contextmanager
+def injected_wrong() -> Iterator[None]:
+    from lmcache_cartridge.engine.inject import EngineWriteConnector
+
+    right = EngineWriteConnector._copy_near
+
+    def wrong(self: Any, pieces: Any) -> None:
+        right(self, pieces)
+        for row in self._rows:
+            row[pieces[0].slots[0] // row.shape[1], pieces[0].slots[0] % row.shape[1], 0, 0] *= -1
+
+    with patch.object(EngineWriteConnector, "_copy_near", wrong):
+        yield
+
+
+@contextmanager
+def a_scale_wrong() -> Iterator[None]:
+    """Of what is decoded on the device, which comes first in every turn."""
+    import numpy as np
+
+    from lmcache_cartridge.artifact import int8
+    from lmcache_cartridge.memory import codec
+
+    right, calls = codec.decode, []
+
+    def wrong(packed: memoryview, out: Any, shape: Any, tokens: int) -> None:
+        calls.append(1)
+        heads = np.frombuffer(packed, int8.record(shape, tokens)).copy()
+        heads["key_step"][0, 0, 0] *= 1 + len(calls) % 2
+        right(heads.view("u1").data, out, shape, tokens)
+
+    with patch.object(codec, "decode", wrong):
+        yield
+
+
+@contextmanager
+def on_device(owner: Any, name: str, change: Any, of: range = range(2, 3)) -> Iterator[None]:
+    """Change what some calls return, by number: those for the device in float32."""
+    right, calls = getattr(owner, name), []
+
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        found = right(*arguments, **named)
+        return change(found) if len(calls) in of else found
+
+    with patch.object(owner, name, wrong):
+        yield
+
+
+def main(out: Path) -> None:
+    refuse_hosts()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import torch
+
+    torch.set_num_threads(1)
+    found = {"sound": run(out)}
+    import gpu_models
+    import report
+    from gpu_models import School
+
+    report._draw = lambda path, *_: path  # once was enough
+
+    loud = lambda slices: [each * 1.5 for each in slices]  # noqa: E731
+    cases: dict[str, tuple[Any, list[str]]] = {
+        "promotion": (promoted_wrong(), ["slab", "promotion"]),
+        "injection": (injected_wrong(), ["blocks"]),
+        "scale": (a_scale_wrong(), ["int8"]),
+        "prefill": (on_device(gpu_models.CausalModel, "prefill", loud, range(3, 5)), ["prefill"]),
+        "compact": (on_device(gpu_models, "held_out_errors", lambda errors: [2 * e for e in errors]), ["compact"]),
+        "answers": (on_device(School, "right", lambda right: right - 5), ["compact"]),
+        "train": (on_device(gpu_models, "initial_kv", lambda kv: kv + 1.0), ["train"]),
+        "crash": (patch("gpu_memory.MemoryTier", side_effect=RuntimeError("no such kernel")), ["slab", "int8"]),
+        "late": (nullcontext(), ["slab"]),
+    }
+    for name, (wrong, sections) in cases.items():
+        with wrong:
+            asked = [word for section in sections for word in ("--only", section)]
+            found[name] = run(out, *asked, *(["--budget-s", "0"] if name == "late" else []))
+    print("FOUND", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
