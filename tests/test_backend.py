@@ -26,7 +26,7 @@ from inprocess import (
 )  # fmt: skip
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj, TensorMemoryObj
 from making import Made, heads_bytes, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads
@@ -35,14 +35,14 @@ from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import backend
-from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.backend import CartridgeBackend, MemoryObjects
 from lmcache_cartridge.engine.inject import EngineWriteConnector
+from lmcache_cartridge.engine.lmcache_file import PLUGIN
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import kv_2ltd_view
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.serve.launch import PLUGIN
 from lmcache_cartridge.settings import from_mapping
 
 VOCABULARY = 640
@@ -267,6 +267,32 @@ def test_what_is_handed_out_is_what_lmcache_expects_of_a_memory_object(serving: 
     _release([memory_object])
     assert not memory_object.is_valid()
     assert memory_object.tensor is None
+
+
+def test_what_is_handed_out_is_what_lmcaches_constructors_make(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def facts(memory_object: MemoryObj) -> dict[str, Any]:
+        own = dict(vars(memory_object))
+        return own | {"meta": dict(vars(own["meta"])), "lock": type(own["lock"]), "end_loan": type(own["end_loan"])}
+
+    class Longer(TensorMemoryObj):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.of_a_later_lmcache = []
+
+    keys, shape, layout = serving.keys("short")[:1] * 2, serving.store.shape, serving.store.engine.layout
+    first, second = copied = _get(serving, keys)
+    assert {id(first.lock), id(first.meta)}.isdisjoint({id(second.lock), id(second.meta)})
+    monkeypatch.setattr(backend, "CartridgeMemory", Longer)
+    monkeypatch.setattr(serving.plugin, "_objects", MemoryObjects(shape, layout))
+    one, other = constructed = _get(serving, keys)
+    assert one.of_a_later_lmcache is not other.of_a_later_lmcache, "an attribute of which nothing is known is copied"
+    assert [facts(o) for o in copied] == [
+        {name: value for name, value in facts(o).items() if name != "of_a_later_lmcache"} for o in constructed
+    ]
+    _release([*copied, *constructed])
+    assert nothing_is_owed(serving.store)
 
 
 def test_releasing_more_often_than_lmcache_should_counts_once(serving: Serving) -> None:

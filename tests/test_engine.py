@@ -13,17 +13,26 @@ from typing import Any
 import pytest
 import torch
 from blocks import Blocks, quietly, vllm_config
-from families import FAMILIES, ROTATING, make_model
+from families import FAMILIES, HEAD_SIZE, ROTATING, make_model
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.contract import CONTROL, NULL_BLOCK
+from lmcache_cartridge.engine.forms import SKIP_SAVING
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
@@ -143,6 +152,67 @@ def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make: Callable[[], V
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
+def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where windows have left positions behind, a request whose KV is lost would end all others with it."""
+    with quietly():
+        from lmcache_cartridge.engine.connector import CartridgeConnector
+        from lmcache_cartridge.engine.mp_connector import CartridgeMPConnector
+    assert NULL_BLOCK == NULL_BLOCK_ID
+    for connector in (CartridgeConnector, CartridgeMPConnector):
+        one, theirs = connector.__new__(connector), connector.__mro__[2]
+        one._lost_in_step = {NULL_BLOCK, 5}
+        monkeypatch.setattr(theirs, "get_block_ids_with_load_errors", lambda self: {NULL_BLOCK, 5})
+        assert one.get_block_ids_with_load_errors() == {5}
+
+
+def test_experts_are_no_layers_that_cache() -> None:
+    config = vllm_config()
+    Blocks(config, 2)  # vLLM makes the model's three layers
+    config.compilation_config.static_forward_context["model.layers.0.mlp.experts"] = torch.nn.Linear(1, 1)
+    assert engines.own_layers(config) == range(3)
+
+
+def _cached(*specs: AttentionSpec) -> KVCacheConfig:
+    """Return what vLLM tells a connector of a model with a group of layers of each spec."""
+    groups = [KVCacheGroupSpec([f"model.layers.{n}.self_attn.attn"], spec) for n, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+_BLOCKS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_layers_with_blocks_of_their_own_are_refused_with_the_option_that_gives_them_the_same(role: str) -> None:
+    full, sliding = FullAttentionSpec(**_BLOCKS), SlidingWindowSpec(**_BLOCKS, sliding_window=32)
+    config = vllm_config(transfer={"kv_role": role})
+    with pytest.raises(UnsupportedEngine, match="2 KV cache groups: .* --disable-hybrid-kv-cache-manager"):
+        engines.check_vllm(config, _cached(full, sliding))
+    engines.check_vllm(config, _cached(FullAttentionSpec(**_BLOCKS, sliding_window=32)))
+
+
+def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_its_blocks_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both, only = (vllm_config(transfer={"kv_role": role}) for role in ("kv_both", "kv_consumer"))
+    longest = both.model_config.max_model_len
+    sliding = _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest - 1))
+    with pytest.raises(UnsupportedEngine, match="every layer of the model has a sliding window.*--no-save"):
+        engines.check_vllm(both, sliding)
+    engines.check_vllm(only, sliding)
+    beside = vllm_config(transfer={"kv_role": "kv_both", "kv_connector_extra_config": {CONTROL: "/tmp/x.sock"}})
+    with monkeypatch.context() as patched:
+        patched.setenv(SKIP_SAVING, "1")
+        engines.check_vllm(both, sliding)
+        with pytest.raises(UnsupportedEngine, match="--no-save"):  # LMCache's server knows no such variable
+            engines.check_vllm(beside, sliding)
+    recomputes = vllm_config(transfer={"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"})
+    with pytest.raises(
+        UnsupportedEngine, match="every layer of the model has a sliding window.*kv_load_failure_policy"
+    ):
+        engines.check_vllm(recomputes, sliding)
+    engines.check_vllm(both, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest)))  # and so gives up none
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -172,16 +242,6 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
             config.parallel_config.rank = rank
             numbers.append(engines.worker_number(config))
     assert numbers == [0, 1, 2, 3]
-
-
-def test_a_model_of_several_cache_groups_is_refused() -> None:
-    config = vllm_config()
-    blocks = Blocks(config, 2)
-    name, layer = next(iter(blocks.layers.items()))
-    group = KVCacheGroupSpec([name], layer.get_kv_cache_spec(config))
-    engines.check_vllm(config, KVCacheConfig(2, [], [group]))
-    with pytest.raises(UnsupportedEngine, match="several KV cache groups"):
-        engines.check_vllm(config, KVCacheConfig(2, [], [group, group]))
 
 
 @pytest.mark.parametrize(
@@ -222,10 +282,12 @@ def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-def test_a_model_with_latent_attention_is_refused(settings: Settings) -> None:
+def test_a_model_with_latent_attention_is_refused_on_several_ranks(settings: Settings) -> None:
     config = lmcache_config(settings)
     metadata = dataclasses.replace(lmcache_metadata(config, vllm_config()), use_mla=True)
-    with pytest.raises(UnsupportedEngine, match="latent"):
+    engines.check_lmcache(config, metadata)
+    metadata = dataclasses.replace(metadata, world_size=2)
+    with pytest.raises(UnsupportedEngine, match="latent attention on several ranks"):
         engines.check_lmcache(config, metadata)
 
 
@@ -285,6 +347,19 @@ def test_lmcaches_own_connector_is_accepted_on_split_caches(settings: Settings) 
         layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size, dtype=torch.bfloat16)
     with lmcache_engine(lmcache_config(settings), config, StockConnector()) as engine:
         assert plugin(engine).store.engine.layout == "kv_2ltd"
+
+
+def test_the_device_tier_is_where_the_engines_blocks_are(settings: Settings) -> None:
+    """`meta` stands for another device than the CPU, of which there is none here."""
+    config = vllm_config()
+    for layer in Blocks(config, 2).layers.values():
+        layer.kv_cache = torch.zeros(2, 2, 16, 2, 16, dtype=torch.bfloat16, device="meta")
+    with lmcache_engine(lmcache_config(settings), config, StockConnector()) as engine:
+        assert plugin(engine).store.engine.device == "meta"
+    ours, still = EngineWriteConnector(), settings.model_copy(update={"device_bytes": 0})
+    ours.device = "cuda:1"
+    with lmcache_engine(lmcache_config(still), vllm_config(), ours) as engine:
+        assert plugin(engine).store.engine.device == "cuda:1"
 
 
 def _described(settings: Settings, config: VllmConfig) -> Engine:
@@ -352,7 +427,7 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author(
     assert [line for line in differences if line.startswith("rope frequencies")]
 
 
-@pytest.mark.parametrize("name", ["smollm3", "falcon multi-query", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["smollm3", "falcon multi-query", "qwen2-moe", "gemma3", "gpt-oss"])
 def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(
     settings: Settings, tmp_path: Path, name: str
 ) -> None:
@@ -364,6 +439,22 @@ def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(
     assert author.kv_heads == config.model_config.get_total_num_kv_heads()
     if name == "smollm3":
         assert engine.rope.layers == ROTATING[name], "vLLM's own config says so too"
+
+
+def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_each_kind_of_layers_with(
+    settings: Settings, tmp_path: Path
+) -> None:
+    config = vllm_config(make_model(tmp_path / "model", FAMILIES["gemma3"]()), dtype="float32", max_model_len=512)
+    read = config.model_config.hf_text_config
+    with set_current_vllm_config(config), quietly():  # as vllm/model_executor/models/gemma3.py does
+        rotary = [
+            get_rope(HEAD_SIZE, 512, True, read.rope_parameters[kind], torch.float32) for kind in read.layer_types
+        ]
+    rope = _fingerprint(settings, config).rope
+    angles = [torch.outer(torch.arange(512.0), torch.tensor(rope.of_layer(n).inv_freq)) for n in range(4)]
+    for layer, own in enumerate(rotary):
+        same = [torch.allclose(own.cos_sin_cache, torch.cat([a.cos(), a.sin()], 1), atol=1e-4) for a in angles]
+        assert same == [read.layer_types[layer] == kind for kind in read.layer_types]
 
 
 @pytest.mark.parametrize("kind", ROPE)
@@ -387,6 +478,13 @@ def test_other_weights_are_another_model(settings: Settings, tmp_path: Path) -> 
     _other_weights(directory)
     differences = author.differences(_fingerprint(settings, vllm_config(directory)))
     assert [line.partition(":")[0] for line in differences] == ["weights_digest"]
+
+
+def test_weights_that_the_engine_quantises_itself_are_another_models(settings: Settings) -> None:
+    engine = _fingerprint(settings, vllm_config(quantization="fp8"))
+    author = CausalModel(str(MODEL_DIR)).fingerprint
+    assert author.weights_digest == engine.weights_digest, "the same files"
+    assert author.differences(engine) == ["quantisation: none, not online fp8"]
 
 
 def test_another_dtype_is_another_model(settings: Settings) -> None:

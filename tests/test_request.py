@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +22,8 @@ from s3 import S3Server
 from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.fingerprint import Rope
 from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Tokens, Training
+from lmcache_cartridge.artifact.rope import Rope
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
@@ -300,14 +302,11 @@ def test_a_bucket_that_is_not_configured_is_not_found(home: Home, where: str) ->
     assert _refusal(home.resolve, where).status == 404
 
 
-@pytest.mark.parametrize("damage", ["truncate", "manifest", "gone", "ids"])
+@pytest.mark.parametrize("damage", ["manifest", "gone", "ids"])
 def test_a_damaged_artefact_is_not_usable_and_its_path_not_told(home: Home, damage: str) -> None:
     root = home.settings.home / "c" / "a"
     assert home.resolve("a")
     match damage:
-        case "truncate":
-            (root / "payload.safetensors").write_bytes(b"")
-            (root / "manifest.json").touch()
         case "manifest":
             (root / "manifest.json").write_text("{")
         case "gone":
@@ -318,6 +317,15 @@ def test_a_damaged_artefact_is_not_usable_and_its_path_not_told(home: Home, dama
     refusal = _refusal(home.resolve, "a")
     assert refusal.status == 422
     assert "secret" not in str(refusal)
+
+
+@pytest.mark.parametrize("damage", [lambda payload: os.truncate(payload, 9), Path.unlink], ids=["truncated", "gone"])
+def test_whose_payload_is_damaged_is_found_by_its_tokens_and_left_to_the_workers(
+    home: Home, damage: Callable[[Path], None]
+) -> None:
+    sound = home.resolve("a")
+    damage(home.settings.home / "c" / "a" / "payload.safetensors")
+    assert Resolver(home.settings).resolve([Reference(id="a")]) == sound
 
 
 def test_an_artefact_exchanged_on_disk_is_not_served_under_the_old_registration(home: Home, tmp_path: Path) -> None:
@@ -395,7 +403,7 @@ def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_t
     assert home.resolve("a").must_inject == 0, "its document is computed"
 
 
-@pytest.mark.parametrize("fault", ["truncated", "gone", "quarantined", "passed over"])
+@pytest.mark.parametrize("fault", ["gone", "quarantined", "passed over"])
 def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home: Home, fault: str) -> None:
     clock = Clock()
     registry, resolver = Registry(home.settings.registry_path), Resolver(home.settings, clock)
@@ -411,8 +419,6 @@ def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home: Home,
     registry.label("newest", "trained")
     broken, quarantine = home.settings.home / "c/t3", Quarantine(home.settings.quarantine_dir)
     match fault:
-        case "truncated":
-            (broken / "payload.safetensors").write_bytes(b"")
         case "gone":
             broken.rename(broken.with_name("elsewhere"))
         case "quarantined":
@@ -502,12 +508,70 @@ def test_what_was_found_is_served_on_while_the_registry_cannot_be_read(home: Hom
     assert _refusal(resolver.resolve, [Reference(id="b")]).status == 503, "it was removed since"
 
 
-def test_a_cartridge_of_tokens_only_stands_alone(home: Home) -> None:
-    selection = home.resolve("text")
-    assert selection.token_ids == tuple(range(16))
-    assert selection.tag is None
-    assert selection.must_inject == 0
-    assert _refusal(home.resolve, "text", "a").status == 422
+# Cartridges of tokens only, alone and in chains: KV in front of the first of them is injected, all behind is computed.
+
+IDS = tuple(range(16))
+"""Of `text`."""
+
+
+@pytest.mark.parametrize(
+    ("chain", "injected", "told"),
+    [
+        (["text"], [], "text@1;positions=16;injected=0;served=tokens"),
+        (["text", "text"], [], ", ".join(["text@1;positions=16;injected=0;served=tokens"] * 2)),
+        (["a", "text"], ["a"], "a@1;positions=32;injected=32, text@1;positions=16;injected=0;served=tokens"),
+        (["text", "a"], [],
+         "text@1;positions=16;injected=0;served=tokens, a@1;positions=32;injected=0;served=document"),
+        (["trained", "text"], ["trained"],
+         "trained@1;positions=16;injected=16, text@1;positions=16;injected=0;served=tokens"),
+        (["b", "a", "text", "b"], ["b", "a"],
+         "b@1;positions=20;injected=20, a@1;positions=32;injected=32, text@1;positions=16;injected=0;served=tokens, "
+         "b@1;positions=20;injected=0;served=document"),
+    ],
+)  # fmt: skip
+def test_what_stands_in_front_of_tokens_is_injected_and_what_stands_behind_is_computed(
+    home: Home, chain: list[str], injected: list[str], told: str
+) -> None:
+    selection = home.resolve(*chain)
+    assert selection.token_ids == sum((home.resolve(name).token_ids for name in chain), ())
+    digests = [home.manifests[name].digest for name in injected]
+    assert selection.tag == (".".join(digests) or None)
+    assert set(selection.located) == set(digests), "workers are told of nothing else"
+    assert selection.positions == sum(home.manifests[name].positions for name in injected)
+    assert selection.must_inject == (selection.positions if "trained" in injected else 0)
+    assert selection.used(1000) == told
+    assert selection.text is not None
+    assert selection.text.tag == home.manifests["text"].digest, "by which the engine is asked whether it may have it"
+
+
+def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is_allowed(home: Home) -> None:
+    refusal = _refusal(home.resolve, "text", "whole")
+    assert (refusal.status, "whole@1 is trained: it stands behind text@1" in str(refusal)) == (422, True)
+    assert "on_miss=document" in str(refusal)
+    resolver = Resolver(from_mapping(home.settings.model_dump() | {"on_miss": "document"}))
+    selection = resolver.resolve([Reference(id=name) for name in ("text", "whole", "a")])
+    assert selection.token_ids == IDS + (7, 8, 9) + home.resolve("a").token_ids, "no identity token is computed"
+    assert (selection.tag, selection.must_inject) == (None, 0)
+    for chain in (["text", "trained"], ["a", "text", "trained"]):
+        refusal = _refusal(resolver.resolve, [Reference(id=name) for name in chain])
+        assert (refusal.status, "trained@1 has no text" in str(refusal)) == (422, True)
+    assert home.resolve("whole", "text").must_inject == 16, "in front of them it is injected"
+
+
+def test_a_chain_that_is_answered_from_text_says_so_of_each(home: Home) -> None:
+    replaced = home.resolve("a", "text").replaced
+    assert replaced == (
+        "a@1;positions=32;injected=0;served=document, text@1;positions=16;injected=0;served=tokens"
+    )  # fmt: skip
+    assert home.resolve("a", "text").document_ids == home.resolve("a").token_ids + IDS
+
+
+def test_what_is_computed_behind_tokens_is_of_their_model(home: Home) -> None:
+    root = home.settings.home / "c/other"
+    make_artifact(root, positions=16, cartridge_id="other", seed=9, layers=5)
+    Registry(home.settings.registry_path).register(root)
+    assert _refusal(home.resolve, "text", "other").status == 409
+    assert home.resolve("other", "text").tag is not None, "the engine says so of what is injected"
 
 
 # What a selection is bound to.
@@ -530,6 +594,20 @@ def test_what_must_not_be_computed_ends_with_the_last_trained_cartridge(
     home: Home, chain: list[str], positions: int
 ) -> None:
     assert home.resolve(*chain).must_inject == positions
+
+
+def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home: Home) -> None:
+    rope = make_rope(rotary_dim=2)
+    shape = make_fingerprint(layers=1, kv_heads=1, head_size=2, rope=msgspec.structs.replace(rope, pairing="half"))
+    shape = msgspec.structs.replace(shape, architecture="Llama4ForCausalLM")
+    for name, positions in (("long", 8000), ("short", 192), ("more", 193)):
+        root = home.settings.home / "c" / name
+        make_artifact(root, positions=positions, cartridge_id=name, fingerprint=shape)
+        Registry(home.settings.registry_path).register(root)
+    assert home.resolve("long", "short").names == "long@1, short@1"
+    refusal = _refusal(home.resolve, "long", "more")
+    assert refusal.status == 422
+    assert str(refusal) == "the chain has 8193 positions; this model's KV cannot be moved beyond 8192"
 
 
 @pytest.mark.parametrize(
@@ -672,6 +750,7 @@ def test_ways_of_naming_that_contradict_each_other_are_refused(
 def test_the_newest_cartridges_come_first(home: Home) -> None:
     registry = Registry(home.settings.registry_path)
     with sqlite3.connect(home.settings.registry_path) as db:
+        db.execute("UPDATE cartridges SET registered = '2026-01-01T00:00:00Z'")  # both others in one second
         db.execute("UPDATE cartridges SET registered = '2027-01-01T00:00:00Z' WHERE id = 'trained'")
     assert [entry.name for entry in registry.newest(2)] == ["trained@1", "a@1"]
     assert len(registry.newest(100)) == 5

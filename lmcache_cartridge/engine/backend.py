@@ -8,9 +8,7 @@ constructor is logged and the plugin dropped. So nothing here raises but the con
 
 from __future__ import annotations
 
-import itertools
 import logging
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -32,7 +30,6 @@ from ..errors import UnsupportedEngine
 from ..memory.described import Engine
 from ..memory.layout import HELD, ChunkShape
 from ..memory.store import CartridgeStore
-from ..memory.tier import Hold
 from ..settings import Settings, from_extra_config
 from . import contract, host, host_inprocess
 from .describe import describe
@@ -105,7 +102,13 @@ class CartridgeBackend(StoragePluginInterface):
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Return how many leading keys are resident; with `pin`, load what is missing first and lease it all."""
-        return self._guard(_contains, keys, pin, default=0)
+        if not keys or self._store is None:
+            return 0
+        ask = self._store.lookup if pin else self._store.resident
+        try:
+            return ask([key.chunk_hash for key in keys], _tag(keys[0]))
+        except Exception:
+            return _failed(0)
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         """`batched_contains` for one key; a trained cartridge of several chunks is never pinned by one of them."""
@@ -117,30 +120,30 @@ class CartridgeBackend(StoragePluginInterface):
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """End one lease of a chunk; False if it has none."""
-        return self._guard(_release, key, default=False)
+        try:
+            return self._store is not None and self._store.release(key.chunk_hash, _tag(key) if key.tags else None)
+        except Exception:
+            return _failed(False)
 
     # Retrieval: LMCache's worker thread.
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Return a memory object over the resident bytes of each key, LMCache's to release; None from a miss on."""
-        found = self._guard(self._get, keys, default=[])
-        return [*found, *[None] * (len(keys) - len(found))]
+        found: list[MemoryObj | None] = []
+        try:
+            if keys and self._store is not None:
+                tags = keys[0].tags  # LMCache asks for the chunks of one request, and a request has one set of tags
+                hashes = [key.chunk_hash for key in keys if key.tags == tags]
+                if len(hashes) < len(keys):
+                    hashes = hashes[: next(at for at, key in enumerate(keys) if key.tags != tags)]
+                found = self._store.lend_run(hashes, _tag(keys[0]), self._objects.over)
+        except Exception:
+            found = _failed([])
+        return found if len(found) == len(keys) else found + [None] * (len(keys) - len(found))
 
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
         """Return a memory object over the chunk's resident bytes, LMCache's to release, or None on a miss."""
         return self.batched_get_blocking([key])[0]
-
-    def _get(self, store: CartridgeStore, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        found: list[MemoryObj] = []
-        # LMCache asks for the chunks of one request, and a request has one set of tags.
-        for _, run in itertools.groupby(keys, operator.attrgetter("tags")):
-            asked = list(run)
-            hashes = [key.chunk_hash for key in asked]
-            loans = store.lend_run(hashes, _tag(asked[0]))
-            found += map(self._objects.over, loans)
-            if len(loans) < len(hashes):
-                break
-        return found
 
     # Everything LMCache asks of a backend that stores: nothing is.
 
@@ -172,26 +175,18 @@ class CartridgeBackend(StoragePluginInterface):
     def __str__(self) -> str:
         return type(self).__name__
 
-    def _guard(self, call: Callable, *args: Any, default: Any) -> Any:
-        """Return `call(store, *args)`, or `default` if there is no store or anything at all goes wrong."""
-        if self._store is None:
-            return default
-        try:
-            return call(self._store, *args)
-        except Exception:
-            logger.exception("a cartridge lookup failed; LMCache is told of a miss")
-            return default
+
+def _failed(answer: Any) -> Any:
+    """Log the error that is being handled, and return what LMCache is told instead."""
+    logger.exception("a cartridge lookup failed; LMCache is told of a miss")
+    return answer
 
 
-def _release(store: CartridgeStore, key: CacheEngineKey) -> bool:
-    return store.release(key.chunk_hash, _tag(key))
-
-
-def _contains(store: CartridgeStore, keys: list[CacheEngineKey], pin: bool) -> int:
-    if not keys:
-        return 0
-    ask = store.lookup if pin else store.resident
-    return ask([key.chunk_hash for key in keys], _tag(keys[0]))
+_ATTRIBUTES = set(
+    "meta raw_data valid lock parent_allocator group_prefix_sum _used_size_override _l1_manager_id".split()
+)
+_METADATA = set("shape dtype address phy_size ref_count pin_count fmt cached_positions shapes dtypes".split())
+"""The attributes of LMCache's objects. Those of one that has others too are not copied to the next one."""
 
 
 class MemoryObjects:
@@ -200,43 +195,65 @@ class MemoryObjects:
     def __init__(self, shape: ChunkShape, layout: str) -> None:
         """`layout` is how the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
         planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
+        if shape.planes == 1:
+            planes = (1, shape.head_size)
+        self._format = MemoryFormat.KV_2LTD if shape.planes == 2 else MemoryFormat.KV_MLA_FMT
         self._size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
         self._dtype, self._bytes = HELD[shape.dtype], shape.size_bytes
+        made = self._construct(torch.empty(0, dtype=torch.uint8))
+        self._object, self._metadata = vars(made).copy(), vars(made.meta).copy()
+        made.invalidate()  # there is nothing to free
+        self._are_known = self._object.keys() == _ATTRIBUTES and self._metadata.keys() == _METADATA
 
-    def over(self, hold: Hold) -> MemoryObj:
-        """Return an object over the bytes of a hold, LMCache's to release, which ends the hold. Copies nothing."""
+    def over(self, data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
+        """Return an object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing."""
+        if not self._are_known:
+            made = self._construct(data)
+            made.end_loan = end
+            return made
+        # What the constructors would make, in a third of the time.
+        metadata, made = object.__new__(MemoryObjMetadata), object.__new__(CartridgeMemory)
+        metadata.__dict__ = facts = self._metadata.copy()
+        facts["address"] = data.data_ptr()
+        made.__dict__ = own = self._object.copy()
+        own["meta"], own["raw_data"], own["lock"], own["end_loan"] = metadata, data, threading.Lock(), end
+        return made
+
+    def _construct(self, data: torch.Tensor) -> CartridgeMemory:
         metadata = MemoryObjMetadata(
-            self._size, self._dtype, hold.bytes.data_ptr(), self._bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD,
+            self._size, self._dtype, data.data_ptr(), self._bytes, ref_count=1, fmt=self._format,
             shapes=[self._size], dtypes=[self._dtype],
         )  # fmt: skip
-        return CartridgeMemory(hold.bytes, metadata, _Lender(hold))
+        return CartridgeMemory(data, metadata, _LENDER)
 
 
 class CartridgeMemory(TensorMemoryObj):
     """A memory object over a cartridge's resident bytes: LMCache may read it, and keeps it in no cache of its own."""
 
+    end_loan: Callable[[], None]
+
 
 class _Lender(MemoryAllocatorInterface):
-    """The parent allocator of one memory object: LMCache frees the object, and its hold ends."""
-
-    def __init__(self, hold: Hold) -> None:
-        self._hold = hold
+    """The parent allocator of memory objects: LMCache frees an object, and its loan ends."""
 
     def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
-        """End the object's hold. LMCache calls this with the object's lock held and sometimes twice."""
+        """End the object's loan. LMCache calls this with the object's lock held and sometimes twice."""
         memory_obj.invalidate()
-        self._hold.close()
+        memory_obj.end_loan()
 
     def batched_free(self, memory_objs: list[MemoryObj], *_: Any, **__: Any) -> None:
-        """End the holds of objects, each by its own allocator."""
+        """End the loans of objects."""
         for memory_obj in memory_objs:
-            memory_obj.parent().free(memory_obj)
+            self.free(memory_obj)
 
     def allocate(self, *_: Any, **__: Any) -> None:
-        """Return None: it has nothing but its hold."""
+        """Return None: it has nothing but what was lent."""
 
     def batched_allocate(self, *_: Any, **__: Any) -> None:
-        """Return None: it has nothing but its hold."""
+        """Return None: it has nothing but what was lent."""
+
+
+_LENDER = _Lender()
 
 
 def _tag(key: CacheEngineKey) -> str | None:
@@ -245,7 +262,9 @@ def _tag(key: CacheEngineKey) -> str | None:
     A request with any other tag, an adapter's among them, asked LMCache to keep it apart, and gets nothing that was not
     made for that tag.
     """
-    tags = [(name, value) for name, value in key.tags or () if name != TENANT]
+    if not key.tags:
+        return None
+    tags = [(name, value) for name, value in key.tags if name != TENANT]
     if not tags:
         return None
     return str(tags[0][1]) if len(tags) == 1 and tags[0][0] == TAG else ""

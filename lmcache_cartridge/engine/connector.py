@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from .contract import API_PLUGIN, GRANT, REQUEST_API
+from .contract import API_PLUGIN, GRANT, NULL_BLOCK, REQUEST_API
 from .saving import Lost, keep_apart
 from .tier_events import TellsTiers
 
@@ -36,7 +36,9 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         from . import host, host_inprocess
         from .describe import check_inside, check_vllm, without_draft
+        from .forms import configure
 
+        configure(vllm_config.kv_transfer_config)
         host.start("in-process")
         kv_cache_config = without_draft(kv_cache_config) or kv_cache_config
         check_vllm(vllm_config, kv_cache_config)
@@ -84,6 +86,7 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
                 or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
+        self._check_sleep()
         self._lmcache.ask_first(CartridgeBackend)
         offer()
         self.tell_socket(self._config, CartridgeWorker().cartridge_control)
@@ -91,29 +94,46 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
         from . import host
-        from .describe import computed_dtype, own_layers, transfer_of
+        from .describe import computed_dtype, own_layers, saves
         from .inject import EngineWriteConnector
+        from .inject_latent import LatentConnector
 
         engine = self._lmcache.engine
-        layers, _, tokens, heads, head_size = engine.metadata.kv_shape
+        layers, planes, tokens, heads, head_size = engine.metadata.kv_shape
         dtype = str(engine.metadata.kv_dtype).removeprefix("torch.")
-        if not isinstance(engine.gpu_connector, EngineWriteConnector):
-            engine.gpu_connector = EngineWriteConnector()
-        shape = ChunkShape(heads, layers, tokens, head_size, dtype)
-        saves = transfer_of(self._config).kv_role != "kv_consumer"
+        wanted = LatentConnector if engine.metadata.use_mla else EngineWriteConnector
+        if not isinstance(engine.gpu_connector, wanted):
+            engine.gpu_connector = wanted()
+        shape = ChunkShape(heads, layers, tokens, head_size, dtype, planes)
         is_stage = self._config.parallel_config.pipeline_parallel_size > 1
         first = own_layers(self._config).start if is_stage else 0
         injector = engine.gpu_connector
         injector.bind(
-            kv_caches, host.attention_layers(self._config), shape, saves=saves, first_layer=first,
+            kv_caches, host.attention_layers(self._config), shape, saves=saves(self._config), first_layer=first,
             computed=computed_dtype(self._config, engine.metadata.kv_dtype),
         )  # fmt: skip
         quantised = f"/{injector.quantiser.digest}" if injector.quantiser else ""
         self._lmcache.name_layout(injector.layout + quantised)
 
+    def _check_sleep(self) -> None:
+        """Raise `UnsupportedEngine` where vLLM may sleep without a word to us, and there is a device tier.
+
+        vLLM 0.32 has all that is allocated while KV caches are registered in the memory that it frees, the tier's too, and
+        a chunk that is loaded meanwhile would be written there.
+        """
+        from ..errors import UnsupportedEngine
+        from .backend import stores
+
+        tells = hasattr(super(), "unregister_kv_caches")
+        if self._config.model_config.enable_sleep_mode and not tells and any(store.device for store in stores()):
+            raise UnsupportedEngine(
+                "sleep mode with a device tier: vLLM before 0.33 does not tell when it frees that tier's memory; set "
+                "`device_bytes: 0`, or serve without sleep mode"
+            )
+
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return True: vLLM tells us when it sleeps, from 0.33 on. Before, the device tier keeps its memory meanwhile."""
+        """Return True: vLLM tells us when it sleeps, from 0.33 on. Before, `_check_sleep` refuses a device tier."""
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -124,11 +144,20 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
             store.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Have a device tier again."""
+        """Have a device tier again, where there is memory for it."""
         from .backend import stores
 
         for store in stores():
-            store.wake()
+            try:
+                store.wake()
+            except RuntimeError as error:  # as torch says that memory is short
+                logger.warning("no device tier until the engine wakes up again: %s", error)
+
+    def shutdown(self) -> None:
+        """End LMCache's storage thread. LMCache's own connector does not (vLLM 0.32), and an engine that may take its time
+        to stop, `--shutdown-timeout`, then hangs for all of it.
+        """
+        self._lmcache.end_storage()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have LMCache load what this step needs, and note what it could not."""
@@ -139,6 +168,10 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         """Have LMCache save what this step computed, less what rests on KV that could not be loaded."""
         self._lost.withhold(self._lmcache.steps_requests(), self._failed)
         super().wait_for_save()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that LMCache could not fill, without the one that requests share and nothing reads."""
+        return super().get_block_ids_with_load_errors() - {NULL_BLOCK}
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Forget requests that have ended."""

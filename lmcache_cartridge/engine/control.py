@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from ..artifact.cartridge import Place
+from ..artifact.fingerprint import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
 from ..memory.claim import Claim
 from ..memory.readiness import Readiness
@@ -81,9 +82,15 @@ def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
     return getattr(store(), method)(*arguments)
 
 
-def _captured(*arguments: Any) -> bytes:
+def _captured(store: Callable[[], Any], *arguments: Any) -> bytes:
     from .capture import captured  # loads LMCache
 
+    quantised = str(store().engine.fingerprint.quantisation)
+    if quantised.startswith(ONLINE):
+        raise UnsupportedEngine(
+            f"this engine quantises the weights itself ({quantised}), and what it computes would be taken for the KV of the "
+            "checkpoint; quantise the checkpoint"
+        )
     return captured(*arguments)
 
 
@@ -95,7 +102,8 @@ def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     claims, sending, threads = _Claims(store), threading.Lock(), threading.BoundedSemaphore(_MAX_CALLS)
     at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
     methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS}
-    methods["captured"] = _captured
+    methods["captured"] = partial(_captured, store)
+    methods["fingerprint"] = lambda: store().engine.fingerprint
     methods["preload"] = lambda tag, places: store().preload(tag, _places(places))._asdict()
 
     def answer(number: Any, method: Any, call: Callable[[], Any]) -> None:

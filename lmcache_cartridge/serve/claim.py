@@ -16,6 +16,9 @@ from . import http
 from .request import Refusal
 from .resolve import Selection
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE = 0.002, 0.2, 0.1
+"""Between two polls: a share of the time waited so far, so that little is added to any load. With pauses that double, one
+of 130 ms is noticed after 254."""
 _LAST_POLL_S = 0.5
 """How long the workers may take to say how far a claim is, when its time is up."""
 
@@ -55,7 +58,8 @@ class Claim(RemoteClaim):
         selection = self.selection
         if selection.tag is None:
             return True
-        deadline, pause = time.monotonic() + settings.ready_timeout_s, 0.002
+        started = time.monotonic()
+        deadline = started + settings.ready_timeout_s
         while True:
             try:
                 async with asyncio.timeout(max(deadline - time.monotonic(), _LAST_POLL_S)):
@@ -83,8 +87,7 @@ class Claim(RemoteClaim):
                 raise Refusal(
                     503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
                 )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.2)
+            await asyncio.sleep(min(max((time.monotonic() - started) * _PAUSE, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
 
     def use_text(self) -> None:
         """Put the documents' own text in the place of the KV, which is let go."""
@@ -125,10 +128,10 @@ class Grant(dict):
     def __init__(self, own: dict[str, Any], claim: Claim, client_salt: str | None = None) -> None:
         """`own` are the client's own parameters, and `client_salt` its `cache_salt`."""
         selection = claim.selection
-        resident = len(selection.token_ids) if claim.is_whole else selection.must_inject
+        resident = selection.positions if claim.is_whole else selection.must_inject
         granted = {
             "must_inject": selection.must_inject, "resident": resident, "salt": client_salt or "",
-            "adapter": adapter_name(selection.adapter),
+            "adapter": adapter_name(selection.adapter), "positions": selection.positions,
         }  # fmt: skip
         super().__init__(own | {TAG: selection.tag, GRANT: granted})
         self.claim = claim

@@ -225,12 +225,14 @@ class Router:
             hashed = "" if api_key is None else hashlib.sha256(api_key.encode()).hexdigest()
             for key in (f"key:{hashed}", f"model:{model}", "*"):
                 if key in settings.static:
-                    return [Reference(id=settings.static[key], source="registry")]
+                    return [Reference(id=settings.static[key])]
         return []
 
     def _parts(self, reference: Reference) -> list[Reference]:
         names = self._settings.composites.get(reference.id) if reference.where() == "registry" else None
-        return [reference] if names is None else [reference.model_copy(update={"id": name}) for name in names]
+        if names is None:
+            return [reference]
+        return [Reference(id=name, force_redownload=reference.force_redownload) for name in names]
 
 
 def shorten(text: str) -> str:

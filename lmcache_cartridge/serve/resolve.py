@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from ..artifact import reading
+from ..artifact.caches import reach
 from ..artifact.chat import Chat
-from ..artifact.fingerprint import check_shift
 from ..artifact.location import allowed, is_remote
 from ..artifact.lru import Lru
 from ..artifact.manifest import Manifest
+from ..artifact.rope import check_shift
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,
@@ -38,6 +39,7 @@ from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
+from .imported import SUFFIX, Imports
 from .request import Reference, Refusal, Unservable, shorten, without_paths
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.resolve")
@@ -62,7 +64,7 @@ class Selection(NamedTuple):
     places: tuple[tuple[str, str], ...]
     """The directory of each manifest with its token ids, and the location of each payload."""
     token_ids: tuple[int, ...]
-    """Ids of all of them, in order; they go before the prompt's own."""
+    """Ids of all of them, in order; they go before the prompt's own. Of what is computed those of its document."""
     document_ids: tuple[int, ...] | None
     """Ids of the documents' own text, for when the KV cannot be had; None if one carries none."""
     afresh: tuple[str, ...] = ()
@@ -71,12 +73,31 @@ class Selection(NamedTuple):
     """What the request named, one of each."""
     adapter: Any = None
     """vLLM's request of the LoRA adapter that computes the prompt; None for the base model."""
+    computed: int = 0
+    """How many of the last ones the engine computes: the first of tokens only, and what stands behind it."""
+
+    @property
+    def injected(self) -> tuple[Manifest, ...]:
+        """Those whose KV is injected."""
+        return self.manifests[: len(self.manifests) - self.computed]
+
+    @property
+    def positions(self) -> int:
+        """Leading positions whose KV is injected, as far as they fill chunks."""
+        return sum(m.positions for m in self.injected)
 
     @property
     def tag(self) -> str | None:
-        """Every digest in order, which LMCache's keys are bound to. None without any KV."""
-        digests = [m.digest for m in self.manifests if m.kind != "tokens"]
-        return ".".join(digests) or None
+        """The digests of what is injected in order, which LMCache's keys are bound to. None without any KV."""
+        return ".".join(m.digest for m in self.injected) or None
+
+    @property
+    def text(self) -> Selection | None:
+        """The first that is of tokens only, alone and as if it were injected: to ask the engine whether it may have it."""
+        at = len(self.injected)
+        if not self.computed:
+            return None
+        return Selection(self.manifests[at : at + 1], self.places[at : at + 1], (), ())
 
     @property
     def chat(self) -> Chat | None:
@@ -91,13 +112,13 @@ class Selection(NamedTuple):
     @property
     def located(self) -> dict[str, tuple[str, str]]:
         """`places` by digest, as workers want them."""
-        return {m.digest: place for m, place in zip(self.manifests, self.places, strict=True)}
+        return {m.digest: place for m, place in zip(self.injected, self.places, strict=False)}
 
     @property
     def must_inject(self) -> int:
         """Leading positions that must never be computed: up to the end of the last trained cartridge."""
         end = needed = 0
-        for manifest in self.manifests:
+        for manifest in self.injected:
             end += manifest.positions
             needed = end if manifest.kind == "trained" else needed
         return needed
@@ -108,27 +129,31 @@ class Selection(NamedTuple):
         return ", ".join(m.name for m in self.manifests)
 
     def used(self, cached_tokens: int = 0) -> str:
-        """Return the response header: `id@version;positions=p;injected=n` for each.
+        """Return the response header: `id@version;positions=p;injected=n` for each, and how others were `served`.
 
         `cached_tokens` leading positions of the prompt were not computed; each cartridge has its share of them.
         """
         parts, left = [], cached_tokens
-        for manifest in self.manifests:
-            injected = min(max(left, 0), manifest.positions)
-            parts.append(f"{manifest.name};positions={manifest.positions};injected={injected}")
+        for place, manifest in enumerate(self.manifests):
+            is_computed = place >= len(self.injected)
+            injected = 0 if is_computed else min(max(left, 0), manifest.positions)
+            how = f";served={'tokens' if manifest.kind == 'tokens' else 'document'}" if is_computed else ""
+            parts.append(f"{manifest.name};positions={manifest.positions};injected={injected}{how}")
             left -= manifest.positions
         return ", ".join(parts)
 
     @property
     def notice(self) -> str:
         """What the client of a chain should know: which of its cartridges were made for less company; empty for none."""
-        others = len(self.manifests) - 1
-        alone = [f"{m.name} ({m.company})" for m in self.manifests if m.company is not None and m.company < others]
+        others = len(self.injected) - 1
+        alone = [f"{m.name} ({m.company})" for m in self.injected if m.company is not None and m.company < others]
         return f"made for fewer than {others} others: {', '.join(alone)}" if alone else ""
 
     @property
     def replaced(self) -> str:
         """The response header where the documents' text took the cartridges' place."""
+        if self.computed:
+            return self._replace(computed=len(self.manifests)).used()
         return f"{self.used()};served=document"
 
     def refused(self, rank: Mapping[str, Any]) -> Unservable:
@@ -180,6 +205,8 @@ class Resolver:
         # A connection for each read there may be: a slow one keeps no other waiting.
         sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, sources)
+        self.imports = Imports(settings, sources, clock=clock)
+        """What is made of `.pt` files that requests name."""
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
         """By location and digest; once it was checked against the digest, it is not read again."""
         self._rows: Lru[str, list[RegistryEntry]] = Lru(_MAX_ROWS)
@@ -206,28 +233,51 @@ class Resolver:
         known = found or {}
         each = [known.get(reference) or self.find(reference, wait=found is None) for reference in references]
         manifests = tuple(one.manifest for one in each)
-        if len(manifests) > 1 and any(m.kind == "tokens" for m in manifests):
-            raise Refusal(422, "a cartridge of tokens only cannot be chained with others; put its text into the prompt")
+        kv = next((i for i, m in enumerate(manifests) if m.kind == "tokens"), len(manifests))
+        for one in each[kv:]:
+            self._check_computed(one, manifests[kv])
         if len({manifest.fingerprint.lora for manifest in manifests}) > 1:
             raise Refusal(422, "cartridges of different LoRA adapters, or of one and the base model, make no chain")
         if first := next((m for m in manifests[:-1] if m.chat is not None), None):
             raise Refusal(
                 422, f"{first.name} is of a chat, which the request goes on with; in a chain it must be the last"
             )
-        for manifest in manifests[1:]:
+        for manifest in manifests[1:kv]:
             try:
                 check_shift(manifest.fingerprint.rope)
             except UnsupportedModel as error:
                 raise Refusal(422, f"{manifest.name} cannot stand behind another cartridge: {error}") from None
+        most, end = reach(manifests[0].fingerprint.architecture), sum(m.positions for m in manifests)
+        if most is not None and len(manifests) > 1 and end > most:
+            raise Refusal(422, f"the chain has {end} positions; this model's KV cannot be moved beyond {most}")
         documents = [one.document_ids for one in each if one.document_ids is not None]
         whole = tuple(chain.from_iterable(documents)) if len(documents) == len(each) else None
         afresh = tuple(m.digest for m, r in zip(manifests, references, strict=True) if r.force_redownload)
         places = tuple((str(one.root), one.location) for one in each)
-        ids = tuple(chain.from_iterable(one.token_ids for one in each))
-        selection = Selection(manifests, places, ids, whole, afresh, tuple(references))
+        computed = len(each) - kv
+        ids = tuple(
+            chain.from_iterable([one.token_ids for one in each[:kv]] + [one.document_ids or () for one in each[kv:]])
+        )
+        selection = Selection(manifests, places, ids, whole, afresh, tuple(references), computed=computed)
         if selection.notice and self._settings.on_made_alone == "error":
             raise Refusal(400, f"this chain is refused by the setting on_made_alone: {selection.notice}")
         return selection
+
+    def _check_computed(self, one: Found, first: Manifest) -> None:
+        """Raise `Refusal` for a cartridge that stands behind `first`, of tokens only, and cannot be computed there.
+
+        LMCache finds KV from the first position on, and has none of `first`.
+        """
+        manifest, where = one.manifest, f"it stands behind {first.name}, which has no KV, so the engine computes both"
+        if manifest.fingerprint.base.differences(first.fingerprint.base):
+            raise Refusal(409, f"{first.name} and {manifest.name} are of different models")
+        if manifest.kind == "trained" and one.document_ids is None:
+            raise Refusal(422, f"{manifest.name} has no text to compute: {where}. Name it first")
+        if manifest.kind == "trained" and self._settings.on_miss != "document":
+            raise Refusal(
+                422, f"{manifest.name} is trained: {where}. Name it first, or have its document's text take its place by the "
+                "setting on_miss=document",
+            )  # fmt: skip
 
     def find(self, reference: Reference, *, wait: bool = True) -> Found:
         """Return the cartridge that one reference stands for. Raises `Refusal`.
@@ -235,14 +285,18 @@ class Resolver:
         Raises `NeedsReading` in place of a read that may hang, unless it is to `wait`.
         """
         where = reference.where()
+        if where != "registry" and reference.id.endswith(SUFFIX):
+            if not wait:
+                raise NeedsReading(reference, reference.id)
+            root = self._imported(reference, where)
+            return self._read(reference, root, str(root), None)
         if where == "local":
             if not wait:
                 raise NeedsReading(reference, os.path.normpath(reference.id))
             root = self._local(reference)
             return self._read(reference, root, str(root), None)
         if where == "s3":
-            if not allowed(reference.id, self._settings.buckets):
-                raise Refusal(404, f"no cartridge is at {_shown(reference)}")
+            self._check_bucket(reference)
             return self._read(reference, self._fetched(reference, reference.id, wait), reference.id, None)
         rows, refusals = self._candidates(reference), {}
         now, refused = self._clock(), self._refused
@@ -292,7 +346,7 @@ class Resolver:
     def _read(self, reference: Reference, root: Path, location: str, digest: str | None) -> Found:
         """Read a manifest and what belongs to it. Raises `Refusal` unless it can be used."""
         try:
-            manifest, ids, document = self._load(root, location == str(root), digest, _stamp(root))
+            manifest, ids, document = self._load(root, digest, _stamp(root))
         except CartridgeError:
             raise Refusal(422, f"cartridge {_shown(reference)} is damaged; see `lmcache-cartridge verify`") from None
         found = Found(manifest, root, location, ids, document)
@@ -328,7 +382,7 @@ class Resolver:
     def _is_replaced(self, root: Path, digest: str) -> bool:
         """Whether the copy at `root` is of another artefact than the one that was registered."""
         try:
-            self._load(root, False, digest, _stamp(root))
+            self._load(root, digest, _stamp(root))
         except CartridgeError as error:
             return isinstance(error, ReplacedArtifact)
         return False
@@ -342,8 +396,25 @@ class Resolver:
             real = None
         roots = [root.resolve() for root in self._settings.roots]
         if real is None or not path.is_absolute() or not any(real.is_relative_to(root) for root in roots):
-            raise Refusal(404, f"no cartridge is at {_shown(reference)}")
+            raise Refusal(404, f"no cartridge is at {_shown(reference)} {_under('roots', self._settings.roots)}")
         return real
+
+    def _check_bucket(self, reference: Reference) -> None:
+        if not allowed(reference.id, self._settings.buckets):
+            raise Refusal(404, f"no cartridge is at {_shown(reference)} {_under('buckets', self._settings.buckets)}")
+
+    def _imported(self, reference: Reference, where: str) -> Path:
+        """Return the artefact that was made of a `.pt` file, or that lies under such a name. Raises `Refusal`."""
+        if where == "local":
+            path = self._local(reference)
+            return path if path.is_dir() else self.imports.of_file(path, _shown(reference))
+        self._check_bucket(reference)
+        return self.imports.of_object(reference.id, _shown(reference), force=reference.force_redownload)
+
+
+def _under(setting: str, places: Sequence[Any]) -> str:
+    """Return, for an error message, which setting says where requests may look. It tells of nothing that is elsewhere."""
+    return f"under the setting `{setting}`" + ("" if places else ", which is empty")
 
 
 def _stamp(root: Path) -> int:
@@ -354,11 +425,12 @@ def _stamp(root: Path) -> int:
         return 0
 
 
-def _load(
-    root: Path, payload: bool, digest: str | None, stamp: int
-) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
-    """Return a cartridge's manifest, token ids and document ids. `stamp` is for the cache: it differs once replaced."""
-    manifest = reading.load_manifest(root, digest, payload=payload)
+def _load(root: Path, digest: str | None, stamp: int) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
+    """Return a cartridge's manifest, token ids and document ids. `stamp` is for the cache: it differs once replaced.
+
+    The payload is the workers' to find sound or not: without it a document is still answered from its tokens.
+    """
+    manifest = reading.load_manifest(root, digest, payload=False)
     ids = tuple(reading.load_token_ids(manifest, root).tolist())
     if manifest.kind != "trained":
         return manifest, ids, ids
