@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from blake3 import blake3
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .artifact.location import SCHEME, parse
 from .errors import SettingsError
@@ -54,7 +54,7 @@ class Settings(BaseModel):
     under `$XDG_DATA_HOME` or `~/.local/share`."""
     device_bytes: Bytes | None = None
     """Budget of the device tier, in the accelerator's memory; 0 switches it off. The default is the least of eight times
-    the largest cartridge, 1 GiB and half of the free memory. A CPU engine has no device tier."""
+    the largest cartridge, 1 GiB and half of the free memory. A CPU engine has no device tier; on a GPU it was never run."""
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier: the host's memory for chunks, in each worker."""
     disk_bytes: Bytes = 16 << 30
@@ -78,11 +78,25 @@ class Settings(BaseModel):
     """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory that
     machines share. It is followed every `reload_s` and never written to."""
 
+    fleet_servers: tuple[str, ...] = ()
+    """The servers behind the router, as it calls them and in its order; see `lmcache-cartridge fleet place`."""
+    fleet_router: Literal["envoy", "envoy-ring-hash", "vllm-router", "picker"] = "envoy"
+    """Whose hash says which of them owns a cartridge; `envoy` is `MAGLEV`, as our configuration has it."""
+    warm_owned: str | None = None
+    """Which of `fleet_servers` this one is. It then brings what it owns into memory when it starts and when the library
+    changes, the newest first, as much as `cpu_bytes` has room for."""
+
     unproven_versions: bool = Field(
         default_factory=lambda: os.environ.get(UNPROVEN_VARIABLE, "") not in ("", "0", "false")
     )
     """Whether versions of vLLM and LMCache may run that this release was not proven with; by default
     `$LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS`. They may answer wrongly without an error."""
+
+    accept_weights: bool = False
+    """Whether cartridges are served whose model differs from the engine's in its weights alone: another quantisation, the
+    original of a quantised model, a fine-tune. For who measured that difference. Their canaries are asked too: the log
+    says how far the engine's answers are from those of the model that made a cartridge, which is served all the same
+    unless `canary` is `required` or the answers are no numbers."""
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 
@@ -103,6 +117,9 @@ class Settings(BaseModel):
     """Directories under which requests may name artefacts by absolute path."""
     buckets: tuple[str, ...] = ()
     """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
+    imported_bytes: Bytes = 16 << 30
+    """Budget of the artefacts that are made of `.pt` files which requests name, under `disk_dir`; 0 refuses such files.
+    What was not used for longest goes first, and nothing that was used in the last hour."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
     """Which cartridges a request gets that names none. `explicit`: none. `label`: the label in its `label_field`.
     `static`: those in the map `static`. `composite`: the chain in `composites` that its `label_field` names."""
@@ -130,6 +147,9 @@ class Settings(BaseModel):
     retry_status: Literal[503, 425] = 503
     """Status of an answer that says when to ask again. Take 425 behind a router that retries 503 or shuts a server out
     after several; both say `Retry-After`, and `X-Should-Retry: true`, by which the stock OpenAI client asks again."""
+    drain_s: float = Field(default=0.0, ge=0, le=600)
+    """How long a server that was told to stop (SIGTERM) still takes requests. `GET /health` says 503 meanwhile, so that
+    routers send no more. What runs then may go on for vLLM's `--shutdown-timeout`."""
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
     that carry no questions."""
@@ -144,7 +164,7 @@ class Settings(BaseModel):
     agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, or else each API server has one of its own. Who knows
     it and a digest can read the KV of others' requests for that cartridge."""
     admin: bool = False
-    """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
+    """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
 
     @field_validator("s3_endpoint_url")
     @classmethod
@@ -172,6 +192,14 @@ class Settings(BaseModel):
         if not library.startswith("/") or "\0" in library:
             raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")
         return os.path.normpath(library)
+
+    @model_validator(mode="after")
+    def _check_owned(self) -> Settings:
+        if len(set(self.fleet_servers)) != len(self.fleet_servers):
+            raise ValueError("fleet_servers: name every server once")
+        if self.warm_owned is not None and self.warm_owned not in self.fleet_servers:
+            raise ValueError(f"warm_owned: {self.warm_owned} is none of fleet_servers, {', '.join(self.fleet_servers)}")
+        return self
 
     @field_validator("buckets")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
@@ -15,10 +15,11 @@ from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
 from lmcache_cartridge.library.catalog import Catalog
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.memory.claim import Claim
-from lmcache_cartridge.memory.layout import rank_heads
-from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
+
+if TYPE_CHECKING:
+    from lmcache_cartridge.memory.claim import Claim
+    from lmcache_cartridge.memory.store import CartridgeStore
 
 CHUNK = 16
 CHUNK_BYTES = make_fingerprint().token_bytes * CHUNK
@@ -67,6 +68,9 @@ class Home:
         **engine: Any,
     ) -> CartridgeStore:
         """Return a store with memory for `chunks`, closed and checked at the end of the test."""
+        from lmcache_cartridge.memory.layout import rank_heads
+        from lmcache_cartridge.memory.store import CartridgeStore
+
         engine = make_engine(fingerprint or make_fingerprint(), **engine)
         heads = len(rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)) / engine.fingerprint.kv_heads
         budget = int(chunks * engine.chunk_tokens * engine.fingerprint.token_bytes * heads)

@@ -14,8 +14,8 @@ import yaml
 from blocks import quietly
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from lmcache_cartridge.engine.lmcache_file import PLUGIN, lmcache_yaml
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.serve.launch import PLUGIN, lmcache_yaml
 from lmcache_cartridge.settings import Settings
 
 with quietly():

@@ -107,6 +107,10 @@ class Client:
         """Post nothing to `path`."""
         return self._http.post(path)
 
+    def post_json(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Post `body` to `path`."""
+        return self._http.post(path, json=body)
+
     def get(self, path: str) -> httpx.Response:
         """Return what the server says at `path`."""
         return self._http.get(path)

@@ -244,7 +244,7 @@ def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home
         assert [await _problem(adapters, s, "a") for s in (base, one)] == [await _problem(adapters, base, "a"), ""]
         assert "made with the base model" in await _problem(adapters, base, "a")
         assert [await _problem(adapters, base, "m"), bool(await _problem(adapters, one, "m"))] == ["", True]
-        stored_prompt = base._replace(manifests=(replace(base.manifests[0], kind="tokens"),))
+        stored_prompt = base._replace(manifests=(replace(base.manifests[0], kind="tokens"),), computed=1)
         assert await _problem(adapters, stored_prompt, "a") == "", "token ids go with any"
         with pytest.raises(ValueError, match="no room"):
             await load(directory, fails=True)

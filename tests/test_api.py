@@ -452,7 +452,7 @@ class ApiTests:
     def test_every_route_that_generates_is_known(self, served: Served) -> None:
         every = served.asker.http.get("/openapi.json").json()["paths"]
         paths = {path for path, methods in every.items() if "post" in methods}
-        taken = {*TAKING, "/v1/cartridges/{name}/{action}", "/v1/cartridges/capture"}
+        taken = {*TAKING, "/v1/cartridges/{name}/{action}", "/v1/cartridges/capture", "/v1/cartridges/drain"}
         harmless = {"/detokenize", "/ping", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel",
                     "/v1/systemone", "/inference/v1/abort_requests"}  # fmt: skip
         derendering = {path for path in paths if path.endswith("derender")}
@@ -700,7 +700,7 @@ class ApiTests:
         first, again = (served.asker.complete(ask(fact, 0), "prefix") for fact in ward.facts[:2])
         assert [first.text.strip(), again.text.strip()] == [fact.value for fact in ward.facts[:2]]
         assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
-        assert again.used == f"prefix@1;positions={len(ward.ids)}"
+        assert again.used == f"prefix@1;positions={len(ward.ids)};served=tokens"
 
     def test_two_thousand_clients_that_leave_leave_nothing_behind(self, served: Served) -> None:
         rng, facts = random.Random(4), {name: served.wards[name].facts for name in KINDS}
@@ -777,4 +777,24 @@ class ApiTests:
 
 
 class TestApi(ApiTests):
-    pass
+    def test_bench_measures_every_way_on_a_real_engine(
+        self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        home = str(served.settings.home)
+        options = ["--model", MODEL, "--home", home, "--p", "256,512", "--c", "1,2", "--repeat", "2", "--tokens", "4"]
+        status = main(["bench", "--url", served.url, *options, "--out", str(tmp_path)])
+        found = json.loads((tmp_path / "bench.json").read_text())
+        assert status == 0, found["remarks"]
+        rows = {(row["p"], row["c"], row["way"]): row for row in found["rows"]}
+        assert len(rows) == 2 * 2 * 4
+        for (p, c, way), row in rows.items():
+            assert row["requests"] == 2 * c and row["ttft_ms"]["number"] == 2 * c
+            assert row["cached"] == (0 if way == "dense" else p)
+        compared = [row["equal"] for row in rows.values() if row["equal"]]
+        assert sum(count for _, count in compared) == 2 * 3 * (2 + 4)
+        assert sum(same for same, _ in compared) >= 2 * 3 * (2 + 4) / 2, "rounding may part some, not most"
+        assert found["tiers"]["source"]["read_bytes"] > 0, "what is cold is read"
+        assert found["server"]["version"] and found["memory"]["seconds_and_bytes"]
+        left = [row.id for row in Registry(served.settings.registry_path).all()]
+        assert not [name for name in left if name.startswith("bench-")], "its cartridges are taken away"

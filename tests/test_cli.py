@@ -50,7 +50,7 @@ class _Cli:
     def json(self, *argv: str | Path) -> Any:
         """Run a command that must succeed and return what it tells programs."""
         ran = self(*argv, "--format", "json")
-        assert (ran.status, ran.err) == (0, "")
+        assert (ran.status, ran.err) == (0, ""), ran.err
         return ran.json
 
 
@@ -74,13 +74,16 @@ def _assert_one_line(ran: _Ran, *words: str) -> None:
         assert word in ran.err
 
 
-def _commands(cli: _Cli) -> list[str]:
-    return re.findall(r"^    ([a-z]+)(?: |$)", cli("--help").out, flags=re.MULTILINE)
+def _commands(cli: _Cli, *group: str) -> list[str]:
+    """Return every command, those of a group as `fleet score`."""
+    names = re.findall(r"^    ([a-z]+)(?: |$)", cli(*group, "--help").out, flags=re.MULTILINE)
+    below = {name: _commands(cli, name) for name in ["fleet"] if name in names}
+    return [" ".join([*group, one]) for name in names for one in below.get(name, [name])]
 
 
 def test_every_command_explains_itself_in_a_sentence_and_an_example_and_has_the_same_format_and_home(cli: _Cli) -> None:
     for command in _commands(cli):
-        ran = cli(command, "--help")
+        ran = cli(*command.split(), "--help")
         assert ran.status == 0
         paragraphs = [" ".join(p.split()) for p in ran.out.split("\n\n")]
         assert re.fullmatch(r"[A-Z].{15,}\.", paragraphs[1]), (command, paragraphs[1])
@@ -100,12 +103,14 @@ _RUNS = {
     "promote": ("promote", "doc@1"),
     "remove": ("remove", "doc"),
     "serve": ("serve", "m", "--print"),
+    "fleet place": ("fleet", "place", "--servers", "a,b", "doc"),
     "completion": ("completion", "bash"),
     "doctor": ("doctor",),
 }
 """Commands that need no model, server or bucket, and how to run each; in this order."""
 _RUN_BY_OTHERS = {
-    "build", "compact", "import", "compress", "export", "train", "evaluate", "push", "pull", "publish", "validate", "top", "demo",
+    "build", "compact", "import", "compress", "export", "train", "evaluate", "push", "pull", "publish", "validate", "bench", "top", "demo",
+    "fleet serve", "fleet score", "fleet pick",
 }  # fmt: skip
 
 
@@ -418,6 +423,6 @@ def test_bash_completes_commands_options_choices_and_files(
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_printed_for_each_shell_without_torch(cli: _Cli, shell: str) -> None:
     script = cli("completion", shell).out
-    assert all(command in script for command in _commands(cli))
+    assert all(word in script for command in _commands(cli) for word in command.split())
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True, timeout=60)

@@ -25,8 +25,8 @@ from lmcache_cartridge.serve.processes import SMALL
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = {"cli.md"}
-"""Made from `--help`, whose examples `test_cli` reads."""
+ELSEWHERE = {"cli.md", "tutorial.md"}
+"""Made from `--help`, whose examples `test_cli` reads; typed from top to bottom by `test_tutorial`."""
 
 BY_OTHERS = {
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
@@ -45,6 +45,9 @@ BY_OTHERS = {
     "lmcache-cartridge export ward-a --to peft --output adapter": "test_convert_export.py",
     "lmcache-cartridge export ward-a --to hazy --output checkpoint": "test_convert_export.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
+    "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "test_api.py",
+    "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "test_canary_served.py",
+    "lmcache-cartridge validate --url http://localhost:8000 --cartridges handbook --tier 0,1b,4": "test_ladder.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --l1-bytes 4GiB --l2-adapter "
     '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "test_l2_saving.py",
     **dict.fromkeys(
@@ -54,19 +57,43 @@ BY_OTHERS = {
             "lmcache-cartridge promote handbook@2 --library s3://cartridges/fleet",
             "lmcache-cartridge label current handbook@2 --library s3://cartridges/fleet",
             "lmcache-cartridge remove handbook@1 --library s3://cartridges/fleet",
+            "lmcache-cartridge fleet place --servers engine-0,engine-1 --library s3://cartridges/fleet",
         ],
         "test_published_cli.py",
     ),
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "test_published_served.py",
+    **dict.fromkeys(
+        [
+            "lmcache-cartridge fleet serve --config fleet.yaml",
+            "lmcache-cartridge fleet pick --cartridge handbook",
+            "lmcache-cartridge fleet score --cartridge handbook --prompt 'Who is on call on Sundays?'",
+        ],
+        "test_fleet_scores.py",
+    ),
+    "VLLM_PLUGINS=cartridges vllm serve ./llama --kv-transfer-config '{ "
+    '"kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector", '
+    '"kv_role": "kv_both", "kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
+    '"router": {"type": "label", "field": "cartridge_id"}}}\'': "test_forms_served.py",
+    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "test_fleet.py",
+    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set "
+    '\'fleet_servers=["engine-0", "engine-1"]\' --warm-owned engine-0': "test_fleet.py",
 }
 """Commands that need what other tests make, and which of them run the same."""
 
 BY_NOBODY = {
+    "lmcache-cartridge bench --model ./llama --p 256,1024,4096 --out bench-llama": "starts a server and takes minutes",
     "make demo": "it is the first of the two commands; its parts are `build` and `serve`, and CI runs the second",
     "make test": "it runs this",
     "make lint": "CI runs it after this",
     "make .venv/ready": "`make test` did it",
+    "make cartridges-test TIER=0,3cross": "it is `validate --model`, which takes two minutes",
+    "lmcache-cartridge validate --model ./llama --tier all": "takes ten minutes; docs/validate.md has what it printed",
+    "lmcache-cartridge validate --gpu --model ./llama": "needs a GPU; test_ladder.py has what it would start, and its refusal",
+    "lmcache-cartridge validate --url http://router:30080 --servers http://one:8000,http://two:8000 --tier 3cross,13": (
+        "needs a router; test_ladder runs it on a stub"
+    ),
     "make bench": "takes a quarter of an hour; test_benchmarks runs each benchmark with --smoke",
+    "python benchmarks/gpu.py": "takes ten minutes and a GPU; test_gpu_benchmark.py runs it with --smoke on the CPU",
     "python benchmarks/scale.py --full": "takes ten minutes; test_benchmarks runs it with --smoke",
     "pip install .": "test_doctor builds the wheel and looks into it; installing one needs the network",
     ".venv/bin/python -m pytest tests/test_manifest.py -q": "it is a part of `make test`",
@@ -114,7 +141,7 @@ def commands(page: Path) -> list[str]:
     return list(filter(None, found))
 
 
-SHOWN = {page.name: commands(page) for page in PAGES if page.name not in GENERATED}
+SHOWN = {page.name: commands(page) for page in PAGES if page.name not in ELSEWHERE}
 TYPED = [c for found in SHOWN.values() for c in found if c not in BY_OTHERS and c not in BY_NOBODY]
 
 

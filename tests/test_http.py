@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.testclient import TestClient
 
 from lmcache_cartridge.serve import http, misnamed
 from lmcache_cartridge.serve.request import Refusal, Router, read_header, read_references
@@ -206,6 +208,26 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
     assert reply.headers["x-should-retry"] == "true"
     assert "x-cartridges-notice" not in reply.headers
     assert http.api_key() is None, "outside a request there is none"
+
+
+def test_the_stock_client_does_not_ask_again_for_what_stays_refused() -> None:
+    app = FastAPI()
+    app.add_middleware(http.ResponseHeaders)
+    asked = []
+
+    async def refuse() -> JSONResponse:
+        asked.append(1)
+        http.never_again()
+        return JSONResponse({"error": "made for another model"}, 409)
+
+    app.post("/v1/completions")(refuse)
+    with (
+        TestClient(app, base_url="http://testserver/v1") as client,
+        openai.OpenAI(api_key="x", base_url="http://testserver/v1", http_client=client) as stock,
+        pytest.raises(openai.ConflictError),
+    ):
+        stock.completions.create(model="m", prompt="x")
+    assert len(asked) == 1
 
 
 def test_a_notice_goes_with_what_was_used() -> None:

@@ -190,6 +190,16 @@ def test_sleep_mode_goes_where_vllm_tells_us_of_it(tmp_path: Path, given: str) -
         plan("m", settings, mode="multiprocess", vllm_args=[given])
 
 
+def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path: Path) -> None:
+    settings, option = from_mapping({"home": tmp_path}), "--disable-hybrid-kv-cache-manager"
+    assert option not in plan("m", settings).command, "vLLM does so for our connector in-process"
+    assert plan("m", settings, mode="multiprocess").command.count(option) == 1
+    assert plan("m", settings, mode="multiprocess", vllm_args=[option]).command.count(option) == 1
+    for mode in ("in-process", "multiprocess"):
+        with pytest.raises(UnsupportedEngine, match=f"--no-disable-hybrid.* one KV for all layers; .* {option}"):
+            plan("m", settings, mode=mode, vllm_args=["--no-disable-hybrid-kv-cache-manager"])
+
+
 def test_several_engines_go_with_lmcaches_server(tmp_path: Path) -> None:
     plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", vllm_args=["-dp", "2"])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from blocks import quietly
+from fastapi import FastAPI
 from serving import stale_installation
 
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
@@ -20,7 +21,7 @@ with quietly():
 
     from lmcache_cartridge.engine.connector import check_api
     from lmcache_cartridge.engine.contract import REQUEST_API
-    from lmcache_cartridge.engine.host import check_handlers, extend_models
+    from lmcache_cartridge.engine.host_api import check_handlers, extend_models
     from lmcache_cartridge.serve.plugin import CartridgePlugin
 
 
@@ -58,6 +59,7 @@ def test_a_server_with_a_handler_that_does_not_show_us_the_field_does_not_start(
 def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
     plugin = CartridgePlugin()
+    plugin.attach_router(FastAPI())
     with pytest.raises(SettingsError, match="LMCACHE_CONFIG_FILE"):
         asyncio.run(plugin.init_state(None, _state(), SimpleNamespace()))
 

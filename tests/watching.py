@@ -21,6 +21,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.admin import add_routes
+from lmcache_cartridge.serve.drain import Drain
 from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
 from lmcache_cartridge.settings import Settings
@@ -111,11 +112,17 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
         return [getattr(store, method)() for store in watched.stores]
 
     nobody_asked = SimpleNamespace(outcome=lambda digest: None)
+    nothing_imported = SimpleNamespace(imports=SimpleNamespace(rows=list, location=lambda name: None))
     add_routes(
         app,
         SimpleNamespace(
-            library=None, settings=watched.settings, client=SimpleNamespace(ask=ask), canaries=nobody_asked
+            library=None,
+            settings=watched.settings,
+            client=SimpleNamespace(ask=ask),
+            canaries=nobody_asked,
+            resolver=nothing_imported,
         ),
+        Drain(0),
     )
 
     @app.middleware("http")

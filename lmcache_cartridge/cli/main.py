@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ENGINE, CartridgeError
-from . import author, compact, registry, serve, train
+from . import author, bench, compact, fleet, fleet_place, registry, serve, train, validate
+from .options import Verb
 from .show import show
 
 _EPILOG = """\
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", "lmcache_cartridge"):
             raise
-        how = ENGINE if package in ("vllm", "lmcache") else "pip install 'lmcache-cartridge[train]'"
+        extra = "fleet" if package in ("aiohttp", "zmq") else "train"
+        how = ENGINE if package in ("vllm", "lmcache") else f"pip install 'lmcache-cartridge[{extra}]'"
         problem = f"this command needs {package}, which is not installed: {how}"
     except KeyboardInterrupt:
         return 130
@@ -73,6 +75,33 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    verb = _adding_to(verbs)
+    for commands in (author, compact, train, registry, serve, validate, bench):
+        commands.add(verb)
+    summary = "Several servers: which owns a cartridge, what they hold, and which a request should go to."
+    several = verbs.add_parser(
+        "fleet",
+        help=summary,
+        description=summary,
+        epilog="example: lmcache-cartridge fleet pick --help",
+        allow_abbrev=False,
+    )
+    of_fleet = _adding_to(several.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    fleet_place.add(of_fleet)
+    fleet.add(of_fleet)
+    completion = verb(
+        "completion",
+        _completion,
+        "Print what lets a shell complete commands and options.",
+        "completion bash > ~/.local/share/bash-completion/completions/lmcache-cartridge",
+    )
+    completion.add_argument("shell", choices=SHELLS, help="the shell it is for")
+    return parser
+
+
+def _adding_to(verbs: Any) -> Verb:
+    """Return what adds a command to these."""
+
     def verb(
         name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
     ) -> argparse.ArgumentParser:
@@ -85,16 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
         added.add_argument("--format", choices=("text", "json"), default="text", help="for people or programs")
         return added
 
-    for commands in (author, compact, train, registry, serve):
-        commands.add(verb)
-    completion = verb(
-        "completion",
-        _completion,
-        "Print what lets a shell complete commands and options.",
-        "completion bash > ~/.local/share/bash-completion/completions/lmcache-cartridge",
-    )
-    completion.add_argument("shell", choices=SHELLS, help="the shell it is for")
-    return parser
+    return verb
 
 
 def _completion(arguments: argparse.Namespace) -> None:

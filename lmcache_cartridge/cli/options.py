@@ -12,6 +12,7 @@ from ..artifact.location import is_remote
 from ..errors import ArtifactError, CartridgeError
 
 if TYPE_CHECKING:
+    from ..artifact.fingerprint import Fingerprint
     from ..artifact.manifest import Manifest
     from ..library.registry import Registry
     from ..make.model import CausalModel
@@ -36,8 +37,18 @@ def add_made(parser: Any) -> None:
         default="plain",
         help="store KV as it is, or in int8 at half the bytes of bfloat16; served in the model's dtype either way",
     )
+    add_max_model_len(parser)
     add_device(parser)
     add_no_promote(parser)
+
+
+def add_max_model_len(parser: Any) -> None:
+    """Add the option by which models with longrope are settled."""
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N",
+        help="as the engine's, for models with longrope (Phi-3 and 4): by it engines take the short or the long factors "
+        "(default: the short ones)",
+    )  # fmt: skip
 
 
 def add_lora(parser: Any, when: str = "") -> None:
@@ -177,17 +188,25 @@ def root_of(arguments: argparse.Namespace, location: str) -> Path:
     return copy_of(arguments, location) if is_remote(location) else Path(location)
 
 
-def load_model(arguments: argparse.Namespace, dtype: str | None = None) -> CausalModel:
-    """Return the model of `--model`, `--dtype` and `--device`. Loads torch."""
+def load_model(arguments: argparse.Namespace, made: Fingerprint | None = None) -> CausalModel:
+    """Return the model of `--model`, `--dtype`, `--max-model-len` and `--device`, or as one was `made`. Loads torch."""
     from .show import working
 
     with working("load the model", arguments.format):
         from ..make.model import CausalModel
 
-        given = {
-            name: value for name in ("dtype", "device", "lora") if (value := getattr(arguments, name, None)) is not None
-        }
-        return CausalModel(arguments.model, **(given | ({"dtype": dtype} if dtype else {})))
+        options = ("dtype", "device", "lora", "max_model_len")
+        given = {name: value for name in options if (value := getattr(arguments, name, None)) is not None}
+        if made is not None:
+            given |= {"dtype": made.dtype, "max_model_len": made.rope and made.rope.max_model_len}
+        return CausalModel(arguments.model, **given)
+
+
+def load_config(arguments: argparse.Namespace) -> CausalModel:
+    """Return what is known of the model of `--model` and `--lora` without its weights, for KV of `--dtype`."""
+    from ..make.light import ConfigModel
+
+    return ConfigModel(arguments.model, dtype=arguments.dtype, lora=arguments.lora)
 
 
 def check_files(*paths: Path | None) -> None:

@@ -249,9 +249,11 @@ def _describe(arguments: argparse.Namespace) -> None:
     result = json.loads(manifest.encode())
     if result["payload"]:
         result["payload"].setdefault("encoding", "plain")
-    for part, long in (("payload", "checksums"), ("rope", "inv_freq")):
-        if shown := (result["fingerprint"] if part == "rope" else result)[part]:
-            del shown[long]
+    if payload := result["payload"]:
+        del payload["checksums"]
+    if rope := result["fingerprint"]["rope"]:
+        for rotation in (rope, *rope.get("others", ())):
+            del rotation["inv_freq"]
     if asked := result["canary"]:  # what is asked and answered is for servers
         result["canary"] = {"questions": len(asked["after"]), "in_a_chain": len(asked.get("behind", ())),
                             "sensitivity": asked["sensitivity"]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Commands around a server: `serve`, `validate`, `top`, `demo`, `doctor`, `config` and `completion`."""
+"""Commands around a server: `serve`, `top`, `demo`, `doctor`, `config` and `completion`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CartridgeError, SettingsError
-from .options import NAME, Verb, add_server_model, registry_of, root_of, settings_of
-from .show import bars, show, table, working
+from .options import Verb, settings_of
+from .show import show, working
 
 
 def add(verb: Verb) -> None:
     """Add the commands to the command line."""
     _add_serve(verb)
-    validate = verb(
-        "validate",
-        _validate,
-        "Ask a running server what is known to follow a cartridge, and compare its answers.",
-        "validate handbook --server http://localhost:8000",
-    )
-    validate.add_argument("name", help=NAME)
-    validate.add_argument(
-        "--server", required=True, metavar="URL", help="server that serves it; its key is that in $OPENAI_API_KEY"
-    )
-    add_server_model(validate)
-
     top = verb(
         "top",
         _top,
@@ -77,6 +65,12 @@ def _add_serve(verb: Verb) -> None:
         metavar="WHERE",
         help="published library to follow and serve, in place of the registry of --home: s3://bucket/prefix, or an "
         "absolute directory that machines share",
+    )
+    option(
+        "--warm-owned",
+        metavar="SERVER",
+        help="which of the setting `fleet_servers` this one is: it brings what it owns by the router's hash into memory "
+        "at start, as much as --cpu-bytes has room for",
     )
     option(
         "--on-load-failure",
@@ -129,16 +123,22 @@ def _add_serve(verb: Verb) -> None:
         help="run with versions of vLLM and LMCache that this release was not proven with; they may answer wrongly "
         "without an error",
     )
+    option(
+        "--accept-weights",
+        action="store_true",
+        help="serve cartridges whose model differs from this one in its weights alone, as of the original of a quantised "
+        "model; you measured the difference. Canaries are still asked",
+    )
     option("--print", action="store_true", help="print the files and command instead of running them")
 
 
-def _serve(arguments: argparse.Namespace) -> None:
+def _serve(arguments: argparse.Namespace) -> int | None:
     from ..serve.arguments import redacted
     from ..serve.launch import plan
 
     values = {
         name: value
-        for name in ("cpu_bytes", "disk_bytes", "library")
+        for name in ("cpu_bytes", "disk_bytes", "library", "warm_owned")
         if (value := getattr(arguments, name)) is not None
     }
     for name, value in map(_assignment, arguments.set):
@@ -147,6 +147,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         values[name] = value
     if arguments.unproven_versions:
         values["unproven_versions"] = True
+    if arguments.accept_weights:
+        values["accept_weights"] = True
     launch = plan(
         arguments.model, settings_of(arguments, **values), chunk_tokens=arguments.chunk_size, mode=arguments.mode,
         on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
@@ -157,8 +159,15 @@ def _serve(arguments: argparse.Namespace) -> None:
     plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": environment,
              "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
     show(plain, str(launch), arguments.format)
-    if not arguments.print:
-        launch.run()
+    if arguments.print:
+        return None
+    launch.write()
+    if launch.lmcache is None:
+        launch.become()
+    from ..serve.processes import run_pair
+
+    os.environ.update(launch.environment)
+    return run_pair(launch.lmcache, launch.command)
 
 
 def _bytes(option: str, text: str) -> int:
@@ -179,28 +188,6 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def _validate(arguments: argparse.Namespace) -> int:
-    from ..artifact import reading
-    from ..make.server import Server
-    from ..make.validate import validate
-
-    location = registry_of(arguments, read_only=True).find(arguments.name)
-    manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
-    with Server(arguments.server, arguments.server_model) as server, bars(arguments.format) as progress:
-        rows = validate(manifest, server, progress)
-    passed = all(row.passed for row in rows)
-    sensitivity = manifest.canary and manifest.canary.sensitivity
-    asked = [row._asdict() for row in rows]
-    result = {"name": manifest.name, "passed": passed, "sensitivity": sensitivity, "questions": asked}
-    readable = [
-        {name: row[name] for name in ("place", "positions", "injected", "difference")}
-        | {"bound": round(row["bound"], 4), "passed": "yes" if row["passed"] else f"NO {row['problem'] or ''}".rstrip()}
-        for row in asked
-    ]
-    show(result, table(readable), arguments.format)
-    return 0 if passed else 1
 
 
 def _seconds(text: str) -> float:

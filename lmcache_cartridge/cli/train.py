@@ -250,7 +250,7 @@ def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitSt
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
     from ..make.payload import read_checked
 
-    model = load_model(arguments, manifest.fingerprint.dtype)
+    model = load_model(arguments, manifest.fingerprint)
     with bars(arguments.format) as progress:
         kv = read_checked(manifest, root, model, progress)
     if isinstance(document, str):

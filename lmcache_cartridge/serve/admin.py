@@ -18,6 +18,7 @@ from .request import Reference, Refusal, without_paths
 
 if TYPE_CHECKING:
     from .admission import Admission  # which loads vLLM
+    from .drain import Drain
 
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _UNREADABLE = Refusal(503, "the registry cannot be read now", retry_after_s=5)
@@ -26,14 +27,17 @@ _PAGE_ROWS = 1000
 
 
 class Wanted(BaseModel):
-    """What KV a client fetches: so many tokens of the request that it named `name`. Without `chunk`: how many those are."""
+    """What KV a client fetches: so many tokens of the request that it named `name`.
+
+    Without `chunk`: how many those are, and of which model.
+    """
 
     name: str = Field("", max_length=128)
     token_ids: list[int] = []
     chunk: int | None = Field(None, ge=0)
 
 
-def add_routes(app: FastAPI, admission: Admission) -> None:
+def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     """Add the routes. Those that change anything answer 403 unless the setting `admin` is on."""
     router = APIRouter(prefix="/v1/cartridges")
 
@@ -49,11 +53,28 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         except RegistryError:
             return error(_UNREADABLE)
 
+    @router.post("/drain")
+    async def begin() -> Any:
+        if not admission.settings.admin:
+            return error(Refusal(403, "draining over HTTP is off; the setting `admin` switches it on"))
+        drain.begin()
+        return drain.state
+
+    @router.delete("/drain")
+    async def undo() -> Any:
+        if not admission.settings.admin:
+            return error(Refusal(403, "draining over HTTP is off; the setting `admin` switches it on"))
+        return drain.state if drain.undo() else error(Refusal(409, "this server is stopping"))
+
     @router.get("/{name}")
     async def one(name: str) -> Any:
         try:
             row = await asyncio.to_thread(_registry(admission).find, name)
         except CartridgeNotFound:
+            imported = [row for row in admission.resolver.imports.rows() if name in (row.id, row.name)]
+            if imported:
+                ranks = await admission.client.ask("status")
+                return (await asyncio.to_thread(_states, admission, ranks, imported))[0]
             return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
         except RegistryError:
             return error(_UNREADABLE)
@@ -66,7 +87,8 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             return error(Refusal(403, "fetching KV is off; the setting `admin` switches it on"))
         try:
             if wanted.chunk is None:
-                return {"chunk_tokens": (await admission.client.ask("numbers"))[0]["chunk_tokens"]}
+                (numbers, *_), (served, *_) = [await admission.client.ask(what) for what in ("numbers", "fingerprint")]
+                return {"chunk_tokens": numbers["chunk_tokens"], "fingerprint": served}
             ranks = await admission.client.ask("captured", wanted.name, wanted.token_ids, wanted.chunk)
         except CartridgeError as problem:
             return error(Refusal(409, str(problem)))
@@ -79,7 +101,9 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         if action not in _ACTIONS:
             return error(Refusal(404, f"no such action: {action[:80]!r}"))
         try:
-            selection = await admission.resolve([Reference(id=name[:1024], source="registry")])
+            imported = admission.resolver.imports.location(name)
+            reference = Reference(id=imported) if imported else Reference(id=name[:1024], source="registry")
+            selection = await admission.resolve([reference])
         except Refusal as refusal:
             return error(refusal)
         if selection.tag is None:
@@ -111,13 +135,18 @@ def _registry(admission: Admission) -> Registry:
 
 def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: str, active: bool) -> dict[str, Any]:
     """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
+    imported = admission.resolver.imports.rows()
     if active:
         tags = {
             tag for rank in ranks for tag in (*rank["pinned"], *rank["loading"], *chain(*rank["resident"].values()))
         }
-        rows, more = _registry(admission).having({digest for tag in tags for digest in tag.split(".")}), False
+        digests = {digest for tag in tags for digest in tag.split(".")}
+        rows, more = _registry(admission).having(digests), False
+        rows += [row for row in imported if row.digest in digests]
     else:
         rows = _registry(admission).page(limit + 1, after)
+        behind = after.rpartition("@")[0] or after
+        rows = sorted([*rows, *(row for row in imported if row.id > behind)], key=lambda row: (row.id, row.version))
         rows, more = rows[:limit], len(rows) > limit
     data = _states(admission, ranks, rows)
     claims = {
@@ -125,6 +154,8 @@ def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: 
     }
     last = rows[-1].name if rows else None
     page = {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
+    if admission.settings.accept_weights:
+        page["accept_weights"] = True
     if (library := admission.library) is not None:
         problem = library.problem and without_paths(library.problem, {library.location: "the library"})
         page["library"] = {"position": library.position, "seen": library.seen_s, "problem": problem}
@@ -136,6 +167,7 @@ def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[Regist
     quarantine = Quarantine(admission.settings.quarantine_dir)
     reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
     current = _registry(admission).current(row.id for row in rows)
+    current |= {row.name for row in admission.resolver.imports.rows()}
     return [
         _state(row, ranks, reasons.get(row.digest), row.name in current)
         | {"canary": admission.canaries.outcome(row.digest)}

@@ -15,11 +15,13 @@ import yaml
 
 from ..engine.contract import (
     DATA_PARALLEL,
+    ONE_GROUP,
     PLAIN_CACHES,
     QUANTISED_CACHES,
     QUANTISED_OTHERWISE,
     REFUSED_EXTRA,
     SAVING_STAGES,
+    SEVERAL_GROUPS,
     SLEEP,
     SPECULATION,
     SPECULATION_OTHERWISE,
@@ -108,6 +110,8 @@ class Arguments:
             raise UnsupportedEngine(f"--data-parallel-size {size}: {DATA_PARALLEL}")
         if not in_process and self.get("enable-sleep-mode") not in (None, "false", "False"):
             raise UnsupportedEngine(f"--enable-sleep-mode: {SLEEP}")
+        if self.get(f"no-{ONE_GROUP}") is not None or self.get(ONE_GROUP) in ("false", "False"):
+            raise UnsupportedEngine(f"--no-{ONE_GROUP}: {SEVERAL_GROUPS}")
         for name, why in _NEVER.items():
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")

@@ -33,6 +33,7 @@ _ANSWERS = (
     "/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations",
 )  # fmt: skip
 """Other routes that generate: what takes no cartridges cannot answer where one is required."""
+GENERATES = (*TAKES, *_ANSWERS)
 _LARGE_BYTES = 256 << 10
 """Bodies beyond this are looked at in a thread."""
 _FORM_FIELD = re.compile(rb'name="?[^";\r\n]{0,32}artridge')
@@ -237,6 +238,12 @@ def retry_after(seconds: float) -> None:
     if exchange := _exchange.get():
         exchange.headers[b"x-should-retry"] = b"true"
         exchange.headers[b"retry-after"] = str(max(1, round(seconds))).encode()
+
+
+def never_again() -> None:
+    """Tell OpenAI's client that asking again is in vain: by itself it asks three times where it hears 409."""
+    if exchange := _exchange.get():
+        exchange.headers[b"x-should-retry"] = b"false"
 
 
 class ResponseHeaders:

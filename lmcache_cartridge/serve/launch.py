@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
-from blake3 import blake3
-
-from ..engine.contract import API_PLUGIN, CONTROL, WORKER_EXTENSION
+from ..artifact.reading import MANIFEST, load_manifest
+from ..engine.contract import API_PLUGIN, CONTROL, ONE_GROUP, WORKER_EXTENSION
+from ..engine.forms import EXTRA, SKIP_SAVING, saves_nowhere, with_forms
+from ..engine.lmcache_file import VARIABLE, as_parameters, lmcache_yaml, yaml_path
 from ..engine.versions import check_versions
 from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
@@ -24,10 +25,7 @@ from ..settings import Settings
 from ..sources.published import look
 from .arguments import TRANSFER, Arguments, redacted
 
-PLUGIN = "cartridge"
-"""The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
 _KEY_VARIABLE = "VLLM_API_KEY"
-_EXTRA = "kv_connector_extra_config"
 _LEAST_L1_BYTES = 256 << 20
 _COLD_AT_ONCE = 4
 """Requests for the largest cartridge that may be staged at the same time, each in memory of its own (LMCache 0.5.6)."""
@@ -71,10 +69,9 @@ class Launch(NamedTuple):
         self.yaml_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.yaml_path.write_text(self.yaml)
 
-    def run(self) -> None:
-        """Write the YAML and become the server; does not return."""
-        self.write()
-        os.execvpe(self.program[0], self.program, {**os.environ, **self.environment})
+    def become(self) -> NoReturn:
+        """Become vLLM's server, whose YAML is written."""
+        os.execvpe(self.command[0], self.command, {**os.environ, **self.environment})
 
 
 def plan(
@@ -100,17 +97,19 @@ def plan(
     """
     arguments = Arguments(vllm_args)
     in_process = mode == "in-process"
-    role = _role(arguments.mapping(TRANSFER).get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process))
-    arguments.check(in_process=in_process, saves=role == "kv_both")
-    check_versions(unproven=settings.unproven_versions)
+    settings, given = with_forms(settings, arguments.mapping(TRANSFER))
+    role = _role(given.get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process))
+    is_idle = in_process and role == "kv_both" and not l1_bytes and saves_nowhere(given.get(EXTRA) or {}, os.environ)
+    arguments.check(in_process=in_process, saves=role == "kv_both" and not is_idle)
+    check_versions(unproven=settings.unproven_versions, mode=mode)
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)
-    # Named by content: servers with other settings may share the home.
-    path = settings.home / "run" / f"lmcache-{blake3(yaml.encode()).hexdigest(4)}.yaml"
+    path = yaml_path(settings, yaml)
     environment = {
-        "LMCACHE_CONFIG_FILE": str(path),
+        VARIABLE: str(path),
         "LMCACHE_TRACK_USAGE": "false",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": allowed_plugins(),
+        **({SKIP_SAVING: "1"} if is_idle else {}),
     }
     transfer: dict[str, Any] = {
         "kv_connector": "CartridgeConnector",
@@ -135,7 +134,7 @@ def plan(
             },
         }
     engine: dict[str, Any] = {
-        "kv_transfer_config": _merged(transfer, arguments.mapping(TRANSFER)),
+        "kv_transfer_config": _merged(transfer, given),
         "worker_extension_cls": WORKER_EXTENSION,
     }
     rest, key = arguments.without_key()
@@ -145,6 +144,8 @@ def plan(
         *server_command(model), f"--{TRANSFER}", json.dumps(engine["kv_transfer_config"]),
         "--enable-prompt-tokens-details", "--worker-extension-cls", engine["worker_extension_cls"],
     ]  # fmt: skip
+    if not in_process and arguments.get(ONE_GROUP) is None:  # in-process vLLM itself does that for our connector
+        command.append(f"--{ONE_GROUP}")
     sized = any(arguments.get(name) is not None for name in ("kv-cache-memory-bytes", "gpu-memory-utilization"))
     if _on_cpu() and not sized:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
@@ -154,32 +155,6 @@ def plan(
 def _role(given: str | None, *, saves: bool) -> str:
     """Return vLLM's word for whether LMCache saves, as the user gave it or else as this says."""
     return given if given in ("kv_both", "kv_consumer") else "kv_both" if saves else "kv_consumer"
-
-
-def lmcache_yaml(settings: Settings, chunk_tokens: int, saved_bytes: int = 0) -> str:
-    """Return the LMCache configuration: hashes that agree between processes, and `saved_bytes` for what LMCache saves.
-
-    Without these it is for nothing but cartridges.
-    """
-    extra = {
-        f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.engine.backend",
-        f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
-        **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in as_parameters(settings).items()},
-    }
-    lines = [
-        f"chunk_size: {chunk_tokens}",
-        "pre_caching_hash_algorithm: sha256_cbor  # builtin hashes differ from process to process",
-        f"local_cpu: {json.dumps(saved_bytes > 0)}  # whether LMCache keeps what vLLM computes",
-        f"max_local_cpu_size: {max(0.1, round(saved_bytes / (1 << 30), 3)):g}  # GiB for that; LMCache does not start with 0",
-        f"lookup_timeout_ms: {max(3000, round(1000 * settings.lookup_timeout_s) + 2000)}  # above lookup_timeout_s",
-        "save_unfull_chunk: false",
-        "enable_async_loading: false",
-        "use_layerwise: false",
-        f"storage_plugins: [{PLUGIN}]",
-        "extra_config:",
-        *(f"  {key}: {json.dumps(value)}" for key, value in extra.items()),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def lmcache_command(
@@ -213,11 +188,6 @@ def lmcache_command(
         if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * l1_bytes:
             command += ["--no-l1-use-lazy", "--shm-name", shm_name(port)]
     return command
-
-
-def as_parameters(settings: Settings) -> dict[str, Any]:
-    """Return settings as plain values, without those that are not set."""
-    return {k: v for k, v in settings.model_dump(mode="json").items() if v is not None and v != []}
 
 
 def control_path(port: int) -> str:
@@ -284,19 +254,22 @@ def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedEngine(
                 f"--{TRANSFER} has {name} {given[name]!r}, and cartridges need {ours[name]!r}; leave it out"
             )
-    own, extra = ours.get(_EXTRA, {}), given.get(_EXTRA) or {}
+    own, extra = ours.get(EXTRA, {}), given.get(EXTRA) or {}
     if clash := sorted(key for key in own.keys() & extra.keys() if own[key] != extra[key]):
-        raise UnsupportedEngine(f"--{TRANSFER}: `serve` sets {', '.join(clash)} in {_EXTRA} itself; leave it out")
+        raise UnsupportedEngine(f"--{TRANSFER}: `serve` sets {', '.join(clash)} in {EXTRA} itself; leave it out")
     if own or extra:
-        merged[_EXTRA] = extra | own
+        merged[EXTRA] = extra | own
     if "kv_load_failure_policy" in given:
         merged["kv_load_failure_policy"] = given["kv_load_failure_policy"]
     return merged
 
 
 def _largest_bytes(settings: Settings) -> int:
+    """Return the size of the largest cartridge that is registered, or that is one of `roots` itself."""
     look(settings)
-    return max((row.bytes for row in Registry(settings.registry_path, read_only=True).all()), default=0)
+    named = [load_manifest(root, payload=False) for root in settings.roots if (root / MANIFEST).is_file()]
+    registered = Registry(settings.registry_path, read_only=True).all()
+    return max([row.bytes for row in registered] + [manifest.payload_bytes for manifest in named], default=0)
 
 
 def _on_cpu() -> bool:

@@ -81,7 +81,7 @@ RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 SERVER_NUMBERS = (
     Number("requests", "counter", "Requests that named cartridges, by outcome: used, document (its text took their place), refused_STATUS, failed (vLLM refused the rest of it), abandoned (the client left)."),
     Number("lost_prompts", "counter", "Prompts counted as used whose KV the engine lost after all, by outcome: document (its text took their place) or error."),
-    Number("canaries", "counter", "Cartridges that the engine was asked about before their first request, by outcome: passed, failed (set aside on this engine) or unfinished (asked again by the next request)."),
+    Number("canaries", "counter", "Cartridges that the engine was asked about before their first request, by outcome: passed, accepted (made with other weights, which accept_weights allows, and as far off as those), failed (set aside on this engine) or unfinished (asked again by the next request)."),
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests: what was not prefilled, but for incomplete last chunks and lost prompts."),
     Number("request_wait_seconds", "histogram", "Time a request waited in the API server for its cartridges to be loaded."),
     Number("waiting_requests", "gauge", "Requests that wait in the API server for their cartridges now."),
@@ -98,7 +98,7 @@ LIBRARY_NUMBERS = (
 _OUTCOMES = {
     "requests": ("used", "document"),
     "lost_prompts": ("document", "error"),
-    "canaries": ("passed", "failed", "unfinished"),
+    "canaries": ("passed", "accepted", "failed", "unfinished"),
 }
 """Metrics with the label `outcome`, and its values that are exported from the start, so that rates see the first."""
 
@@ -283,7 +283,7 @@ class RequestMetrics:
         """Count positions that the engine gets the KV of."""
         self._positions.inc(positions)
 
-    def canary(self, outcome: Literal["passed", "failed", "unfinished"]) -> None:
+    def canary(self, outcome: Literal["passed", "accepted", "failed", "unfinished"]) -> None:
         """Count an engine asked about a cartridge."""
         self._canaries.labels(outcome).inc()
 

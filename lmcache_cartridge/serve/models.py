@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from ..engine import host
+from ..engine import host_api
 from ..errors import RegistryError
 from ..library.registry import Registry
 from ..settings import Settings
@@ -27,7 +27,7 @@ class CartridgeModels:
         """
         self._settings, self._router = settings, router
         self._registry = Registry(settings.registry_path, read_only=True)
-        router.models = host.extend_models(state, self._takes, http.model, self._cards)
+        router.models = host_api.extend_models(state, self._takes, http.model, self._cards)
 
     def _takes(self, model: str) -> bool:
         if http.path() not in (*http.TAKES, *http.SHOWS):

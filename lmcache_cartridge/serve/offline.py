@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from vllm import LLM, SamplingParams
+from vllm.logger import init_logger
 
+from ..artifact.canary import Comparison
 from ..artifact.chat import Chat
+from ..artifact.fingerprint import Fingerprint
+from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
 from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..settings import Settings
 from .adapters import check, read
-from .canary import Trial, Unfinished, examine, trials
+from .canary import Trial, Unfinished, examine, may_be_of_weights, other_weights, trials
 from .chat import behind
 from .launch import plan
 from .request import read_references
@@ -27,7 +31,9 @@ from .resolve import Resolver, Selection
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
+logger = init_logger("vllm.lmcache_cartridge.serve.offline")
 _clients: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
+_chunk_tokens: weakref.WeakKeyDictionary[LLM, int] = weakref.WeakKeyDictionary()
 _tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
 """By engine and tag: how the engine's answers to a canary differ from those expected, None if they do not."""
 
@@ -70,6 +76,8 @@ def with_cartridges(
         raise CartridgeError("a prompt must have text beside its cartridges")
     params = params.clone() if params is not None else SamplingParams()
     result = Prompt(prompt_token_ids=[*selection.token_ids, *own], cache_salt=selection.salt(None))
+    if selection.text is not None:
+        _claim(llm, settings, selection.text, Prompt())
     if selection.tag is not None:
         if params.prompt_logprobs is not None and selection.must_inject:
             raise CartridgeError("prompt logprobs need the prompt computed, and a trained cartridge cannot be")
@@ -109,9 +117,10 @@ class Prompt(dict):
 def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
     """Try the engine with what it was not tried with yet. Raises `CartridgeError` unless it answers right."""
     tried, config = _tried.setdefault(llm, {}), llm.llm_engine.model_config
+    chunk_tokens = _chunk_tokens[llm]
     for trial in trials(selection):
         tag, name = trial.tag, trial.manifest.name
-        if not trial.questions or trial.longest > config.max_model_len:
+        if not trial.questions or trial.longest > config.max_model_len or trial.prefix(chunk_tokens) is None:
             if settings.canary == "required":
                 raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
             continue
@@ -119,16 +128,21 @@ def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
             held = Prompt()
             _claim(llm, settings, trial.selection, held)
             try:
-                tried[tag] = _examine(llm, trial)
+                found = _examine(llm, trial)
+                tried[tag] = None if found is None else str(found)
+                weights = "" if found is None else _accepted_weights(llm, settings, trial.manifest)
+                if may_be_of_weights(found, weights):
+                    logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
+                    tried[tag] = None
             except Unfinished as reason:
                 raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
         if tried[tag] is not None:
             raise CartridgeError(f"{name} is set aside on this engine: {tried[tag]}")
 
 
-def _examine(llm: LLM, trial: Trial) -> str | None:
-    """Return how the engine's answers to a canary differ from those expected, None if they do not."""
-    exam = examine(trial, _clients[llm].call("numbers")[0]["chunk_tokens"], llm.llm_engine.vllm_config)
+def _examine(llm: LLM, trial: Trial) -> Comparison | None:
+    """Return the engine's first answer to a canary that is not as expected, None if all are."""
+    exam = examine(trial, _chunk_tokens[llm], llm.llm_engine.vllm_config)
     output = None
     while True:
         try:
@@ -138,10 +152,18 @@ def _examine(llm: LLM, trial: Trial) -> str | None:
         (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=trial.within.adapter)
 
 
+def _accepted_weights(llm: LLM, settings: Settings, manifest: Manifest) -> str:
+    """Return in which weights a cartridge is another model's, where it is served all the same; else nothing."""
+    if not settings.accept_weights or settings.canary == "required":
+        return ""
+    return other_weights(manifest, msgspec.convert(_clients[llm].call("fingerprint")[0], Fingerprint))
+
+
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
     """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
     if llm not in _clients:
-        _clients[llm] = ControlClient(llm.collective_rpc(CONTROL_METHOD))
+        _clients[llm] = ControlClient(list(dict.fromkeys(llm.collective_rpc(CONTROL_METHOD))))
+        _chunk_tokens[llm] = _clients[llm].call("numbers")[0]["chunk_tokens"]
     claim = _clients[llm].claim(selection.tag or "", selection.located)
     prompt.claim = claim
     deadline = time.monotonic() + settings.ready_timeout_s

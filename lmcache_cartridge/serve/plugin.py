@@ -14,12 +14,14 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
-from ..engine import host
+from ..engine import host, host_api
+from ..engine.forms import configure
 from ..errors import UnsupportedEngine
 from ..memory.loads import LOAD_SECONDS
 from ..settings import from_environment
 from .admin import add_routes
 from .admission import Admission
+from .drain import Drain, DrainGate
 from .http import Gate, ResponseHeaders
 from .metrics import StatusCollector, attach, follow, requests
 from .models import CartridgeModels
@@ -33,20 +35,25 @@ class CartridgePlugin:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        """Read the settings. vLLM would log an error here and go on without the plugin, so `init_state` raises it."""
+        """Do nothing: the settings may stand in options of the server, which `attach_router` is the first to see."""
         self._failed: Exception | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Read the settings; add the routes and what stands before all others.
+
+        vLLM would log an error here and go on without the plugin, so `init_state` raises it.
+        """
         try:
+            configure(getattr(getattr(app.state, "args", None), "kv_transfer_config", None))
             self._admission = Admission(from_environment())
         except Exception as error:
             self._failed = error
-
-    def attach_router(self, app: FastAPI) -> None:
-        """Add the routes and what stands before all others."""
-        if self._failed is not None:
             return
         app.add_middleware(Gate, settings=self._admission.settings)
         app.add_middleware(ResponseHeaders)
-        add_routes(app, self._admission)
+        self._drain = Drain(self._admission.settings.drain_s)
+        app.add_middleware(DrainGate, drain=self._drain)
+        add_routes(app, self._admission, self._drain)
         self.collector = StatusCollector(LOAD_SECONDS, library=lambda: self._admission.library)
         attach(app, self.collector)
 
@@ -60,7 +67,7 @@ class CartridgePlugin:
             raise UnsupportedEngine("this server has no engine, and cartridges need one")
         models = host.attribute(state, "openai_serving_models")
         await admission.start(engine_client, host.attribute(models, "lora_requests"))
-        host.wrap_handlers(
+        host_api.wrap_handlers(
             state,
             engine_client,
             lambda renderer: CartridgeRenderer(renderer, admission),
@@ -69,6 +76,7 @@ class CartridgePlugin:
         )
         CartridgeModels(admission.settings, admission.router, state)
         with requests().paused():
-            await host.check_handlers(state)
+            await host_api.check_handlers(state)
         self.collector.model = admission.router.models[0]
+        host_api.before_shutdown(engine_client, self._drain.wait)
         self._following = asyncio.create_task(follow(self.collector, admission.numbers))

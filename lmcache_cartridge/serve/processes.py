@@ -21,12 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from ..errors import UnsupportedEngine
+from ..errors import SettingsError, UnsupportedEngine
+from ..settings import from_environment
 from .arguments import Arguments
 from .launch import SHM, Launch, free_port
 
 _LET_GO_S = 5.0
-"""How long each server of a pair may take to end by itself, beside what `--shutdown-timeout` gives vLLM's requests."""
+"""How long each server of a pair may take to end by itself, beside what `drain_s` and `--shutdown-timeout` give vLLM's requests."""
 _PR_SET_PDEATHSIG = 1
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 """Environment for a small model on a shared CPU: one compute thread, and one process less."""
@@ -70,6 +71,15 @@ class ServerProcess:
     ) -> None:
         self._stop()
 
+    @property
+    def pid(self) -> int:
+        """The process, which is the head of its process group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        return self._process.poll()
+
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -94,7 +104,7 @@ def run_pair(lmcache: list[str], vllm: list[str]) -> int:
     Returns 1 where vLLM did not end by itself, 0 after a signal. Blocks.
     """
     children: dict[str, subprocess.Popen] = {}
-    let_go_s = {"vLLM": _LET_GO_S + float(Arguments(vllm).get("shutdown-timeout") or 0)}
+    let_go_s = {"vLLM": _LET_GO_S + float(Arguments(vllm).get("shutdown-timeout") or 0) + _drain_s()}
     stopped: list[bool] = []  # no event: its lock may be held by the very code that the signal interrupts
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stopped.append(True))
@@ -120,6 +130,13 @@ def run_pair(lmcache: list[str], vllm: list[str]) -> int:
             child.wait()
         if "--shm-name" in lmcache:  # LMCache's server leaves it when it is killed
             (SHM / f"lmcache_l1_pool_{lmcache[lmcache.index('--shm-name') + 1]}").unlink(missing_ok=True)
+
+
+def _drain_s() -> float:
+    try:
+        return from_environment().drain_s
+    except SettingsError:
+        return 0.0  # vLLM will say so
 
 
 def _end_with_parent() -> None:

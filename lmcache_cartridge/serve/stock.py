@@ -23,7 +23,7 @@ def register() -> None:
     """Put our connectors in the place of vLLM's, and have vLLM load the request API. Doing so again is no change."""
     if not is_named():
         return
-    from ..engine.host import replace_connectors
+    from ..engine.host_api import replace_connectors
     from .launch import allowed_plugins
 
     replace_connectors(_CONNECTORS)

@@ -8,10 +8,11 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
 from ..engine.contract import COMPUTED, TAG
+from ..engine.host_api import retryable
 from ..errors import CartridgeError
 from ..settings import Settings
 from . import http
@@ -106,7 +107,7 @@ class CartridgeRenderer:
         http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
         if is_granted:
-            requests().injected(len(selection.token_ids) * len(engine_inputs))
+            requests().injected(selection.positions * len(engine_inputs))
         return result
 
     def _prepend(self, engine_input: dict[str, Any], request: Any, claim: Claim) -> None:
@@ -250,9 +251,8 @@ class GuardedEngine:
         if is_broken or selection.document_ids is None or not may_compute:
             http.retry_after(1)
             requests().lost("error")
-            error = RetryableRequestError(f"the engine lost {selection.names} or could not go on with it; ask again")
-            error.status_code = HTTPStatus(self._settings.retry_status)
-            raise error
+            lost_it = f"the engine lost {selection.names} or could not go on with it; ask again"
+            raise retryable(lost_it, self._settings.retry_status)
         http.note(selection.replaced)
         requests().lost("document")
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
@@ -336,6 +336,8 @@ def _refusals_as_http(settings: Settings) -> Iterator[None]:
         if refusal.retry_after_s is not None:
             status = settings.retry_status
             http.retry_after(refusal.retry_after_s)
+        else:
+            http.never_again()
         raise GracefulHTTPError(str(refusal), HTTPStatus(status)) from None
     except CartridgeError:
         logger.exception("a request's cartridges could not be prepared")
