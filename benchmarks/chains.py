@@ -181,7 +181,7 @@ def ask(plan: Plan, model: CausalModel, kvs: Sequence[torch.Tensor], sheet: Shee
     """Return the share of a sheet's facts that are answered right after a chain."""
     chain, place = [], 0
     for kv in kvs:
-        chain.append(shift(kv, model.fingerprint.rope, place))
+        chain.append(shift(kv, model.fingerprint, place))
         place += kv.shape[2]
     asked = evaluate.pick(sheet.asked, plan.limit)
     asker = ModelAsker(model, [], torch.cat(chain, dim=2), "chat")

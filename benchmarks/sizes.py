@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.cli.show import size, table
 
-POSITIONS = (256, 1024, 4096, 16_384, 32_768)
+POSITIONS = (256, 1024, 4096, 8192, 16_384, 32_768)
 
 
 class Shape(NamedTuple):

@@ -9,11 +9,14 @@ one. A second server runs beside it in multiprocess mode, with LMCache's server 
 
   dense     the document's tokens, every one computed
   prefix    the same prompt again: vLLM's own prefix cache has it, nothing is loaded; nothing can be faster
+  own       the same, but that no two of the requests share blocks: what is left of a hit where nothing is loaded, and
+            each has keys and values of its own to read
   localcpu  LMCache's LocalCPU backend holds the chunks. LMCache 0.5.6 has no connector for CPU, so it is filled by
             `localcpu.py` and injected by our connector; its own path cannot run here
   warm      the cartridge, resident in the cpu tier
   disk      the cartridge, evicted from memory and its file dropped from the page cache
   s3        the same from an S3 server (--s3), evicted from memory and the disk tier
+  s3-raw    no request: the same bytes by ranged GETs of the same client
   mp-warm   the cartridge in multiprocess mode: LMCache's server has kept its own copy
   mp-cpu    the same, LMCache's server told to forget what it has: resident in the adapter's cpu tier only
   mp-disk   the same, evicted from there too, and its file dropped from the page cache
@@ -39,10 +42,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import report
-from chunks import drop, finite_bytes, push, start_s3
+from chunks import drop, finite_bytes, push, start_s3, written
 from sizes import SHAPES, Shape
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.location import parse
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -164,14 +168,17 @@ class Asker:
             self._evict(way, p)
         if way == "prefix" and p not in self._salts:
             self._salts[p] = uuid.uuid4().hex
-        bodies = [self._body(way, p) for _ in range(c)]
+        bodies = [self._body(way, p, client) for client in range(c)]
+        if way == "own":
+            with ThreadPoolExecutor(c) as pool:
+                list(pool.map(self._ask, [self._body(way, p, client, fills=True) for client in range(c)]))
         with ThreadPoolExecutor(c) as pool:
             started = time.perf_counter()
             answers = list(pool.map(self._ask, bodies))
             wall_s = time.perf_counter() - started
         return Sample(way, p, c, wall_s, answers)
 
-    def _body(self, way: str, p: int) -> dict[str, Any]:
+    def _body(self, way: str, p: int, client: int, *, fills: bool = False) -> dict[str, Any]:
         question = self._random.integers(2, self._vocabulary, QUESTION).tolist()
         own = uuid.uuid4().hex
         document = document_ids(p, self._vocabulary)
@@ -180,9 +187,11 @@ class Asker:
                 "prompt": document + question,
                 "extra": {"cache_salt": own, "kv_transfer_params": {"lmcache.tag.bench": "computed"}},
             }
-        if way == "localcpu":
+        if way == "localcpu" or fills:
             params = {"kv_transfer_params": {"lmcache.tag.bench": "localcpu"}}
-            return {"prompt": document + question, "extra": {"cache_salt": own, **params}}
+            return {"prompt": document + question, "extra": {"cache_salt": f"own-{client}" if fills else own, **params}}
+        if way == "own":
+            return {"prompt": document + question, "extra": {"cache_salt": f"own-{client}"}}
         if way == "prefix":
             return {"prompt": document + question, "extra": {"cache_salt": self._salts[p]}}
         name = f"s3-{p}" if way == "s3" else f"doc-{p}"
@@ -250,8 +259,45 @@ def touch(askers: dict[bool, Asker], plan: Plan) -> None:
             askers[way in MULTIPROCESS].sample(way, max(plan.positions), c)
 
 
-def measure(askers: dict[bool, Asker], plan: Plan, memory: Memory) -> list[Sample]:
-    """Ask in all ways, by turns within each p and c; `askers` by whether a way is of multiprocess mode."""
+class RawGets:
+    """The bytes of a cartridge by ranged GETs, of the sizes and as many at once as the settings allow, into one buffer."""
+
+    def __init__(self, settings: Settings) -> None:
+        from lmcache_cartridge.sources.s3_client import make_client
+
+        self._settings, self._buffers = settings, {}
+        self._client = make_client(
+            settings.s3_endpoint_url, settings.s3_region, max_pool_connections=settings.s3_connections
+        )
+
+    def sample(self, p: int) -> Sample:
+        """Fetch the cartridge of `p` positions once."""
+        location = Registry(self._settings.registry_path, read_only=True).find(f"s3-{p}").location
+        bucket, prefix = parse(location)
+        key, part = f"{prefix}/payload.safetensors", self._settings.s3_part_bytes
+        if p not in self._buffers:
+            self._buffers[p] = written(self._client.head_object(Bucket=bucket, Key=key)["ContentLength"])
+        buffer = self._buffers[p]
+
+        def get(start: int) -> None:
+            out = buffer[start : start + part]
+            body = self._client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{start + len(out) - 1}")[
+                "Body"
+            ]
+            done = 0
+            while done < len(out):
+                done += body.readinto(out[done:])
+
+        with ThreadPoolExecutor(self._settings.s3_connections) as pool:
+            took_s = report.timed(lambda: list(pool.map(get, range(0, len(buffer), part))))
+        return Sample("s3-raw", p, 1, took_s, [Answer(took_s, took_s, 0, 0)])
+
+
+def measure(askers: dict[bool, Asker], plan: Plan, memory: Memory, raw: RawGets | None = None) -> list[Sample]:
+    """Ask in all ways, by turns within each p and c; `askers` by whether a way is of multiprocess mode.
+
+    `raw` fetches the same bytes after each request to S3 alone.
+    """
     found, last = [], None
     touch(askers, plan)
     for p in plan.positions:
@@ -271,6 +317,8 @@ def measure(askers: dict[bool, Asker], plan: Plan, memory: Memory) -> list[Sampl
                         memory.phase = f"{way}, p {p}, c {c}"
                         sample = asker.sample(way, p, c)
                         found.append(sample)
+                        if way == "s3" and c == 1 and raw is not None:
+                            found.append(raw.sample(p))
                         report.say(
                             f"p {p}, c {c}, {way}: first token after "
                             f"{statistics.median(a.first_s for a in sample.answers):.3f} s, "
@@ -330,8 +378,16 @@ def figures(made: Sequence[dict[str, Any]]) -> list[str]:
     ratio("TTFT warm / prefix-cache hit, c = 1", ttft("warm"), ttft("prefix"), "at most 1.10")
     ratio("TTFT warm / LMCache LocalCPU hit, c = 1", ttft("warm"), ttft("localcpu"), "at most 1.00")
     ratio("TTFT warm at c = 16 / c = 1", ttft("warm", 16), ttft("warm"), "at most 3.1")
-    for way in ("warm", "disk"):
-        ratio(f"TTFT {way}, multiprocess / in-process, c = 1", ttft(f"mp-{way}"), ttft(way), "no goal")
+    ratio("TTFT warm / prefix-cache hit, c = 16", ttft("warm", 16), ttft("prefix", 16), "at most 1.05")
+    ratio(
+        "TTFT warm / prefix-cache hit that shares no blocks, c = 16", ttft("warm", 16), ttft("own", 16), "at most 1.05"
+    )
+    ratio("TTFT cold from disk / warm, c = 1", ttft("disk"), ttft("warm"), "at most 1.30")
+    if (raw := ttft("s3-raw")) and (warm := ttft("warm")):
+        ratio("TTFT from S3 / (warm + raw GETs of the bytes), c = 1", ttft("s3"), warm + raw, "at most 1.15")
+    ratio("TTFT warm, multiprocess / in-process, c = 1", ttft("mp-warm"), ttft("warm"), "at most 1.10")
+    ratio("TTFT warm, multiprocess / in-process, c = 16", ttft("mp-warm", 16), ttft("warm", 16), "at most 1.05")
+    ratio("TTFT disk, multiprocess / in-process, c = 1", ttft("mp-disk"), ttft("disk"), "no goal")
     for p in sorted({row["p"] for row in made if row["p"] <= DENSE_ALONE}):  # where dense has more than a sample or two
         dense, warm = at.get((p, 1, "dense")), at.get((p, 1, "warm"))
         if dense and warm:
@@ -453,7 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             second, lmcache = stack.enter_context(beside)
             askers[True] = Asker(second.url, model, shape.vocabulary, payloads, lmcache)
         try:
-            samples = measure(askers, plan, memory)
+            samples = measure(askers, plan, memory, RawGets(settings) if s3 else None)
         except Exception:
             for log in scratch.glob("log*"):
                 report.say(log.read_text(errors="replace")[-4000:])

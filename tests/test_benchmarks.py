@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,19 @@ def on_path() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "name",
-    ["mix", "replacement", "scale", "inject", "chunks", "start", "request_path", "compaction", "chains", "inits"],
+    [
+        "mix",
+        "replacement",
+        "scale",
+        "inject",
+        "chunks",
+        "start",
+        "request_path",
+        "compaction",
+        "chains",
+        "inits",
+        "fleet",
+    ],
 )
 def test_the_smallest_form_prints_its_table_and_writes_json_and_a_picture(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -102,10 +116,78 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["chains", "chunks", "cold_fetch", "compaction", "inits", "inject", "mix", "replacement", "scale", "ttft"]
+    "name",
+    [
+        "chains",
+        "chunks",
+        "cold_fetch",
+        "compaction",
+        "first_answer",
+        "fleet",
+        "inits",
+        "inject",
+        "mix",
+        "replacement",
+        "scale",
+        "together",
+        "ttft",
+    ],
 )
 def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module(name).main
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("changes", "sound"), [
+    ({}, True), ({"cartridge": 0.1}, False), ({"chain": 0.1}, False), ({"trained": 0.1}, False), ({"other": 1e-4}, False),
+    ({"cartridge": 0.1, "noise": 0.08}, True), ({"chain": None, "trained": None}, True),
+    ({"noise": None, "note": "refused: it has no KV"}, True), ({"noise": None, "note": "not served here: x"}, True),
+    ({"noise": None, "chain": 0.1, "note": "not served here: x"}, False),
+    ({"noise": None, "cartridge": None, "chain": None, "trained": None, "note": "not served here: x"}, False),
+    ({"cartridge": float("nan")}, False), ({"trained": float("nan")}, False), ({"dtype": "bfloat16", "cartridge": 0.001, "noise": 1e-5}, False),
+])  # fmt: skip
+def test_a_family_is_sound_at_the_noise_only_or_refused_with_a_reason(changes: dict[str, Any], sound: bool) -> None:
+    models = importlib.import_module("models")
+    row = models.Row("Llama", "float32", "in-process", 5e-5, 4e-5, 3e-5, 2e-5, 15.0)
+    assert row._replace(**changes).sound == sound
+
+
+@pytest.mark.parametrize(("family", "exact", "chain", "verdict"), [
+    ("Mixtral", 8e-5, 3.7, "routing"), ("Mixtral", 8e-5, 9.0, "NO"), ("Mixtral", 0.5, 3.7, "NO"),
+    ("Llama", 8e-5, 3.7, "NO"), ("Mixtral", 8e-5, 1.1, "yes"),
+])  # fmt: skip
+def test_a_router_is_told_from_wrong_kv_by_the_row_in_float32(
+    family: str, exact: float, chain: float, verdict: str
+) -> None:
+    models = importlib.import_module("models")
+    rows = [
+        models.Row(family, "float32", "in-process", 6e-5, 9e-5, exact, 4e-5, 21.0),
+        models.Row(family, "bfloat16", "in-process", 0.88, 0.75, chain, 1.1, 21.0),
+    ]
+    assert models.verdicts(rows)[1] == verdict
+
+
+@pytest.mark.parametrize(("said", "verdict"), [
+    ("ModuleNotFoundError: No module named 'torchvision'\nModel architectures ['X'] failed to be inspected.", "yes"),
+    ("ImportError: cannot import name 'Y'\nModel architectures ['X'] failed to be inspected.", "NO"),
+    ("torchvision is not there, a slower way is taken\nModel architectures ['X'] failed to be inspected.", "NO"),
+    ("No module named 'torchvision'", "NO"), ("UnsupportedEngine: it has no KV", "yes"), (None, "NO"),
+])  # fmt: skip
+def test_a_family_that_cannot_be_imported_is_sound_only_where_torchvision_is_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, verdict: str
+) -> None:
+    models = importlib.import_module("models")
+
+    def served(*words: str, **options: bool) -> None:
+        raise RuntimeError("the server ended with 1")
+
+    made = models.Made.__new__(models.Made)
+    made.settings = SimpleNamespace(home=tmp_path)
+    monkeypatch.setattr(made, "served", served)
+    beside = models.Row("X", "float32", "in-process", None, 0.0, 0.0, None, 15.0, note="not served here: torchvision")
+    monkeypatch.setattr(made, "unserved", lambda *words: beside)
+    if said is not None:
+        (tmp_path / "in-process.log").write_text(said)
+    assert models.verdicts([made.row("X", "float32", "in-process")]) == [verdict]
