@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
+import re
 import sys
 import types
 import typing
@@ -13,10 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmcache_cartridge.cli.main import make_parser
+from lmcache_cartridge.engine.versions import LEVELS, MATRIX
 from lmcache_cartridge.serve.metrics import PREFIX, metrics_table
 from lmcache_cartridge.settings import Settings
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import reference_tables  # noqa: E402
+
 START, END = "<!-- made by docs/generate.py: change the code, then `make docs` -->", "<!-- end -->"
 
 
@@ -84,20 +91,28 @@ def _default(name: str, field: Any) -> str:
 def commands() -> str:
     """Return a chapter on every command, from the parser."""
     parser = make_parser()
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    summaries = [(f"[`{name}`](#{name})", verb.description) for name, verb in verbs.choices.items()]
-    shared = {action.dest for action in verbs.choices["list"]._actions}
+    verbs = dict(_verbs(parser))
+    summaries = [(f"[`{name}`](#{name.replace(' ', '-')})", verb.description) for name, verb in verbs.items()]
+    shared = {action.dest for action in verbs["list"]._actions}
     chapters = [
         _table(("command", ""), summaries),
-        "All take these:\n\n" + _options(a for a in verbs.choices["list"]._actions if a.dest != "help"),
+        "All take these:\n\n" + _options(a for a in verbs["list"]._actions if a.dest != "help"),
     ]
-    for name, verb in verbs.choices.items():
+    for name, verb in verbs.items():
         example = str(verb.epilog).removeprefix("example: ")
         parts = [f"## {name}", str(verb.description), f"```sh\n{example}\n```"]
         if own := [action for action in verb._actions if action.dest not in shared]:
             parts.append(_options(own))
         chapters.append("\n\n".join(parts))
     return "\n\n".join(chapters)
+
+
+def _verbs(parser: argparse.ArgumentParser, before: str = "") -> Iterable[tuple[str, argparse.ArgumentParser]]:
+    """Return every command with its parser, those of a group as `fleet score`."""
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, verb in verbs.choices.items():
+        is_group = any(isinstance(action, argparse._SubParsersAction) for action in verb._actions)
+        yield from _verbs(verb, f"{before}{name} ") if is_group else [(before + name, verb)]
 
 
 def _options(actions: Iterable[argparse.Action]) -> str:
@@ -124,12 +139,72 @@ def metrics() -> str:
     return _table(("metric", "type", "labels", ""), sorted(rows, key=lambda row: (row[2], row[0])))
 
 
+def versions() -> str:
+    """Return what was done with which versions."""
+    levels = _table(("", "what it means"), [(f"**{name}**", text) for name, text in LEVELS.items()])
+    return f"{_table(('vLLM', 'LMCache', 'in-process', 'multiprocess', ''), MATRIX)}\n\n{levels}"
+
+
+def models() -> str:
+    """Return what `benchmarks/models.py` has measured: a row for each family and dtype, both modes in each cell."""
+    record = json.loads((HERE.parent / "benchmarks" / "models.json").read_text(encoding="utf-8"))
+    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in record["details"]:
+        families.setdefault((row["family"], row["dtype"]), []).append(row)
+    rows, numbers = [], dict[str, int]()
+    for (family, dtype), modes in families.items():
+        cells = [_modes([row[name] for row in modes]) for name in _FIGURES]
+        said = [[_MODEL.sub("the model", part) for part in _PARTS.split(row["note"]) if part] for row in modes]
+        marks = [
+            numbers.setdefault(
+                part if all(part in each for each in said) else f"{row['mode']}: {part}", len(numbers) + 1
+            )
+            for row, parts in zip(modes, said, strict=True)
+            for part in parts
+        ]
+        rows.append((family, dtype, *cells, ", ".join(map(str, sorted({*marks})))))
+    machine = record["hardware"]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    about = f"{record['when'][:10]}, {machine['cores']} cores of {machine['cpu']}, {packages}. {record['note']}".strip()
+    notes = "\n".join(f"{number}. {note}" for note, number in numbers.items())
+    return f"{about}\n\n{_table(('model', 'dtype', *_FIGURES, 'notes'), rows)}\n\nNotes:\n\n{notes}"
+
+
+_FIGURES = ("noise", "cartridge", "chain", "trained", "other")
+_MODEL = re.compile(r"\b\w+ForCausalLM\b")
+_PARTS = re.compile(r"; (?=not trained:|no chains:|with --no-save)")
+
+
+def _modes(figures: Sequence[float | None]) -> str:
+    if not any(figures):
+        return ""
+    return " / ".join("-" if figure is None else f"{figure:.2g}" for figure in figures)
+
+
+def sizes() -> str:
+    """Return the bytes of a cartridge, by model and p."""
+    return reference_tables.sizes.markdown(reference_tables.sizes.rows())
+
+
+def references() -> str:
+    """Return what the reference systems publish beside what was measured here."""
+    return reference_tables.text(_table)
+
+
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
     lines = [heading, ["---"] * len(heading), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
 
 
-PAGES: dict[str, Callable[[], str]] = {"settings.md": settings, "cli.md": commands, "metrics.md": metrics}
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings,
+    "cli.md": commands,
+    "metrics.md": metrics,
+    "versions.md": versions,
+    "models.md": models,
+    "memory.md": sizes,
+    "reference-tables.md": references,
+}
 
 
 def made(name: str) -> str:
