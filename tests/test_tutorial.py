@@ -1,0 +1,105 @@
+"""The tutorial, typed from top to bottom in one directory, before one server: every block, and what it shows of what comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lmcache_cartridge.serve.processes import SMALL, free_port
+
+PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
+_MARK = "=== step "
+
+
+class Step(NamedTuple):
+    """A block to type or to save, and the block below that shows what comes of it."""
+
+    language: str
+    code: str
+    shown: str
+
+
+STEPS = [
+    Step(*found)
+    for found in re.findall(r"^```(sh|python)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", PAGE.read_text(), re.M | re.S)
+]
+
+
+def _script() -> str:
+    """Return the blocks as one script, which says before each which it is, and ends with the first that fails."""
+    lines = ["set -e"]
+    for number, step in enumerate(STEPS):
+        lines.append(f"echo '{_MARK}{number}'")
+        if step.language == "python":  # its first line is the name to save it under
+            lines.append(f"cat > {step.code.split()[1]} <<'END'\n{step.code}END")
+        else:
+            lines.append(step.code)
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Type everything; return what came of each block."""
+    directory, port = tmp_path_factory.mktemp("person"), free_port()
+    environment = os.environ | SMALL | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LMCACHE_CARTRIDGE_CACHE": str(directory / "cache"),
+        "COLUMNS": "200",
+    }  # fmt: skip
+    # The first answer waits for the canary, and on a busy machine that may take longer than it may.
+    options = f"--port {port} --set ready_timeout_s=600"
+    script = _script().replace("localhost:8000", f"localhost:{port}").replace("--port 8000", options)
+    status, said = _run(script, directory, environment)
+    log = directory / "server.log"
+    assert status == 0, said + (log.read_text(errors="replace")[-4000:] if log.exists() else "")
+    return re.split(rf"^{_MARK}\d+\n", said, flags=re.M)[1:]
+
+
+def _run(script: str, directory: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Run a script; return its exit status and what it printed. Whatever it started ends with it, the server too."""
+    shell = subprocess.Popen(
+        ["bash", "-c", script], cwd=directory, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = shell.communicate(timeout=900)
+    finally:
+        with suppress(ProcessLookupError):  # nobody of the group is left
+            os.killpg(shell.pid, signal.SIGKILL)
+    return shell.returncode, said
+
+
+def test_a_page_that_fails_leaves_no_server_behind(tmp_path: Path) -> None:
+    """The pipe that it holds has another end as long as it runs."""
+    os.mkfifo(tmp_path / "held")
+    reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    script = "set -e\nexec 3> held\nsleep 600 > server.log 2>&1 &\nfalse\necho on\n"
+    assert _run(script, tmp_path, dict(os.environ)) == (1, "")
+    ended = select.poll()
+    ended.register(reader, select.POLLHUP)
+    assert ended.poll(60_000), "the server still runs"
+    os.close(reader)
+
+
+def test_there_are_blocks_to_type_and_what_comes_of_most_is_shown() -> None:
+    assert len(STEPS) >= 11 and sum(bool(step.shown) for step in STEPS) >= 8
+    assert len(re.findall("^```", PAGE.read_text(), re.M)) == 2 * sum(1 + bool(step.shown) for step in STEPS)
+
+
+@pytest.mark.parametrize("number", [number for number, step in enumerate(STEPS) if step.shown])
+def test_what_comes_of_a_block_is_what_the_page_shows(typed: list[str], number: int) -> None:
+    """Every line that is shown comes, in order; `...` stands for anything."""
+    lines = iter(typed[number].splitlines())
+    for shown in STEPS[number].shown.splitlines():
+        pattern = r"\s+".join(map(re.escape, shown.split())).replace(re.escape("..."), ".*")
+        assert any(re.fullmatch(pattern, line.strip()) for line in lines), (
+            f"{shown!r} does not come of\n{typed[number]}"
+        )
