@@ -147,6 +147,20 @@ def test_what_follows_a_cartridge_is_saved_for_its_adapter(served: Served) -> No
     assert difference(reply, computed) < NOISE
 
 
+def test_what_follows_a_cartridge_is_its_tenants_and_its_adapters(served: Served) -> None:
+    """All tenants of an adapter have the same copy of its cartridge; what is behind it each has for itself."""
+    (question, _), *_ = _questions(_ward(served), 1)
+    ids = _ward(served).ids[2:259] + question
+    computed = {model: _computed(served, _ward(served).ids + ids, model) for model in MODELS}
+    assert max(difference(computed[MODEL], computed[name]) for name in ("one", "two")) > 4 * NOISE, "the control"
+    for salt in ("here", "there"):
+        for model, name in MODELS.items():
+            first = served.ask(ids, name, salt, model=model)
+            assert first.cached_tokens == TEXT, "another tenant's, or another adapter's"
+            saved = served.saved(TEXT + 256, ids, name, salt, model=model)
+            assert max(difference(reply, computed[model]) for reply in (first, saved)) < NOISE
+
+
 def test_another_adapter_in_the_place_of_one_gets_no_cartridge_of_the_old(served: Served) -> None:
     (question, _), *_ = _questions(_ward(served), 1)
     ids, directory = _ward(served).ids + question, served.settings.home / "changing"

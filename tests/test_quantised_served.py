@@ -116,22 +116,26 @@ def test_the_engine_is_tried_with_a_bound_for_fp8_and_a_chunk_has_a_byte_for_eac
     assert sizes == {256 * served.model.fingerprint.token_bytes // 2}
 
 
-def test_what_lmcache_saves_of_fp8_comes_back_as_it_was(served: Served) -> None:
-    client = served.client
-    prompt = served.model.encode(load_sheet("ward-c").text, special=True)[:1040]
-    replies: list[Reply] = []
+@pytest.mark.parametrize("name", [None, "ward-a", "other"])
+def test_what_lmcache_saves_of_fp8_comes_back_as_it_was_to_its_tenant(served: Served, name: str | None) -> None:
+    client, before = served.client, 0 if name is None else INJECTED
+    ids = served.model.encode(load_sheet("ward-c").text, special=name is None)[: INJECTED + 16]
+    body = {"prompt": ids, "max_tokens": 4, "temperature": 0, "logprobs": 20} | ({"cartridges": [name]} if name else {})
 
-    def again() -> bool:
+    def ask(tenant: str) -> Reply:
         until(lambda: client.post_to("/reset_prefix_cache").is_success)
-        body = client.post(
-            {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 20, "cache_salt": "tenant"}
-        ).json()
-        choice, usage = body["choices"][0], body["usage"]
+        reply = client.post(body | {"cache_salt": tenant}).json()
+        choice, usage = reply["choices"][0], reply["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
-        replies.append(Reply(choice["text"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached))
-        return replies[-1].cached_tokens == INJECTED
+        return Reply(choice["text"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached)
 
-    again()
-    assert replies[0].cached_tokens == 0
-    until(again)
-    assert (replies[-1].text, difference(replies[-1], replies[0])) == (replies[0].text, 0)
+    def saved(tenant: str, cached: int) -> Reply:
+        replies: list[Reply] = []
+        until(lambda: replies.append(ask(tenant)) or replies[-1].cached_tokens == cached)
+        return replies[-1]
+
+    for tenant in (f"here {name}", f"there {name}"):
+        first = ask(tenant)
+        assert first.cached_tokens == before, "another tenant's"
+        again = saved(tenant, before + len(ids) // 256 * 256)
+        assert (again.text, difference(again, first)) == (first.text, 0)
