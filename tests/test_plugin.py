@@ -121,17 +121,23 @@ def _config(extra: dict[str, str]) -> Any:
         ("cartridges", {REQUEST_API: "no"}, '"on" or "off"'),
     ],
 )
+@pytest.mark.parametrize("role", KVConnectorRole)
 def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, plugins: str | None, extra: dict[str, str], reason: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    plugins: str | None,
+    extra: dict[str, str],
+    reason: str | None,
+    role: KVConnectorRole,
 ) -> None:
+    """Nor does LMCache start in its workers: its threads would outlive the failure."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     if reason is None:
-        check_api(_config(extra), KVConnectorRole.SCHEDULER)
+        check_api(_config(extra), role)
     else:
         with pytest.raises(UnsupportedEngine, match=reason):
-            check_api(_config(extra), KVConnectorRole.SCHEDULER)
+            check_api(_config(extra), role)
 
 
 @pytest.mark.parametrize("entry", ["lmcache_cartridge.endpoint:Gone", "lmcache_cartridge.serve.plugin:Gone", None])

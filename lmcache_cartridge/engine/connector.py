@@ -209,20 +209,21 @@ def _unbound_injector() -> GPUConnectorInterface:
 def check_api(config: VllmConfig, role: KVConnectorRole) -> None:
     """Raise `UnsupportedEngine` where the API server would not read the request field `cartridges`.
 
+    Workers ask first, before LMCache has threads, for which a process that fails after that would wait at its end.
+
     vLLM ignores fields that it does not know, so it would answer without the cartridges, and where it cannot load a
     plugin it logs so and goes on. `REQUEST_API: "off"` in `kv_connector_extra_config` allows a server without.
     """
     from ..errors import UnsupportedEngine
     from .describe import transfer_of
 
-    if role != KVConnectorRole.SCHEDULER:
-        return
     wanted = transfer_of(config).get_from_extra_config(REQUEST_API, "on")
     if wanted == "off":
-        logger.warning(
-            "the request API of lmcache-cartridge is switched off: this server IGNORES the request field `cartridges`, "
-            "and injects only documents at the head of a prompt"
-        )
+        if role == KVConnectorRole.SCHEDULER:
+            logger.warning(
+                "the request API of lmcache-cartridge is switched off: this server IGNORES the request field "
+                "`cartridges`, and injects only documents at the head of a prompt"
+            )
         return
     if wanted != "on":
         raise UnsupportedEngine(f'{REQUEST_API} in kv_connector_extra_config is "on" or "off", not {wanted!r}')

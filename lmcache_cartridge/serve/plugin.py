@@ -25,6 +25,7 @@ from .drain import Drain, DrainGate
 from .http import Gate, ResponseHeaders
 from .metrics import StatusCollector, attach, follow, requests
 from .models import CartridgeModels
+from .stock import spare_imports
 from .wrap import CartridgeRenderer, GuardedEngine, ShowingRenderer
 
 
@@ -41,6 +42,8 @@ class CartridgePlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Read the settings; add the routes and what stands before all others.
 
+        What the API server has imported is left to no collector from here on.
+
         vLLM would log an error here and go on without the plugin, so `init_state` raises it.
         """
         try:
@@ -56,6 +59,7 @@ class CartridgePlugin:
         add_routes(app, self._admission, self._drain)
         self.collector = StatusCollector(LOAD_SECONDS, library=lambda: self._admission.library)
         attach(app, self.collector)
+        spare_imports()
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Wrap what requests pass through. Raises `UnsupportedEngine`, which ends the server's start."""
