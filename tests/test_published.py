@@ -263,6 +263,27 @@ def test_whoever_is_overwritten_before_it_looks_again_is_told(where: Where) -> N
     assert one.find("doc").digest == two.find("doc").digest == reading.load_manifest(other).digest
 
 
+def test_a_record_that_may_yet_be_overwritten_is_not_followed_by_another(where: Where) -> None:
+    """A third publisher reads the record of the one who loses before that of the one who wins is there."""
+    one, third, reader = where.machine("one"), where.machine("third"), where.machine("reader")
+    add(one, made(where.tmp_path / "first", "first"))
+    record, written = Path(where.location) / log.record_file(2), dict[str, bytes]()
+    for name in ("lost", "won"):
+        record.unlink(missing_ok=True)
+        add(where.machine(name), made(where.tmp_path / name, name))
+        written[name] = record.read_bytes()
+    record.write_bytes(written["lost"])
+
+    def settle() -> bool:
+        record.write_bytes(written["won"])
+        return True
+
+    third._shelf.settle = settle
+    add(third, made(where.tmp_path / "third", "third"))
+    reader.follow()
+    assert (names(reader), reader.following().problem) == (["first@1", "third@1", "won@1"], None)
+
+
 def test_a_record_that_was_overwritten_after_it_was_read_is_forgotten(where: Where) -> None:
     """As servers do that let two publishers write at once: the first record of both is seen before the second's."""
     add(where.machine("loser"), made(where.tmp_path / "lost", "lost"))
@@ -501,9 +522,11 @@ def test_a_record_whose_answer_was_lost_is_there_once(where: Where) -> None:
             raise SourceError("the connection failed")
         return False
 
+    settled: list[str] = []
     author._shelf.inner.create = lose
+    author._shelf.settle = lambda: settled.append("waited")
     add(author, made(where.tmp_path / "b", "b"))
-    assert names(author) == ["a@1", "b@1"]
+    assert (names(author), settled) == (["a@1", "b@1"], ["waited"]), "it may come late, in the place of another"
     # A retry of the request that was carried out the first time is told that somebody was first: it was us.
     author._shelf.inner.create = lambda file, data: create(file, data) and False
     add(author, made(where.tmp_path / "c", "c"))
@@ -691,6 +714,18 @@ def test_who_does_not_promise_to_decide_in_one_step_is_given_a_second(endpoint: 
         assert (shelf.settle(), waited) == (settles, [1.0] if settles else [])
     finally:
         shelf.close()
+
+
+def test_a_server_that_is_slow_is_given_longer() -> None:
+    waited: list[float] = []
+    source = S3Source(endpoint_url="http://127.0.0.1:9000", region="us-east-1")
+    source.create = lambda *_: time.sleep(0.3) or True  # type: ignore[method-assign]
+    shelf = S3Shelf("s3://bucket/library", source, pause=waited.append)
+    try:
+        assert shelf.create("file", b"") and shelf.settle()
+    finally:
+        shelf.close()
+    assert waited[0] >= 3.0
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ class Published(Registry):
         self._source, self._shelf, self._clock = source, shelf, clock
         self._looks = Looks(path.with_suffix(".lock"))
         self._checked, self._idle = False, 0
+        self._final = log.mark(log.GENESIS)
+        """Mark of a record that nobody can replace any more."""
         try:
             super().__init__(path)
         except RegistryError as error:
@@ -294,7 +296,7 @@ class Published(Registry):
             shelf = self._writable()
             for attempt in range(_ATTEMPTS):
                 self._look(look)
-                if self._write(shelf, changes):
+                if self._is_final(shelf) and self._write(shelf, changes):
                     return
                 time.sleep(random.uniform(0, min(1.0, 0.01 * attempt)))
         raise SourceError(f"{self.location}: others published {_ATTEMPTS} times first; try again")
@@ -313,6 +315,19 @@ class Published(Registry):
                 "that two publishers could not know of each other. Publish to another server, or to a shared directory"
             )
         return shelf
+
+    def _is_final(self, shelf: Shelf) -> bool:
+        """Whether the record that was taken in last is there to stay; else the next look finds out what took its place.
+
+        Where a server lets both of two publishers write, the second's may come after the first one's was read.
+        """
+        state = self._state()
+        assert state is not None, "it was just looked at"
+        if state.mark != self._final and shelf.settle() and not self._is_there(state):
+            self._checked = False
+            return False
+        self._final = state.mark
+        return True
 
     def _write(self, shelf: Shelf, changes: tuple[Change, ...]) -> bool:
         """Do some changes and write them as the next record; False where another one was first."""
@@ -333,6 +348,7 @@ class Published(Registry):
                 db.rollback()
                 return False
             _set_state(db, _State(number, log.mark(data), revision))
+        self._final = log.mark(data)
         if number % _SNAPSHOT_EVERY == 0:
             self._snapshot(shelf, number, log.mark(data))
         return True
@@ -348,7 +364,8 @@ class Published(Registry):
             if shelf.create(file, data) and not shelf.settle():
                 return ""
         except SourceError:
-            # It may be there all the same: the answer was lost.
+            # It may be there all the same, or come yet: the answer was lost.
+            shelf.settle()
             found = self._read(file)
             if found is None:
                 raise

@@ -19,9 +19,10 @@ from . import transfer
 from .s3 import S3Source
 from .transfer import Progress
 
-_SETTLE_S = 1.0
-"""How long a PUT may take from its look whether there is an object to its end, on servers that do not do it in one step.
-Measured with OpenStack Swift: of 100 pairs of PUTs at once both were told in 64 that they were first."""
+_SETTLE_S, _SETTLE_PUTS = 1.0, 10
+"""How long a PUT may take from its look whether there is an object to its end, on servers that do not do it in one step: so
+many seconds, and so many times as long as our own took, since a busy server has others wait too. Measured with OpenStack
+Swift: of 100 pairs of PUTs at once both were told in 64 that they were first."""
 _AT_ONCE = re.compile(r"s3([.-][a-z0-9-]+)*\.amazonaws\.com(\.cn)?")
 """Host names of servers that promise to decide between two conditional PUTs: the loser gets 409 or 412."""
 
@@ -31,9 +32,14 @@ class S3Shelf:
 
     def __init__(self, location: str, source: S3Source, *, pause: Callable[[float], None] = time.sleep) -> None:
         self._location, self._source, self._pause = location, source, pause
+        self._took_s = 0.0
 
     def create(self, file: str, data: bytes) -> bool:
-        return self._source.create(self._location, file, data)
+        started = time.monotonic()
+        try:
+            return self._source.create(self._location, file, data)
+        finally:
+            self._took_s = time.monotonic() - started
 
     def replace(self, file: str, data: bytes) -> None:
         self._source.upload(self._location, file, BytesIO(data))
@@ -44,7 +50,7 @@ class S3Shelf:
     def settle(self) -> bool:
         if _AT_ONCE.fullmatch(self._source.host(self._location)):
             return False
-        self._pause(_SETTLE_S)
+        self._pause(max(_SETTLE_S, _SETTLE_PUTS * self._took_s))
         return True
 
     def store(self, root: Path, file: str, progress: Progress) -> Manifest:
