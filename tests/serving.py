@@ -18,6 +18,15 @@ from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
+from lmcache_cartridge.serve.launch import Launch
+
+
+def clear_lmcache(launch: Launch) -> None:
+    """Have LMCache's server forget the one copy that it has for all tenants; nothing in-process, where it has none."""
+    if launch.lmcache:
+        port = launch.lmcache[launch.lmcache.index("--http-port") + 1]
+        httpx.post(f"http://127.0.0.1:{port}/cache/clear", timeout=60).raise_for_status()
+
 
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
 

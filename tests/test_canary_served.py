@@ -8,6 +8,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from families import FAMILIES, make_model
 from making import make_artifact
-from serving import SERVER_ARGS
+from serving import SERVER_ARGS, clear_lmcache
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
@@ -45,6 +46,8 @@ class Served(NamedTuple):
     faults: Path
     """Says what `faulty` does wrong."""
     ids: dict[str, list[int]]
+    forget: Callable[[], None]
+    """Has LMCache ask for every chunk again."""
 
     def ask(self, *names: str, **extra: Any) -> httpx.Response:
         body = {"model": str(self.model), "prompt": [100, 101, 102], "max_tokens": 2, "temperature": 0, "logprobs": 5}
@@ -97,7 +100,7 @@ def served(
         ServerProcess(launch, home / "log", environment=environment) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
-        yield Served(client, directory, settings, faults, ids)
+        yield Served(client, directory, settings, faults, ids, partial(clear_lmcache, launch))
 
 
 def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
@@ -114,8 +117,13 @@ def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
 @pytest.fixture
 def broken(served: Served) -> Iterator[Callable[..., None]]:
     """Switch faults on; all are off again afterwards."""
-    yield lambda **faults: served.faults.write_text(json.dumps(faults))
-    served.faults.write_text("{}")
+
+    def switch(**faults: Any) -> None:
+        served.faults.write_text(json.dumps(faults))
+        served.forget()
+
+    yield switch
+    switch()
 
 
 class CanaryTests:

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import openai
 import pytest
 from making import flip_bit
 from recall.ward import NAMES, ask, encode, write_document
+from serving import clear_lmcache
 from wards import MODEL, Answer, Asker, Ward, prefill, register, sure
 
 from lmcache_cartridge.artifact import reading
@@ -36,6 +38,8 @@ class Served(NamedTuple):
     """Says what `faulty.CartridgeBackend` does wrong."""
     sound: dict[str, Ward]
     """`trained` has no document, `whole` has one, `prefill` is its own."""
+    forget: Callable[[], None]
+    """Has LMCache ask for every chunk again."""
 
     def metric(self, name: str) -> float:
         """Return the sum of a counter of the server's."""
@@ -73,11 +77,12 @@ def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Se
     faults = home / "faults.json"
     environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parent)}
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # its prefix cache can be reset
+    launch = faulty_launch(settings)
     with (
-        ServerProcess(faulty_launch(settings), home / "log", environment=environment) as server,
+        ServerProcess(launch, home / "log", environment=environment) as server,
         Asker(server.url) as asker,
     ):
-        yield Served(asker, model, settings, faults, sound)
+        yield Served(asker, model, settings, faults, sound, partial(clear_lmcache, launch))
 
 
 def _ward(model: CausalModel, seed: str) -> Ward:
@@ -115,11 +120,13 @@ _salts = iter(range(1 << 20))
 
 
 def _ask(served: Served, name: str, ward: Ward, **extra: Any) -> Answer:
-    """Ask for a fact past vLLM's own prefix cache."""
+    """Ask for a fact past vLLM's own prefix cache, and LMCache's copy."""
+    served.forget()
     return served.asker.complete(ask(ward.facts[0], 0), name, cache_salt=f"s{next(_salts)}", **extra)
 
 
 def _stream(served: Served, name: str, ward: Ward) -> Answer:
+    served.forget()
     reply, _ = served.asker.stream(ask(ward.facts[0], 0), name, tokens=1, cache_salt=f"s{next(_salts)}")
     return reply
 
@@ -242,6 +249,7 @@ class FaultTests:
         own = encode(ask(ward.facts[0], 0))
         prompt = {"prompt": own, "cartridges": ["prefill"]} if is_named else {"prompt": [*ward.ids, *own]}
         broken(drop=7)
+        served.forget()
         body = {"model": MODEL, "max_tokens": 1, "temperature": 0.01, "n": 3, "stream": stream} | prompt
         reply = served.asker.http.post("/v1/completions", json=body | {"cache_salt": f"s{next(_salts)}"})
         assert reply.status_code == 200, reply.text
