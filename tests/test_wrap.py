@@ -137,7 +137,10 @@ def test_the_engine_is_told_what_the_claim_holds_and_whose_request_it_is(
     granted = claim.grant({"lmcache.skip_save": True, "cartridge_id": "c"}, 1, "tenant")
     assert granted == {
         "lmcache.skip_save": True, TAG: claim.selection.tag,
-        GRANT: {"must_inject": 16 if kind == "trained" else 0, "resident": resident, "salt": "tenant", "adapter": ""},
+        GRANT: {
+            "must_inject": 16 if kind == "trained" else 0, "resident": resident, "salt": "tenant", "adapter": "",
+            "positions": 16,
+        },
     }  # fmt: skip
 
 
