@@ -18,7 +18,7 @@ from lmcache_cartridge.engine.client import ControlClient
 from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import http
-from lmcache_cartridge.serve.claim import Claim
+from lmcache_cartridge.serve.claim import Claim, _pause_s
 from lmcache_cartridge.serve.request import Reference
 from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
@@ -297,3 +297,18 @@ def test_the_header_says_of_each_cartridge_what_was_injected(
 
     least = selection.used(min(cached, 40))
     assert post(app, "/").headers["x-cartridges"] == least, "of several prompts that with the least"
+
+
+@pytest.mark.parametrize("load_s", [0.005, 0.13, 3.0, 40.0])
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_end_of_a_load_is_noticed_soon_and_polled_for_seldom(load_s: float, tells: bool) -> None:
+    """Sixteen chunks, each of which takes as long; what is left is known once the first is there."""
+    now, polls = 0.0, 0
+    while now < load_s:
+        loaded = int(now / load_s * 16)
+        eta = now / loaded * (16 - loaded) if tells and loaded else None
+        now += _pause_s(now, [0.0, eta])
+        polls += 1
+    late = now - load_s
+    assert late <= max(0.002, 0.02 * load_s if tells else min(0.1 * load_s, 0.2))
+    assert polls < 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,9 +17,11 @@ from . import http
 from .request import Refusal
 from .resolve import Selection
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE = 0.002, 0.2, 0.1
-"""Between two polls: a share of the time waited so far, so that little is added to any load. With pauses that double, one
-of 130 ms is noticed after 254."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.2
+_PAUSE, _LEAST_PAUSE, _OF_ETA = 0.1, 0.01, 0.5
+"""Between two polls: a share of the time waited so far, so that little is added to any load (with pauses that double, one
+of 130 ms is noticed after 254), and no more than half of what the load still needs, as far as that is known, so that a long
+one is noticed too when it ends. No less than a hundredth of the time waited."""
 _LAST_POLL_S = 0.5
 """How long the workers may take to say how far a claim is, when its time is up."""
 
@@ -87,7 +90,7 @@ class Claim(RemoteClaim):
                 raise Refusal(
                     503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
                 )
-            await asyncio.sleep(min(max((time.monotonic() - started) * _PAUSE, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+            await asyncio.sleep(_pause_s(time.monotonic() - started, [rank["eta_s"] for rank in ranks]))
 
     def use_text(self) -> None:
         """Put the documents' own text in the place of the KV, which is let go."""
@@ -120,6 +123,15 @@ class Claim(RemoteClaim):
         self._prompts -= 1
         if self._prompts <= 0:
             self.release()
+
+
+def _pause_s(waited_s: float, etas_s: Sequence[float | None]) -> float:
+    """Return how long to wait before the next poll; `etas_s` are what the ranks still need, None where one does not know."""
+    pause_s = waited_s * _PAUSE
+    known = [eta_s for eta_s in etas_s if eta_s is not None]
+    if known and len(known) == len(etas_s):
+        pause_s = min(pause_s, max(max(known) * _OF_ETA, waited_s * _LEAST_PAUSE))
+    return min(max(pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
 class Grant(dict):
