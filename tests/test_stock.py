@@ -111,6 +111,33 @@ def test_a_server_whose_request_api_vllm_cannot_load_does_not_start(built: Built
     assert "install lmcache-cartridge again" in (tmp_path / "log").read_text()
 
 
+_ONCE = """
+asked = 0
+
+def __getattr__(name):
+    global asked
+    if name != "CartridgePlugin" or asked:
+        raise AttributeError("the worker has asked")
+    asked += 1
+    from lmcache_cartridge.serve.plugin import CartridgePlugin
+    return CartridgePlugin
+"""
+
+
+def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(built: Built, tmp_path: Path) -> None:
+    """LMCache's storage thread is there by then, and nobody else would end it."""
+    (tmp_path / "once.py").write_text(_ONCE)
+    stale = stale_installation(tmp_path, "once:CartridgePlugin")
+    arguments = [*SERVER_ARGS, "--distributed-executor-backend", "uni"]
+    launch = plan(str(MODEL_DIR), from_mapping({"home": built.home}), vllm_args=arguments)
+    launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
+    server = ServerProcess(launch, tmp_path / "log", timeout_s=240)
+    with pytest.raises(UnsupportedEngine), server:
+        pass
+    log = (tmp_path / "log").read_text()
+    assert "the worker has asked" in log and server.poll() == 1, "ended by itself"
+
+
 _LOADED = """
 import os, sys
 from vllm.plugins import load_general_plugins

@@ -34,6 +34,16 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
+        from . import host_inprocess
+
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except Exception:
+            if role == KVConnectorRole.SCHEDULER:  # a worker that fails here has no engine of LMCache's yet
+                host_inprocess.end_workers_storage()
+            raise
+
+    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         from . import host, host_inprocess
         from .describe import check_inside, check_vllm, without_draft
         from .forms import configure

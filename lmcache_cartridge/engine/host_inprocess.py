@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,12 +77,8 @@ class InProcess:
             spec.lmcache_cached_tokens = max(spec.lmcache_cached_tokens, until)
 
     def end_storage(self) -> None:
-        """End LMCache's storage thread, which would keep a failed process, and so the server, hanging.
-
-        Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
-        """
-        if self.engine is not None and self.engine.storage_manager is not None:
-            self.engine.storage_manager.close()
+        """End LMCache's storage thread, which would keep a failed process, and so the server, hanging."""
+        _end_storage(self.engine)
 
     def promise(self, request_id: str, computed: int, until: int) -> None:
         """Have LMCache take the positions from `computed` to `until` for found, and find that they cannot be loaded."""
@@ -98,6 +95,22 @@ def lmcache_engine() -> Any:
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
     return LMCacheEngineBuilder.get(ENGINE_NAME)
+
+
+def end_workers_storage() -> None:
+    """End the storage thread of LMCache's engine in this process, if there is one.
+
+    Where the scheduler refuses to start in the worker's process (`--distributed-executor-backend uni`), vLLM 0.32 does
+    not end the worker, and the process would wait for that thread.
+    """
+    if "lmcache.v1.cache_engine" in sys.modules:
+        _end_storage(lmcache_engine())
+
+
+def _end_storage(engine: Any) -> None:
+    # Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
+    if engine is not None and engine.storage_manager is not None:
+        engine.storage_manager.close()
 
 
 def keep_from_adopting(local_cpu: Any, is_lent: Callable[[Any], bool]) -> None:
