@@ -18,6 +18,8 @@ CACHE = "LMCACHE_CARTRIDGE_CACHE"
 os.environ[CACHE] = tempfile.mkdtemp(prefix="lmcache-cartridge-cache-")
 atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
 _caches = itertools.count()
+# vLLM closes a connection that was idle for 5 s, at the moment at which a client that keeps one for as long may use it.
+os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "60")
 
 
 @pytest.fixture(autouse=True)
