@@ -19,10 +19,11 @@ from . import transfer
 from .s3 import S3Source
 from .transfer import Progress
 
-_SETTLE_S, _SETTLE_PUTS = 1.0, 10
+_SETTLE_S, _SETTLE_PUTS, _LONGEST_SETTLE_S = 1.0, 10, 30.0
 """How long a PUT may take from its look whether there is an object to its end, on servers that do not do it in one step: so
-many seconds, and so many times as long as our own took, since a busy server has others wait too. Measured with OpenStack
-Swift: of 100 pairs of PUTs at once both were told in 64 that they were first."""
+many seconds, or so many times as long as our own took, since a busy server has others wait too. No longer than the last: a
+PUT that failed was tried for minutes. Measured with OpenStack Swift: of 100 pairs of PUTs at once both were told in 64 that
+they were first."""
 _AT_ONCE = re.compile(r"s3([.-][a-z0-9-]+)*\.amazonaws\.com(\.cn)?")
 """Host names of servers that promise to decide between two conditional PUTs: the loser gets 409 or 412."""
 
@@ -50,7 +51,7 @@ class S3Shelf:
     def settle(self) -> bool:
         if _AT_ONCE.fullmatch(self._source.host(self._location)):
             return False
-        self._pause(max(_SETTLE_S, _SETTLE_PUTS * self._took_s))
+        self._pause(min(max(_SETTLE_S, _SETTLE_PUTS * self._took_s), _LONGEST_SETTLE_S))
         return True
 
     def store(self, root: Path, file: str, progress: Progress) -> Manifest:
