@@ -24,8 +24,13 @@ from lmcache_cartridge.serve.launch import Launch
 def clear_lmcache(launch: Launch) -> None:
     """Have LMCache's server forget the one copy that it has for all tenants; nothing in-process, where it has none."""
     if launch.lmcache:
-        port = launch.lmcache[launch.lmcache.index("--http-port") + 1]
-        httpx.post(f"http://127.0.0.1:{port}/cache/clear", timeout=60).raise_for_status()
+        ask_lmcache(launch, "POST", "/cache/clear")
+
+
+def ask_lmcache(launch: Launch, method: str, path: str) -> httpx.Response:
+    """Ask LMCache's server of multiprocess mode over HTTP."""
+    port = launch.lmcache[launch.lmcache.index("--http-port") + 1]
+    return httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=60).raise_for_status()
 
 
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from recall.ward import ask, encode
-from serving import SERVER_ARGS, Reply, difference
+from serving import SERVER_ARGS, Reply, ask_lmcache, difference
 from waiting import until
 from wards import MODEL, Ward, patients, prefill, register, sure, write_ward
 
@@ -64,11 +64,6 @@ class Served(NamedTuple):
         replies: list[Reply] = []
         until(lambda: replies.append(self.ask(ids, *args, **extra)) or replies[-1].cached_tokens == cached)
         return replies[-1]
-
-    def ask_lmcache(self, method: str, path: str) -> httpx.Response:
-        """Ask LMCache's server over HTTP."""
-        port = self.launch.lmcache[self.launch.lmcache.index("--http-port") + 1]
-        return httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=60).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +230,7 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
     assert len({*place.rglob(f"*@{named}.data")} - before) == 3, (
         "three chunks that were computed, and not the cartridge's own"
     )
-    served.ask_lmcache("POST", "/cache/clear")
+    ask_lmcache(served.launch, "POST", "/cache/clear")
     again = served.ask(ids, "trained", salt)
     assert again.cached_tokens == CHUNK + 768
     assert difference(again, computed) < NOISE
@@ -246,7 +241,7 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
 
 
 def test_lmcaches_metrics_and_ours_have_other_names(served: Served) -> None:
-    ours, theirs = served.http.get("/metrics").text, served.ask_lmcache("GET", "/metrics").text
+    ours, theirs = served.http.get("/metrics").text, ask_lmcache(served.launch, "GET", "/metrics").text
 
     def named(text: str, prefix: str) -> set[str]:
         return {line.split()[2] for line in text.splitlines() if line.startswith(f"# TYPE {prefix}")}
@@ -369,7 +364,7 @@ def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for
         assert crowded.http.post("/v1/cartridges/other/evict").is_success
         if name is None:  # for a prompt that names none, nothing waits until it is in memory
             until(lambda: crowded.http.post("/v1/cartridges/other/preload").status_code == 200)
-        crowded.ask_lmcache("POST", "/cache/clear")
+        ask_lmcache(crowded.launch, "POST", "/cache/clear")
         ids = question if name else document + question
         with ThreadPoolExecutor(17) as pool:
             replies = list(pool.map(crowded.ask_now, repeat(ids), repeat(name), salts))

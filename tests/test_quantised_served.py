@@ -120,14 +120,11 @@ def test_the_engine_is_tried_with_a_bound_for_fp8_and_a_chunk_has_a_byte_for_eac
 def test_what_lmcache_saves_of_fp8_comes_back_as_it_was_to_its_tenant(served: Served, name: str | None) -> None:
     client, before = served.client, 0 if name is None else INJECTED
     ids = served.model.encode(load_sheet("ward-c").text, special=name is None)[: INJECTED + 16]
-    body = {"prompt": ids, "max_tokens": 4, "temperature": 0, "logprobs": 20} | ({"cartridges": [name]} if name else {})
+    named = {} if name is None else {"cartridges": [name]}
 
     def ask(tenant: str) -> Reply:
-        until(lambda: client.post_to("/reset_prefix_cache").is_success)
-        reply = client.post(body | {"cache_salt": tenant}).json()
-        choice, usage = reply["choices"][0], reply["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
-        return Reply(choice["text"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached)
+        client.forget()
+        return client.ask(ids, cache_salt=tenant, **named)
 
     def saved(tenant: str, cached: int) -> Reply:
         replies: list[Reply] = []
