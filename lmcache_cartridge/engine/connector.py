@@ -219,7 +219,7 @@ def _unbound_injector() -> GPUConnectorInterface:
 def check_api(config: VllmConfig, role: KVConnectorRole) -> None:
     """Raise `UnsupportedEngine` where the API server would not read the request field `cartridges`.
 
-    Workers ask first, before LMCache has threads, for which a process that fails after that would wait at its end.
+    Workers ask too, and first: once LMCache has threads, a process that fails waits for them at its end.
 
     vLLM ignores fields that it does not know, so it would answer without the cartridges, and where it cannot load a
     plugin it logs so and goes on. `REQUEST_API: "off"` in `kv_connector_extra_config` allows a server without.

@@ -42,9 +42,8 @@ class CartridgePlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Read the settings; add the routes and what stands before all others.
 
-        What the API server has imported is left to no collector from here on.
-
-        vLLM would log an error here and go on without the plugin, so `init_state` raises it.
+        vLLM would log an error here and go on without the plugin, so `init_state` raises it. From here on the garbage
+        collector leaves out what this process has imported.
         """
         try:
             configure(getattr(getattr(app.state, "args", None), "kv_transfer_config", None))
