@@ -716,8 +716,8 @@ def test_who_does_not_promise_to_decide_in_one_step_is_given_a_second(endpoint: 
         shelf.close()
 
 
-@pytest.mark.parametrize(("took_s", "least_s", "most_s"), [(0.3, 3.0, 10.0), (3.5, 30.0, 30.0)])
-def test_a_server_that_is_slow_is_given_longer_but_not_for_ever(took_s: float, least_s: float, most_s: float) -> None:
+@pytest.mark.parametrize(("took_s", "least_s"), [(0.3, 3.0), (3.5, 30.0)])
+def test_a_server_that_is_slow_is_given_longer_but_not_for_ever(took_s: float, least_s: float) -> None:
     waited: list[float] = []
     source = S3Source(endpoint_url="http://127.0.0.1:9000", region="us-east-1")
     source.create = lambda *_: time.sleep(took_s) or True  # type: ignore[method-assign]
@@ -726,7 +726,7 @@ def test_a_server_that_is_slow_is_given_longer_but_not_for_ever(took_s: float, l
         assert shelf.create("file", b"") and shelf.settle()
     finally:
         shelf.close()
-    assert least_s <= waited[0] <= most_s
+    assert least_s <= waited[0] <= 30.0
 
 
 @pytest.mark.parametrize(
