@@ -156,10 +156,11 @@ async def test_without_a_buffer_a_gap_is_said_and_nothing_is_guessed(engine: Eng
             return known(follower) == blocks(1)
 
         await seen(told)
+        gaps, lost = follower.counts.gaps, follower.counts.lost  # one where it listened only to the second batch
         engine.drop([removed(1)])
         engine.tell([stored(2)])
         await seen(lambda: known(follower) == blocks(2))
-        assert (follower.counts.gaps, follower.counts.lost, follower.whole) == (1, 1, False)
+        assert (follower.counts.gaps, follower.counts.lost, follower.whole) == (gaps + 1, lost + 1, False)
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 6])
