@@ -36,6 +36,8 @@ _PACKS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 }
 """Each takes K and V as `[..., token, size]` of one block and returns both as views in the order they are packed."""
 
+_PAIRS = {1: torch.int16, 2: torch.int32, 4: torch.int64}
+"""Words of two elements, by the bytes of one."""
 KINDS = tuple(_PACKS)
 WORD = torch.int64
 """As which LMCache's server moves whole blocks: torch copies element by element, and 192 MiB of it in two thirds of the
@@ -108,13 +110,23 @@ def _parse(name: str) -> tuple[str, int, bool]:
 def _regions(
     canonical: torch.Tensor, tiles: torch.Tensor, shape: ChunkShape, name: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the keys and the values of `[L, block, H, tile]` with the views of canonical KV that fill them."""
+    """Return parts of the keys and of the values of `[L, block, H, tile]`, each with the view of canonical KV that fills it.
+
+    Where pairs lie together torch would move them element by element: those that are pairs in canonical KV too are moved
+    as words, those that are not in two parts, which takes a quarter of the time.
+    """
     kind, block, _ = _parse(name)
     if not fits(shape, name):
         raise ValueError(f"chunks of {shape.tokens} tokens and heads of {shape.head_size} are no whole tiles of {name}")
     halves = tiles.view(HELD[shape.dtype]).view(shape.layers, -1, shape.heads, 2, block * shape.head_size).unbind(3)
     packed = _PACKS[kind](*canonical.unflatten(2, (-1, block)).transpose(3, 4))  # of [L, T / block, H, block, D]
-    return [(half.unflatten(-1, view.shape[3:]), view) for half, view in zip(halves, packed, strict=True)]
+    keys, values = [(half.unflatten(-1, view.shape[3:]), view) for half, view in zip(halves, packed, strict=True)]
+    if kind == "amx":
+        pair = _PAIRS[canonical.element_size()]
+        tile, view = keys
+        parts = zip(*(half.unbind(-1) for half in values), strict=True)
+        return [(tile.view(pair)[..., 0], view.view(pair)[..., 0]), *parts]
+    return [keys, values]
 
 
 def _rows(tiles: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
