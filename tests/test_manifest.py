@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -144,6 +147,26 @@ def test_layers_that_rotate_are_layers_of_the_model_in_order(manifest: Manifest,
 def test_an_unknown_field_is_refused_at_every_level(manifest: Manifest, where: str) -> None:
     with pytest.raises(ManifestError, match="surprise"):
         decode(_edited(manifest, **{f"{where}surprise": 1}), "here")
+
+
+AT_ONCE = """
+import pathlib, sys, threading
+from lmcache_cartridge.artifact.manifest import decode
+data, begin = pathlib.Path(sys.argv[1]).read_bytes(), threading.Barrier(8)
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=lambda: (begin.wait(), decode(data, "here"))) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    """Red within a few processes where msgspec learns what a manifest has while one is decoded: it crashes."""
+    (tmp_path / "manifest.json").write_bytes(manifest.encode())
+    for _ in range(12):
+        subprocess.run([sys.executable, "-c", AT_ONCE, tmp_path / "manifest.json"], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("version", ["2.0", "0.9", "10.0", "", "x"])

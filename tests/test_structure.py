@@ -242,6 +242,41 @@ _HEAVY = {"torch", "vllm", "lmcache", "transformers", "boto3"}
 _RUN_CLI = "from lmcache_cartridge.cli.main import main\nsys.exit(main(sys.argv[1:]))"
 
 
+@each("decoders", FILES)
+def test_decoders_are_made_when_their_module_is_imported(module: str) -> None:
+    """msgspec 0.22 learns a type when it is first decoded; threads that decode it at once end the process with SIGSEGV."""
+    assert module == f"{PACKAGE}.artifact.fingerprint" or not list(late_decoders(ast.parse(SOURCES[module])))
+
+
+def late_decoders(tree: ast.AST) -> Iterator[str]:
+    """Yield what has msgspec learn types while functions run."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("msgspec."):
+            if name == "msgspec.convert" or (
+                name.endswith(".decode")
+                and any(k.arg == "type" and ast.unparse(k.value) != "list" for k in node.keywords)
+            ):
+                yield name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from (
+                name
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Call) and (name := ast.unparse(inner.func)).endswith(".Decoder")
+            )
+
+
+def test_late_decoders_are_noticed() -> None:
+    late = (
+        "def f(x): return msgspec.json.decode(x, type=T), msgspec.msgpack.Decoder(T).decode(x), msgspec.convert(x, T)"
+    )
+    assert sorted(late_decoders(ast.parse(late))) == [
+        "msgspec.convert",
+        "msgspec.json.decode",
+        "msgspec.msgpack.Decoder",
+    ]
+    assert not list(late_decoders(ast.parse("d = msgspec.json.Decoder(T)\ndef f(x): return msgspec.json.decode(x)")))
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
     loaded = _loaded_by("import lmcache_cartridge")
     assert PACKAGE in loaded

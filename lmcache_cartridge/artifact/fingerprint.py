@@ -96,6 +96,16 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return lines
 
 
+# Here, as every decoder of ours is made where its type is: msgspec 0.22 looks at a type's fields when the type is first
+# decoded, and a second thread that decodes it meanwhile ends the process with a segmentation fault.
+msgspec.json.Decoder(Fingerprint)
+
+
+def from_plain(plain: Any) -> Fingerprint:
+    """Return the fingerprint that was sent as plain values. Raises `msgspec.ValidationError`."""
+    return msgspec.convert(plain, Fingerprint)
+
+
 def _quantisation_differences(mine: Fingerprint, theirs: Fingerprint) -> list[str]:
     said = [one.quantisation for one in (mine, theirs) if one.quantisation is not msgspec.UNSET]
     is_same_file = mine.weights_digest is not None and mine.weights_digest == theirs.weights_digest

@@ -252,10 +252,10 @@ def decode(data: bytes, where: str) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{where}: {len(data)} bytes is no manifest (at most {MAX_MANIFEST_BYTES})")
     try:
-        major = msgspec.json.decode(data, type=_Versioned).format.partition(".")[0]
+        major = _decode_versioned(data).format.partition(".")[0]
         if major != FORMAT.partition(".")[0]:
             raise ManifestError(f"{where}: format {major}.x; this release reads {FORMAT}. Upgrade lmcache-cartridge")
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = _decode_manifest(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{where}: not a cartridge manifest: {error}") from error
     check(manifest, where)
@@ -264,6 +264,9 @@ def decode(data: bytes, where: str) -> Manifest:
 
 class _Versioned(msgspec.Struct):
     format: str
+
+
+_decode_versioned, _decode_manifest = msgspec.json.Decoder(_Versioned).decode, msgspec.json.Decoder(Manifest).decode
 
 
 def check_id(cartridge_id: str) -> str:

@@ -55,13 +55,16 @@ class _MadeWith(msgspec.Struct):
     lora: str | None = None
 
 
+_decode_made = msgspec.json.Decoder(_Made).decode
+
+
 def adapter_name(root: Path) -> str | None:
     """Return the name of the LoRA adapter that the artefact at `root` was made with, None also where it cannot be read.
 
     Checks nothing else.
     """
     try:
-        return msgspec.json.decode(_read_at_most(root / MANIFEST, MAX_MANIFEST_BYTES), type=_Made).provenance.lora
+        return _decode_made(_read_at_most(root / MANIFEST, MAX_MANIFEST_BYTES)).provenance.lora
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -214,9 +214,12 @@ def _answer(connection: Any, accept: Callable[[Report, str], str], gone: Callabl
             gone(report)
 
 
+_decode_report = msgspec.msgpack.Decoder(tuple[Report, str]).decode
+
+
 def _report(frame: bytes) -> tuple[Report, str]:
     try:
-        return msgspec.msgpack.decode(frame, type=tuple[Report, str])
+        return _decode_report(frame)
     except msgspec.DecodeError as error:
         raise UnsupportedEngine(f"no report of this version: {error}") from error
 

@@ -66,9 +66,12 @@ class _Question(msgspec.Struct, forbid_unknown_fields=True):
     pods: list[str] | None = None
 
 
+_decode_question = msgspec.json.Decoder(_Question).decode
+
+
 async def _score(request: web.Request) -> web.Response:
     try:
-        question = msgspec.json.decode(await request.read(), type=_Question)
+        question = _decode_question(await request.read())
     except (msgspec.DecodeError, ValueError) as error:
         raise NoTokens(f"the body: {error}") from None
     scores, receipt = await request.app[FLEET].score(**msgspec.structs.asdict(question), headers=_headers(request))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -75,6 +75,10 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot: int
 
 
+_record, _pointer = msgspec.json.Decoder(Record), msgspec.json.Decoder(Pointer)
+_snapshot = msgspec.json.Decoder(Snapshot)
+
+
 class Row(NamedTuple):
     """A registered version as the registry holds it."""
 
@@ -109,7 +113,7 @@ def encode(record: Record) -> bytes:
 
 def decode(data: bytes, name: str) -> Record:
     """Return the record in a file called `name`. Raises `RegistryError` unless it is one, or where it is of a newer format."""
-    record = _decode(data, Record, name)
+    record = _decode(data, _record.decode, name)
     for change in record.changes:
         _check(change, name)
     return record
@@ -122,7 +126,7 @@ def encode_pointer(snapshot: int) -> bytes:
 
 def decode_pointer(data: bytes, name: str) -> int:
     """Return the number of the snapshot to begin with, 0 for none. Raises `RegistryError`."""
-    return _decode(data, Pointer, name).snapshot
+    return _decode(data, _pointer.decode, name).snapshot
 
 
 def encode_snapshot(position: int, mark: str, rows: Sequence[Row], labels: Sequence[Labelled]) -> bytes:
@@ -144,7 +148,7 @@ def decode_snapshot(data: bytes, name: str) -> Snapshot:
             raise zlib.error("it has no end")
     except zlib.error as error:
         raise RegistryError(f"{name} is damaged ({error})") from None
-    snapshot = _decode(plain, Snapshot, name)
+    snapshot = _decode(plain, _snapshot.decode, name)
     for kept in snapshot.cartridges:
         _check(kept.added, name)
     for label in snapshot.labels:
@@ -152,7 +156,7 @@ def decode_snapshot(data: bytes, name: str) -> Snapshot:
     return snapshot
 
 
-def _decode(data: bytes, kind: type[T], name: str) -> T:
+def _decode(data: bytes, decode: Callable[[bytes], T], name: str) -> T:
     try:
         plain: Any = msgspec.json.decode(data)
         written = plain.get("format") if isinstance(plain, dict) else None
@@ -160,7 +164,7 @@ def _decode(data: bytes, kind: type[T], name: str) -> T:
             raise RegistryError(f"{name} has format {written}, this release knows {FORMAT}; upgrade lmcache-cartridge")
         if written != FORMAT:
             raise RegistryError(f"{name} is no part of a library: it has no format")
-        return msgspec.convert(plain, kind)
+        return decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RegistryError(f"{name} is damaged or was written by something else ({error})") from None
 

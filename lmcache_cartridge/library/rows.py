@@ -66,6 +66,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Place(Path(self.root or self.location), self.location)
 
 
+_decode = msgspec.msgpack.Decoder(Row).decode
+
+
 class RowReader:
     """Reads artefacts for one engine. Keeps nothing; safe from any thread."""
 
@@ -156,8 +159,7 @@ class RowCache:
         """Return every row. Blocks for the read."""
         with suppress(OSError):
             os.utime(self.path)
-        decode = msgspec.msgpack.Decoder(Row).decode
-        return self._run(lambda db: [decode(row) for (row,) in db.execute("SELECT CAST(row AS BLOB) FROM rows")]) or []
+        return self._run(lambda db: [_decode(row) for (row,) in db.execute("SELECT CAST(row AS BLOB) FROM rows")]) or []
 
     def add(self, rows: Iterable[Row]) -> None:
         """Keep some more rows, each in place of any other of its digest, all of them or none. Blocks for the write."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from ..artifact.chat import Chat
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.fingerprint import Fingerprint, from_plain
 from ..artifact.manifest import Manifest, Provenance
 from ..engine.contract import CAPTURE
 from ..errors import ArtifactError, SourceError
@@ -76,7 +76,7 @@ def _served(reply: Any) -> tuple[int, Fingerprint | None]:
     """Return a server's chunk size and model; servers of older releases do not say which that is."""
     given = reply.get("fingerprint")
     try:
-        return int(reply["chunk_tokens"]), None if given is None else msgspec.convert(given, Fingerprint)
+        return int(reply["chunk_tokens"]), None if given is None else from_plain(given)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
 

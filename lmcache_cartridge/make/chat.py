@@ -25,6 +25,7 @@ _PROBES = (
     [Message("user", "What?"), Message("assistant", "This."), Message("user", "And then?")],
 )
 """What requests may go on with: other first characters, and more than one turn."""
+_decode_messages = msgspec.json.Decoder(list[Message]).decode
 
 
 def read_chat(model: CausalModel, path: Path, role: str | None, arguments: Mapping[str, Any]) -> Document:
@@ -43,7 +44,7 @@ def read_chat(model: CausalModel, path: Path, role: str | None, arguments: Mappi
 def _read_messages(path: Path, text: str) -> list[Message]:
     try:
         json.loads(text)
-        found = msgspec.json.decode(text, type=list[Message])
+        found = _decode_messages(text)
     except ValueError as error:
         raise ArtifactError(f"{path} is no JSON list of messages with role and content, both text: {error}") from None
     if not 0 < len(found) <= MAX_MESSAGES:

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
-from ..artifact.fingerprint import Fingerprint, model_directory
+from ..artifact.fingerprint import from_plain, model_directory
 from ..artifact.lru import Lru
 from ..engine import host_api
 from ..engine.client import ControlClient
@@ -92,7 +91,7 @@ class Admission:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         served = None
         if self.settings.accept_weights:
-            served = msgspec.convert((await self.client.ask("fingerprint"))[0], Fingerprint)
+            served = from_plain((await self.client.ask("fingerprint"))[0])
         self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"], served)
         await self.canaries.begin()
 

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from ..artifact.canary import Comparison
 from ..artifact.chat import Chat
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.fingerprint import from_plain
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
@@ -156,7 +156,7 @@ def _accepted_weights(llm: LLM, settings: Settings, manifest: Manifest) -> str:
     """Return in which weights a cartridge is another model's, where it is served all the same; else nothing."""
     if not settings.accept_weights or settings.canary == "required":
         return ""
-    return other_weights(manifest, msgspec.convert(_clients[llm].call("fingerprint")[0], Fingerprint))
+    return other_weights(manifest, from_plain(_clients[llm].call("fingerprint")[0]))
 
 
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
