@@ -164,7 +164,7 @@ class Asker:
         """Ask in one way by `c` clients at once."""
         if way in ("mp-cpu", "mp-disk"):
             _post(f"{self._lmcache}/cache/clear")
-        if way in ("disk", "s3", "mp-disk"):
+        if way in LOADING:
             self._evict(way, p)
         if way == "prefix" and p not in self._salts:
             self._salts[p] = uuid.uuid4().hex
@@ -225,7 +225,9 @@ def _post(url: str) -> None:
 
 
 SETTLE_S = 2.0
-"""Between a request to one server and the next to the other: vLLM's workers wait for more in a loop, for a second each."""
+"""Between a request to one server and the next to the other, and before what is loaded: vLLM's workers wait for more in a
+loop, for a second each, on a core, and in Python, which those that load need."""
+LOADING = ("disk", "s3", "mp-disk")
 
 
 class Plan(NamedTuple):
@@ -311,13 +313,14 @@ def measure(askers: dict[bool, Asker], plan: Plan, memory: Memory, raw: RawGets 
                 for way in plan.ways:
                     if turn < plan.samples(way, p, c):
                         asker = askers[way in MULTIPROCESS]
-                        if asker is not last:
+                        if asker is not last or way in LOADING:
                             time.sleep(SETTLE_S)
                         last = asker
                         memory.phase = f"{way}, p {p}, c {c}"
                         sample = asker.sample(way, p, c)
                         found.append(sample)
                         if way == "s3" and c == 1 and raw is not None:
+                            time.sleep(SETTLE_S)
                             found.append(raw.sample(p))
                         report.say(
                             f"p {p}, c {c}, {way}: first token after "

@@ -96,13 +96,14 @@ class ChunkLoader:
             raise error
 
     def run_of(self, segments: Sequence[Segment]) -> int:
-        """Return the most chunks that one `load_run` should be given: as many as one request to the source reads."""
+        """Return the most chunks that one `load_run` should be given: as many as come next to one request to the source."""
         if len(segments) != 1 or not self._is_stored_as_served(segments[0], 0, self.shape.tokens):
             return 1
         manifest, _, location = segments[0].cartridge
         if _payload(manifest).encoding != "plain" or len(self._heads) < manifest.fingerprint.kv_heads:
             return 1  # it does not come as it is served; other ranks' heads lie between the parts of two chunks
-        return max(1, self._sources.request_bytes(location) // self.shape.size_bytes)
+        size_bytes = self.shape.size_bytes
+        return max(1, (self._sources.request_bytes(location) + size_bytes // 2) // size_bytes)
 
     def load_run(
         self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]

@@ -15,6 +15,7 @@ from torch._C import set_num_threads
 
 from ..errors import CartridgeError
 from ..library.index import ChunkKey
+from ..sources.cores import use_all_cores
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ def _as_error(key: ChunkKey, caught: Exception) -> CartridgeError:
 
 
 class _Pool:
-    """Threads that load, each of which uses one core.
+    """Threads that load, each of which uses one core at a time, whichever is free.
 
     A parallel operation of torch in any of them would start a team of OpenMP threads of its own. With more of those than
     cores OpenMP's barriers stop spinning, in the engine's team too: on a CPU engine each of its operations then takes
@@ -258,6 +259,7 @@ class _Pool:
 
     def _work(self) -> None:
         set_num_threads(1)
+        use_all_cores()
         me = threading.current_thread()
         while True:
             with self._changed:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from ..artifact.bytesource import ByteRange, Seen, SmallFile
 from ..artifact.location import parse
 from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound, SourceTimeout, TruncatedPayload
+from .cores import use_all_cores
 from .s3_client import make_client
 
 T = TypeVar("T")
@@ -246,6 +247,7 @@ class _Threads:
             self._tasks.put(None)
 
     def _work(self) -> None:
+        use_all_cores()
         while entry := self._tasks.get():
             future, task = entry
             if future.set_running_or_notify_cancel():

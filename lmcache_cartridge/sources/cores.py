@@ -1,0 +1,22 @@
+"""Which cores the threads that load chunks run on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def use_all_cores() -> None:
+    """Let this thread run on every core that any thread of its process may run on.
+
+    A new thread inherits the cores of the one that began it, and vLLM's CPU worker binds its main thread to one core: all
+    that fetch and load would share that one with it. Does nothing on systems that bind no threads.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = os.sched_getaffinity(0)
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            cores |= os.sched_getaffinity(int(thread.name))
+    os.sched_setaffinity(0, cores)

@@ -1,0 +1,67 @@
+"""What loads and fetches may use every core of the process, also where the thread that begins it is bound to one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.memory.loads import one_by_one
+from lmcache_cartridge.memory.tier import MemoryTier
+from lmcache_cartridge.sources.s3 import _Threads
+
+CORES = os.sched_getaffinity(0)
+BOUND = """
+import os
+from lmcache_cartridge.sources.cores import use_all_cores
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+use_all_cores()
+print(*os.sched_getaffinity(0))
+"""
+
+
+def _bound(call: Callable[[], None]) -> None:
+    """Call from a thread that is bound to one core, as vLLM binds the main thread of its CPU workers."""
+
+    def run() -> None:
+        os.sched_setaffinity(0, {min(CORES)})
+        call()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def _load(found: list[set[int]]) -> None:
+    def load(key: ChunkKey, out: torch.Tensor) -> None:
+        found.append(os.sched_getaffinity(0))
+
+    tier = MemoryTier(64, 64, one_by_one(load))
+    assert tier.lease([ChunkKey("d", 0)], 20.0) == 1
+    tier.close()
+
+
+def _fetch(found: list[set[int]]) -> None:
+    threads = _Threads(1)
+    found.append(threads.submit(lambda: os.sched_getaffinity(0)).result(20))
+    threads.close()
+
+
+@pytest.mark.parametrize("work", [_load, _fetch])
+def test_a_thread_that_loads_runs_on_every_core(work: Callable[[list[set[int]]], None]) -> None:
+    found: list[set[int]] = []
+    _bound(lambda: work(found))
+    assert found == [CORES]
+
+
+def test_a_process_that_is_bound_stays_on_its_cores() -> None:
+    """What an operator's `taskset` or a container leaves it: no thread of it may use others."""
+    told = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.split() == [str(min(CORES))]
