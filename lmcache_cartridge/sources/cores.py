@@ -10,13 +10,14 @@ from pathlib import Path
 def use_all_cores() -> None:
     """Let this thread run on every core that any thread of its process may run on.
 
-    A new thread inherits the cores of the one that began it, and vLLM's CPU worker binds its main thread to one core: all
-    that fetch and load would share that one with it. Does nothing on systems that bind no threads.
+    A new thread inherits the cores of the thread that began it. vLLM's CPU worker binds its main thread to one core, which
+    every thread that fetches or loads would share with it. Changes nothing where the system does not allow it.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
-    cores = os.sched_getaffinity(0)
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
-            cores |= os.sched_getaffinity(int(thread.name))
-    os.sched_setaffinity(0, cores)
+    with suppress(OSError):  # a sandbox may forbid it, and what loads must go on
+        cores = os.sched_getaffinity(0)
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                cores |= os.sched_getaffinity(int(thread.name))
+        os.sched_setaffinity(0, cores)
