@@ -225,8 +225,8 @@ def _post(url: str) -> None:
 
 
 SETTLE_S = 2.0
-"""Between a request to one server and the next to the other, and before what is loaded: vLLM's workers wait for more in a
-loop, for a second each, on a core, and in Python, which those that load need."""
+"""Pause before a request to the other server, and before one that loads. For a second after each request vLLM's workers wait
+for more in a loop, which keeps a core and their Python interpreter from what loads."""
 LOADING = ("disk", "s3", "mp-disk")
 
 

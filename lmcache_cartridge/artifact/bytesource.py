@@ -60,7 +60,7 @@ class ByteSource(FileReader, Protocol):
         """Fill `outs` one after the other with a file's bytes from `start` on, by one request."""
 
     def request_bytes(self, location: str) -> int:
-        """Return the size of a request, about, where a few large ones cost less than many small ones; 0 elsewhere."""
+        """Return about how large a request should be, where a few large ones cost less than many small ones; 0 elsewhere."""
 
     def close(self) -> None:
         """Give back connections and threads. Reads still under way may fail."""

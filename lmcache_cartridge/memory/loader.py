@@ -96,7 +96,7 @@ class ChunkLoader:
             raise error
 
     def run_of(self, segments: Sequence[Segment]) -> int:
-        """Return the most chunks that one `load_run` should be given: as many as come next to one request to the source."""
+        """Return the most chunks that one `load_run` should be given: the number nearest to one request of the source."""
         if len(segments) != 1 or not self._is_stored_as_served(segments[0], 0, self.shape.tokens):
             return 1
         manifest, _, location = segments[0].cartridge

@@ -112,8 +112,8 @@ def _regions(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return parts of the keys and of the values of `[L, block, H, tile]`, each with the view of canonical KV that fills it.
 
-    Where pairs lie together torch would move them element by element: those that are pairs in canonical KV too are moved
-    as words, those that are not in two parts, which takes a quarter of the time.
+    Torch would move the pairs of `amx` element by element. Keys, which are pairs in canonical KV too, go as words of two, and
+    values in two parts, the first of each pair and the second: that takes a quarter of the time.
     """
     kind, block, _ = _parse(name)
     if not fits(shape, name):
