@@ -141,7 +141,7 @@ class Settings(BaseModel):
     """What a request gets when its trained cartridge cannot be loaded: an error, or an answer from the document's own
     text, where the cartridge carries it."""
     on_made_alone: Literal["notice", "error"] = "notice"
-    """What a chain gets with a trained cartridge in it that was made for less company (`train --beside`): an answer with
+    """What a chain gets with a trained cartridge in it that was made for less company: an answer with
     the header `X-Cartridges-Notice`, or 400."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """How long a request waits in the API server until its cartridges are in memory."""

@@ -33,7 +33,6 @@ def on_path() -> Iterator[None]:
         "start",
         "request_path",
         "compaction",
-        "chains",
         "inits",
         "fleet",
     ],
@@ -118,7 +117,6 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "chains",
         "chunks",
         "cold_fetch",
         "compaction",

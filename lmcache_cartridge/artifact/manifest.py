@@ -77,7 +77,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept: float | None = None
     """Share of what the document adds to the answers of the held-out questions; None where that was not to be told."""
     beside: int = 0
-    """Up to how many other documents' KV stood around it while it was trained."""
+    """Up to how many other documents' KV stood around it while it was trained, by releases that could do that."""
 
 
 class Compaction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -210,8 +210,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Beside how many other cartridges it was made to stand; None is any number.
 
         A prefill's KV is a document's. A compaction to a quarter of its document, or more, without gradient steps is as
-        good in a chain of three as alone; to a sixteenth it loses half of its answers (`benchmarks/chains.py`, nine
-        sheets). Of KV that came from elsewhere nothing is known.
+        good in a chain of three as alone; to a sixteenth it loses half of its answers (nine sheets). Of KV that came from elsewhere nothing is known.
         """
         about = self.provenance
         if self.kind != "trained":

@@ -106,14 +106,6 @@ def _add_train(verb: Verb) -> None:
                      "until it is stored")  # fmt: skip
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
-    beside = train.add_argument_group(
-        "for chains: other documents before and behind it in training, drawn for every step"
-    )
-    beside.add_argument("--beside", type=int, metavar="N",
-                        help="up to N of them at once (default: all that are given); questions on them come of --template")  # fmt: skip
-    beside.add_argument("--beside-of", type=_names, default=(), metavar="NAME,...", help="registered cartridges")
-    beside.add_argument("--beside-documents", type=Path, nargs="+", default=(), metavar="FILE",
-                        help="UTF-8 text files, compacted to the same positions")  # fmt: skip
     then = train.add_argument_group("what becomes of it")
     add_accept(then, "the answers of the held-out questions")
 
@@ -141,20 +133,15 @@ def _add_evaluate(verb: Verb) -> None:
     add_device(evaluate, "with --model: ")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
-
-
 def _rate(text: str) -> float | None:
     return None if text == "auto" else float(text)
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    check_made(arguments, arguments.document, arguments.questions, arguments.template, arguments.held_out,
-               *arguments.beside_documents)  # fmt: skip
+    check_made(arguments, arguments.document, arguments.questions, arguments.template, arguments.held_out)
     check_numbers(
         arguments,
-        at_least_one=("positions", "self_study", "answer_tokens", "steps", "batch", "accumulate", "check_every", "beside"),
+        at_least_one=("positions", "self_study", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
         at_least_zero=("top_k", "warmup", "patience", "jitter"),
     )  # fmt: skip
     if arguments.rate is not None and not 0 < arguments.rate < math.inf:
@@ -164,11 +151,6 @@ def _train(arguments: argparse.Namespace) -> None:
         raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
     if arguments.writer_url and not arguments.self_study:
         raise CartridgeError("--writer-url writes questions for --self-study; say how many")
-    others = len(arguments.beside_of) + len(arguments.beside_documents)
-    if (arguments.beside or 0) > others:
-        raise CartridgeError(
-            f"--beside {arguments.beside} needs as many others, and {others} are given: --beside-of, --beside-documents"
-        )
     if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     with working("load torch", arguments.format):
@@ -178,10 +160,7 @@ def _train(arguments: argparse.Namespace) -> None:
         from ..make.train.retention import ACCEPT
         from ..make.train.trainer import Recipe
 
-    values = vars(arguments) | {
-        "chunk_tokens": arguments.chunk_size, "form": arguments.ask_as, "beside": arguments.beside or others,
-        "beside_documents": tuple(arguments.beside_documents),
-    }  # fmt: skip
+    values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
     settings, accept = settings_of(arguments), ACCEPT if arguments.accept is None else arguments.accept

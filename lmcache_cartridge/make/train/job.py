@@ -34,9 +34,7 @@ from ..questions import Question, model_writer, server_writer
 from ..server import Server
 from ..write import write_trained
 from . import lesson, retention
-from .beside import Company
 from .initial import initial_kv, positions_of, prefilled
-from .neighbours import of_cartridge, of_document
 from .retention import ACCEPT, Retention
 from .sweep import Try, find_rate
 from .trainer import CHECKPOINT, Recipe, Result, Trainer
@@ -86,12 +84,6 @@ class Task:
     device: str = "cpu"
     lora: Path | None = None
     """Directory of a LoRA adapter, for whose requests the cartridge is."""
-    beside: int = 0
-    """Up to how many others stand around it while it is trained."""
-    beside_of: tuple[str, ...] = ()
-    """Names of registered cartridges that do."""
-    beside_documents: tuple[Path, ...] = ()
-    """Documents that do, compacted to as many positions."""
     recipe: Recipe = Recipe()
 
 
@@ -136,7 +128,7 @@ class Job:
                 document_kv = prefilled(model, ids, progress)
                 wanted = Wanted(positions, to_train, form, refine=REFINE)
                 kv = make(model, document_kv, ids, wanted, say=self.say, progress=progress).kv
-            if recipe.rate is None and not self.task.beside:  # at a low one it goes on taking what is its neighbours'
+            if recipe.rate is None:
                 recipe = replace(recipe, rate=gentle_rate(kv))
                 self.say(f"rate {recipe.rate:g}, low, since a compaction is near to where it should be")
         with Bars(self.bar) as progress:
@@ -148,7 +140,6 @@ class Job:
         trainer = Trainer(
             model, kv, lessons, range(len(to_train), len(to_train) + len(held_out)), recipe,
             lambda kv: as_served(kv, model.fingerprint, self.task.payload, self.task.chunk_tokens),
-            self._company(model, positions, form),
         )  # fmt: skip
         tries = self._find_rate(trainer) if recipe.rate is None else []
         result = self._train(trainer)
@@ -163,7 +154,7 @@ class Job:
             training = Training(
                 recipe.objective, self.task.init, recipe.seed, len(to_train), len(held_out), result.steps, result.step,
                 result.loss if result.steps else None, result.score.loss, result.score.answered.exact,
-                round(result.seconds, 1), recipe.rate, kept, self.task.beside,
+                round(result.seconds, 1), recipe.rate, kept,
             )  # fmt: skip
             provenance = model.provenance(
                 "train", document=document.path.name, document_blake3=document.blake3, training=training
@@ -196,35 +187,6 @@ class Job:
         check_positions(positions, len(ids))
         return None
 
-    def _company(self, model: CausalModel, positions: int, form: str) -> Company | None:
-        task = self.task
-        if not task.beside:
-            return None
-
-        def ask(text: str) -> list[Question]:
-            try:
-                return questions.from_template(task.template, text) if task.template and text else []
-            except CartridgeError:  # text of a tokenizer that does not give back what it was given
-                return []
-
-        with Bars(self.bar) as progress:
-            teach = partial(
-                lesson.prepare, model, form=form, top_k=task.top_k, answer_tokens=task.answer_tokens,
-                teach=task.recipe.objective == "distill", directory=self.settings.home / "training" / "lessons",
-                progress=progress,
-            )  # fmt: skip
-            others = [of_cartridge(model, root, ask, teach, progress=progress) for root in self._roots()]
-            others += [
-                of_document(model, path, positions, form, ask, teach, progress=progress)
-                for path in task.beside_documents
-            ]
-        asked = sum(len(other.lesson.examples) for other in others)
-        self.say(f"up to {task.beside} of {len(others)} other documents beside it, with {asked} questions on them")
-        return Company(model, others, task.beside)
-
-    def _roots(self) -> list[Path]:
-        return [self.registry.find(name).local_root() for name in self.task.beside_of]
-
     def _positions(self, tokens: int) -> int:
         task = self.task
         positions = positions_of(tokens, task.chunk_tokens, compress=task.compress, positions=task.positions)
@@ -243,8 +205,6 @@ class Job:
         for name in ("questions", "template", "held_out"):
             path = getattr(self.task, name)
             task[name] = path and blake3(path.read_bytes()).hexdigest()
-        task["beside_of"] = [self.registry.find(name).digest for name in self.task.beside_of]
-        task["beside_documents"] = [blake3(path.read_bytes()).hexdigest() for path in self.task.beside_documents]
         fingerprint = blake3(msgspec.json.encode(model.fingerprint)).hexdigest()
         claim = json.loads(json.dumps(task | {"document": document, "model": fingerprint}))
         path = self.directory / RUN

@@ -74,18 +74,17 @@ def rows_of(packed: Packed, rows: torch.Tensor) -> Packed:
     return Packed([packed.rows[i] for i in rows.tolist()], packed.ids[here], packed.offsets[here], packed.allowed[here])
 
 
-def answer_logits(model: Any, past: Any, packed: Packed, end: int | None = None) -> torch.Tensor:
+def answer_logits(model: Any, past: Any, packed: Packed) -> torch.Tensor:
     """Return float32 logits [answer tokens, vocabulary] before each answer token, in the order of the examples.
 
     `past`, a cache of transformers, holds the prefix for as many rows as `packed` has; the forward pass adds to it.
-    `end` is the position behind the prefix, its length unless its keys were moved.
     """
     prefix = past.get_seq_length()
     row, column = answer_places(packed)
     columns, kept = torch.unique(column, return_inverse=True)
     logits = model(
         input_ids=packed.ids,
-        position_ids=packed.offsets + (prefix if end is None else end),
+        position_ids=packed.offsets + prefix,
         attention_mask=prefix_mask(packed, prefix, model.dtype),
         past_key_values=past,
         use_cache=True,

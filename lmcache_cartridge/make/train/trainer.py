@@ -21,7 +21,6 @@ from ...errors import CartridgeError, TrainingDiverged
 from ..foreign.peft import from_peft, to_peft
 from ..model import CausalModel
 from ..payload import rounded
-from .beside import Around, Company
 from .initial import FROZEN
 from .lesson import Lesson
 from .packing import Example, Packed, answer_ids, answer_logits, pack_examples, target_rows
@@ -126,30 +125,22 @@ class Trainer:
         held_out: Sequence[int],
         recipe: Recipe,
         as_served: Callable[[torch.Tensor], torch.Tensor] = lambda kv: kv,
-        company: Company | None = None,
     ) -> None:
         """Start from canonical `kv`. `held_out` are indices of the examples to look at and never to train on.
 
-        `as_served` says what becomes of KV in the model's dtype on its way through the artefact. With `company`
-        others stand around it, drawn anew for every forward pass.
+        `as_served` says what becomes of KV in the model's dtype on its way through the artefact.
         """
         if recipe.objective == "distill" and lesson.tokens is None:
             raise CartridgeError("the objective distill needs the teacher's predictions; prepare the lesson with them")
         self.model, self.recipe, self._as_served = model, recipe, as_served
-        self.lesson = company.join(lesson) if company else lesson
+        self.lesson = lesson
         apart = set(held_out)
         self.held_out = [lesson.examples[i] for i in held_out]
         self.examples = [example for i, example in enumerate(lesson.examples) if i not in apart]
         if not self.examples or not self.held_out:
             raise CartridgeError("training needs a question to train on and another one that is held out")
         longest = max(len(example.prompt) + len(example.answer) for example in lesson.examples)
-        self.company = company
-        room = (model.context_tokens or sys.maxsize) - kv.shape[2] - longest - (company.tokens if company else 0)
-        if company and room < 0:
-            raise CartridgeError(
-                f"{kv.shape[2]} positions and {company.tokens} beside them leave no place for questions in the model's "
-                f"context of {model.context_tokens}"
-            )
+        room = (model.context_tokens or sys.maxsize) - kv.shape[2] - longest
         self.jitter = max(0, min(recipe.jitter, room))
         self.peft = wrap(model, kv)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
@@ -204,18 +195,15 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, examples: Sequence[Example]) -> Score:
-        """Return how examples are answered with the KV as it stands: alone and, if it has any, in all its company."""
+        """Return how examples are answered with the KV as it stands."""
         loss, missed, right = 0.0, 0.0, []
-        ways: list[Around | None] = [None, self.company.whole(self._start.shape[2])] if self.company else [None]
-        for around in ways:
-            for start in range(0, len(examples), self.recipe.batch):
-                batch = examples[start : start + self.recipe.batch]
-                packed = pack_examples(batch, self.model.device)
-                logits = self._logits(packed, around)
-                losses = self._losses(logits, packed)
-                loss, missed = loss + float(losses.sum()), missed - float(torch.expm1(-losses).sum())
-                right += (logits.argmax(-1) == answer_ids(packed)).tolist()
-        return Score(loss / len(right), missed / len(right), count([*examples] * len(ways), right))
+        for start in range(0, len(examples), self.recipe.batch):
+            packed = pack_examples(examples[start : start + self.recipe.batch], self.model.device)
+            logits = self._logits(packed)
+            losses = self._losses(logits, packed)
+            loss, missed = loss + float(losses.sum()), missed - float(torch.expm1(-losses).sum())
+            right += (logits.argmax(-1) == answer_ids(packed)).tolist()
+        return Score(loss / len(right), missed / len(right), count(examples, right))
 
     def _take_step(self) -> None:
         if self.fall is None and self.recipe.schedule == "plateau" and self._falls():
@@ -225,17 +213,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         batches = [self.batch(self.step * self.recipe.accumulate + i) for i in range(self.recipe.accumulate)]
-        around: list[Around | None] = [None] * len(batches)
-        if self.company:
-            drawn = [self._draw(f"company {self.step} {i}") for i in range(len(batches))]
-            around = [self.company.draw(draw, self._start.shape[2]) for draw in drawn]
-            batches = [[*batch, *others.asked] for batch, others in zip(batches, around, strict=True) if others]
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
         for i, batch in enumerate(batches):
             apart = gaps(self._draw(f"gaps {self.step} {i}"), len(batch), self.jitter)
             packed = pack_examples(batch, self.model.device, apart)
-            loss = self._losses(self._logits(packed, around[i]), packed).sum() / count
+            loss = self._losses(self._logits(packed), packed).sum() / count
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
@@ -263,13 +246,10 @@ class Trainer:
     def _draw(self, what: str) -> random.Random:
         return random.Random(f"{self.recipe.seed} {what}")
 
-    def _logits(self, packed: Packed, around: Around | None = None) -> torch.Tensor:
+    def _logits(self, packed: Packed) -> torch.Tensor:
         """Return float32 logits [answer tokens, vocabulary] after the cartridge, as PEFT gives it, and each question."""
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.recipe.autocast):
-            past, end = self.peft.get_prompt(len(packed.rows)), self._start.shape[2]
-            if around is not None:
-                past, end = around.surround(self.model, past, len(packed.rows)), end + around.tokens_after
-            return answer_logits(self.model.model, past, packed, end)
+            return answer_logits(self.model.model, self.peft.get_prompt(len(packed.rows)), packed)
 
     def _losses(self, logits: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Return the loss of each answer token, nats."""
