@@ -89,9 +89,6 @@ BY_NOBODY = {
     "make cartridges-test TIER=0,3cross": "it is `validate --model`, which takes two minutes",
     "lmcache-cartridge validate --model ./llama --tier all": "takes ten minutes; docs/validate.md has what it printed",
     "lmcache-cartridge validate --gpu --model ./llama": "needs a GPU; test_ladder.py has what it would start, and its refusal",
-    "lmcache-cartridge validate --url http://router:30080 --servers http://one:8000,http://two:8000 --tier 3cross,13": (
-        "needs a router; test_ladder runs it on a stub"
-    ),
     "make bench": "takes a quarter of an hour; test_benchmarks runs each benchmark with --smoke",
     "python benchmarks/gpu.py": "takes ten minutes and a GPU; test_gpu_benchmark.py runs it with --smoke on the CPU",
     "python benchmarks/scale.py --full": "takes ten minutes; test_benchmarks runs it with --smoke",

@@ -11,9 +11,16 @@ from ...errors import SourceError
 from .client import Reply
 from .ground import Ground, Judged, Unchecked, Wrong, summary, used_as
 from .held import Held
-from .likeness import TELLING, apart
+from .likeness import ROUNDING, TELLING, apart
 
 CONTAMINATION, THREADS = 200, 16
+
+
+def quiet(ground: Ground) -> str:
+    """See that the server's answers to equal dense prompts are no further apart than rounding explains."""
+    if max(ground.noise) > ROUNDING:
+        raise Wrong(f"{ground.noise}; no rounding explains more than {ROUNDING:g}")
+    return str(ground.noise)
 
 
 def ten(ground: Ground) -> str:

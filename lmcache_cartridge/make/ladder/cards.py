@@ -48,7 +48,7 @@ SETUPS = (
     Setup("TRITON_ATTN", {}, ("--attention-backend", "TRITON_ATTN"), "triton"),
 )
 """vLLM 0.32 takes LBNHC where nothing else is wanted; FlashInfer takes LBHNC on Blackwell. LMCache has no layout with heads
-outermost (0.5.6). Planes of K and V apart are vLLM's before 0.26."""
+outermost (0.5.6)."""
 
 
 def check() -> str:
@@ -69,11 +69,7 @@ def rungs(modes: Sequence[Mode]) -> list[tuple[str, str, Callable[[Ground], str]
         for setup in SETUPS
         for mode in modes
     ]
-    return [
-        (TIER, "copies beside the card's own", copies, 1),
-        *on_servers,
-        (TIER, "K and V in planes of their own", split, 0),
-    ]
+    return [(TIER, "copies beside the card's own", copies, 1), *on_servers]
 
 
 def started(own: OwnServer, setup: Setup, mode: Mode) -> OwnServer:
@@ -99,11 +95,6 @@ def layout_of(log: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     said = _SERVES.findall(text)
     return f"chunks as {said[-1]}" if said else "its log names no layout"
-
-
-def split(ground: Ground) -> str:
-    """Say what is known of planes of K and V apart."""
-    raise Unchecked("vLLM before 0.26 has them, and LMCache's own kernels fill them; this one is newer")
 
 
 def copies(ground: Ground) -> str:

@@ -1,10 +1,9 @@
-"""Faults: a corrupt cartridge, one whose bytes are gone, a source that does not answer. Each hurts only itself."""
+"""Faults: a corrupt cartridge, and one whose bytes are gone. Each hurts only itself."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from .changes import makes
 from .client import Reply
@@ -12,10 +11,8 @@ from .ground import Ground, Unchecked, Wrong
 from .held import Held
 from .likeness import apart
 from .maker import Maker
-from .slow import BUCKET
 
 _NOTED_S = 20.0
-_HOT = 6
 
 
 def corrupt(ground: Ground) -> str:
@@ -52,48 +49,6 @@ def missing(ground: Ground) -> str:
     return f"{outcome}; others answer on"
 
 
-def slow(ground: Ground) -> str:
-    """Ask for a cartridge whose bytes are held back: others are answered meanwhile, and it is when they come."""
-    maker, own = makes(ground), ground.own
-    if own is None or own.store is None:
-        raise Unchecked(
-            "needs a server that `validate --model` started, and boto3, for a source that can be slowed down"
-        )
-    one = maker.prefill(f"{maker.run}-slow", 2 * maker.chunk + 10, add=False)
-    assert one.manifest is not None and one.root is not None
-    key = f"{one.manifest.id}/1"
-    own.store.offer(key, one.root)
-    question = one.questions[0]
-    ground.bound(one, question)
-    hot = ground.held[0]
-    questions = ground.some(hot, _HOT)
-    for each in questions:
-        ground.ask(hot, each)  # so that dense answers and the cartridge itself are there
-    own.store.hold()
-    maker.shelf.registry.register(one.root, location=f"s3://{BUCKET}/{key}")
-    maker.note(one.name)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            cold = pool.submit(ground.client.ask, question, [one.name])
-            if not own.store.asked.wait(30):
-                raise Wrong(f"no byte of {one.name} was asked for within 30 s")
-            start = time.monotonic()
-            for each in questions:
-                ground.ask(hot, each)
-            meanwhile_s, ended = time.monotonic() - start, cold.done()
-            own.store.let_go()
-            given = cold.result()
-    finally:
-        own.store.let_go()
-    if ended:
-        raise Wrong(
-            f"{one.name} was answered {given.status} before its bytes could come, or {_HOT} requests for another waited "
-            f"for them: they took {meanwhile_s:.0f} s. {given.message[:120]}"
-        )
-    _right(ground, one, question, given)
-    return f"{_HOT} requests for another answered in {meanwhile_s:.1f} s while its bytes were held back; then right"
-
-
 def _damages(ground: Ground) -> Maker:
     maker = makes(ground)
     if not maker.shelf.local:
@@ -113,7 +68,7 @@ def _never_wrong(ground: Ground, one: Held, what: str) -> str:
     return " and ".join(f"{outcomes.count(each)} x {each}" for each in dict.fromkeys(outcomes))
 
 
-def _right(ground: Ground, one: Held, question: Sequence[int], given: Reply, what: str = "slow") -> None:
+def _right(ground: Ground, one: Held, question: Sequence[int], given: Reply, what: str) -> None:
     if given.status == 200:
         found = apart(ground.dense(one, question), given)
         if not found.within(ground.bound(one, question)):

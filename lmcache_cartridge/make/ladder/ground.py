@@ -43,10 +43,9 @@ class Ground:
     """A server, what it holds, and how its answers are judged. Safe from any thread."""
 
     def __init__(
-        self, client: Client, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None,
-        servers: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self.client, self.maker, self.own, self.servers = client, maker, own, servers
+        self, client: Client, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None
+    ) -> None:
+        self.client, self.maker, self.own = client, maker, own
         self.held = list(held)
         self.noise = Noise()
         self._rounding: dict[tuple[str, tuple[int, ...]], float] = {}

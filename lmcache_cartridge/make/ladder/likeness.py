@@ -18,6 +18,8 @@ ASSUMED = 0.15
 shipped model KV made by transformers comes to 0.02 to 0.04 on average."""
 FLOORS = {"float32": 0.01}
 """The least bound of models whose logits are not rounded to 16 bits."""
+ROUNDING = 1.0
+"""The largest mean difference of a logprob, in nats, that may come of rounding."""
 TELLING = 3.0
 """A question tells two documents apart whose dense answers differ by so many bounds."""
 

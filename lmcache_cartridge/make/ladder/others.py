@@ -1,17 +1,17 @@
-"""Others: rungs on servers started otherwise: another model, more ranks, another dtype or mode, saving; a router."""
+"""Others: rungs on servers started otherwise: another model, more ranks, another dtype or mode, saving."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import CartridgeError
 from . import answers, known
 from .client import Client
-from .ground import Ground, Judged, Unchecked, Wrong, summary, used_as
+from .ground import Ground, Unchecked, Wrong, summary, used_as
 from .held import Held
 from .maker import Maker, heads
 from .own import Mode, OwnServer, reason
@@ -96,35 +96,6 @@ def second_model(ground: Ground, make: Callable[[], tuple[OwnServer, Maker, list
         there = Ground(client, held, maker=maker, own=own)
         there.measure()
         return f"{Path(own.model).name}: {answers.ten(there)}"
-
-
-def router(ground: Ground) -> str:
-    """Ask through a router and the servers behind it: X-Cartridges is kept both ways, and the answers are equal."""
-    if not ground.servers:
-        raise Unchecked("needs --url of a router and --servers, those behind it")
-    one, client = ground.held[0], ground.client
-    with ExitStack() as stack:
-        behind = [stack.enter_context(Client(url, client.model)) for url in ground.servers]
-        found: list[Judged] = []
-        for question in ground.some(one, 4):
-            through = client.ask(question, [one.name])
-            used_as(one.name, through)
-            by_header = client.ask(question, headers={"X-Cartridges": one.name, "X-Cartridges-Required": "true"})
-            if by_header.status != 200 or [each.name for each in by_header.used] != [one.name]:
-                raise Wrong(
-                    f"the router does not keep the request header X-Cartridges: {one.name} named there is answered "
-                    f"{by_header.status} with {by_header.header!r}"
-                )
-            for server in behind:
-                direct = server.ask(question, [one.name])
-                if [each.name for each in direct.used] != [one.name]:
-                    raise Wrong(f"{server.url} answers {one.name} with {direct.status}, {direct.header!r}")
-                bound, what = ground.bound(one, question), f"{one.name} through the router"
-                found += [ground.like(what, each, direct, bound) for each in (through, by_header)]
-        refused = client.ask(ground.some(one, 1)[0], ["no-such-cartridge"])
-        if refused.status != 404:
-            raise Wrong(f"an unknown name is answered 404 by the servers, {refused.status} through the router")
-    return f"{summary(found)}; {len(behind)} servers; names in the body and in the header; 404 comes through"
 
 
 def own_of(ground: Ground) -> OwnServer:

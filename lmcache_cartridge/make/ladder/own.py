@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,6 @@ from ...serve.launch import Launch, plan
 from ...serve.processes import SMALL, ServerProcess
 from ...settings import Settings, from_mapping
 from .client import Client
-from .slow import CREDENTIALS, SlowStore
 
 Mode = Literal["in-process", "multiprocess"]
 MODES: tuple[Mode, ...] = ("in-process", "multiprocess")
@@ -29,13 +27,12 @@ class OwnServer:
 
     def __init__(
         self, model: str, home: Path, *, mode: Mode = "in-process", chunk: int = 256, vllm_args: Sequence[str] = (),
-        l1_bytes: int = 0, saves: bool = False, store: SlowStore | None = None, gpu: bool = False,
+        l1_bytes: int = 0, saves: bool = False, gpu: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """`environment` is set for the server; on a `gpu` it is started as users start it, whatever the model's size."""
         self._gpu, self._given = gpu, dict(environment or {})
         self.model, self.home, self.mode = model, home, mode
-        self.store = store
         self._chunk, self._args, self._l1_bytes, self._saves = chunk, list(vllm_args), l1_bytes, saves
         self._process: ServerProcess | None = None
         self.starts = 0
@@ -46,8 +43,7 @@ class OwnServer:
     @property
     def settings(self) -> Settings:
         """What the server is started with."""
-        store = {"s3_endpoint_url": self.store.url} if self.store else {}
-        return from_mapping({"home": self.home, "disk_dir": self.home / "disk", "disk_bytes": "64MiB", **store})
+        return from_mapping({"home": self.home, "disk_dir": self.home / "disk", "disk_bytes": "64MiB"})
 
     def variant(
         self, *, mode: Mode | None = None, vllm_args: Sequence[str] = (), l1_bytes: int = 0, saves: bool = False,
@@ -115,7 +111,7 @@ class OwnServer:
         several = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "--tensor-parallel-size" in self._args else {}
         # For the route by which vLLM forgets its own blocks, so that what is cached comes from LMCache.
         forgets = {"VLLM_SERVER_DEV_MODE": "1"} if self._saves else {}
-        return {**small, **several, **forgets, **(CREDENTIALS if self.store else {}), **self._given}
+        return {**small, **several, **forgets, **self._given}
 
 
 def reason(error: str, log: Path) -> str:
@@ -125,8 +121,3 @@ def reason(error: str, log: Path) -> str:
     ours = [line.partition("lmcache_cartridge.errors.")[2] for line in lines if "lmcache_cartridge.errors." in line]
     errors = [line for line in lines if re.search(r"\b\w+Error: ", line)]
     return (ours[:1] or errors[-1:] or lines[-1:] or [error])[0].strip()
-
-
-def store() -> SlowStore | None:
-    """Return a source that can be slowed down; None where the package that reads S3 is not installed."""
-    return SlowStore() if find_spec("boto3") else None
