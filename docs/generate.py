@@ -108,7 +108,7 @@ def commands() -> str:
 
 
 def _verbs(parser: argparse.ArgumentParser, before: str = "") -> Iterable[tuple[str, argparse.ArgumentParser]]:
-    """Return every command with its parser, those of a group as `fleet score`."""
+    """Return every command with its parser, those of a group as `fleet serve`."""
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for name, verb in verbs.choices.items():
         is_group = any(isinstance(action, argparse._SubParsersAction) for action in verb._actions)

@@ -75,7 +75,7 @@ def _assert_one_line(ran: _Ran, *words: str) -> None:
 
 
 def _commands(cli: _Cli, *group: str) -> list[str]:
-    """Return every command, those of a group as `fleet score`."""
+    """Return every command, those of a group as `fleet serve`."""
     names = re.findall(r"^    ([a-z]+)(?: |$)", cli(*group, "--help").out, flags=re.MULTILINE)
     below = {name: _commands(cli, name) for name in ["fleet"] if name in names}
     return [" ".join([*group, one]) for name in names for one in below.get(name, [name])]
@@ -110,7 +110,7 @@ _RUNS = {
 """Commands that need no model, server or bucket, and how to run each; in this order."""
 _RUN_BY_OTHERS = {
     "build", "compact", "import", "compress", "export", "train", "evaluate", "push", "pull", "publish", "validate", "bench", "top", "demo",
-    "fleet serve", "fleet score", "fleet pick",
+    "fleet serve",
 }  # fmt: skip
 
 

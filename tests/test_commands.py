@@ -65,8 +65,6 @@ BY_OTHERS = {
     **dict.fromkeys(
         [
             "lmcache-cartridge fleet serve --config fleet.yaml",
-            "lmcache-cartridge fleet pick --cartridge handbook",
-            "lmcache-cartridge fleet score --cartridge handbook --prompt 'Who is on call on Sundays?'",
         ],
         "test_fleet_scores.py",
     ),

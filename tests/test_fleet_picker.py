@@ -235,10 +235,10 @@ class Says:
 
     def __init__(self, answer: str | Exception) -> None:
         self.answer = answer
-        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.asked: list[tuple[dict[str, str], bytes]] = []
 
-    async def pick(self, path: str, headers: Any, body: bytes) -> Place:
-        self.asked.append((path, dict(headers), body))
+    async def pick(self, headers: Any, body: bytes) -> Place:
+        self.asked.append((dict(headers), body))
         if isinstance(self.answer, Exception):
             raise self.answer
         return Place(self.answer)
@@ -277,10 +277,10 @@ def test_whatever_envoy_lets_through_the_picker_reads(tmp_path: Path) -> None:
                 connection.sendall(head % (path, headers))
                 answer = b"".join(iter(lambda connection=connection: connection.recv(1 << 16), b""))
             assert b'"stub": "%d"' % (number % 2) in answer, (what, answer[:500])
-            assert len(picker.asked) == number + 1 and picker.asked[-1][2] == b"{}\n", what
+            assert len(picker.asked) == number + 1 and picker.asked[-1][1] == b"{}\n", what
         told = dict(zip(ODD, picker.asked, strict=True))
-        assert told["the list in two"][1]["x-cartridges"] == "a,b"
-        assert told["a long list"][1]["x-cartridges"] == LONG.decode()
+        assert told["the list in two"][0]["x-cartridges"] == "a,b"
+        assert told["a long list"][0]["x-cartridges"] == LONG.decode()
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ async def test_what_cannot_be_named_is_left_out(
     said: str | Exception, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     picker = Says(said)
-    assert await EnvoyAnswers(picker).destination("/envoy/v1/completions", {"a": "b"}, b"{}") == told
-    assert picker.asked == [("/v1/completions", {"a": "b"}, b"{}")]
+    assert await EnvoyAnswers(picker).destination({"a": "b"}, b"{}") == told
+    assert picker.asked == [({"a": "b"}, b"{}")]
     is_a_fault = told is None and not isinstance(said, CartridgeNotFound)
     assert bool([record for record in caplog.records if record.levelname == "ERROR"]) == is_a_fault
 
@@ -303,23 +303,23 @@ async def test_what_cannot_be_named_is_left_out(
 async def test_a_body_that_envoy_cut_is_not_read() -> None:
     picker = Says("10.0.0.5:8000")
     headers = {"x-envoy-auth-partial-body": "true", "x-cartridges": "a"}
-    assert await EnvoyAnswers(picker).destination("/envoy/v1/completions", headers, b'{"model": "m') == "10.0.0.5:8000"
-    assert picker.asked == [("/v1/completions", headers, b"")]
+    assert await EnvoyAnswers(picker).destination(headers, b'{"model": "m') == "10.0.0.5:8000"
+    assert picker.asked == [(headers, b"")]
 
 
 async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> None:
     class Waits:
-        async def pick(self, path: str, headers: Any, body: bytes) -> Place:
-            await asyncio.sleep(0 if path == "/quick" else 60)
+        async def pick(self, headers: Any, body: bytes) -> Place:
+            await asyncio.sleep(60 if body else 0)
             return Place("10.0.0.5:8000")
 
     answers = EnvoyAnswers(Waits())
-    for given, path, told in (
-        ("25", "/slow", None), ("9000", "/quick", "10.0.0.5:8000"), ("", "/quick", "10.0.0.5:8000"),
-        ("soon", "/quick", "10.0.0.5:8000"), ("\u00b2", "/quick", "10.0.0.5:8000"),
+    for given, body, told in (
+        ("25", b"slow", None), ("9000", b"", "10.0.0.5:8000"), ("", b"", "10.0.0.5:8000"),
+        ("soon", b"", "10.0.0.5:8000"), ("\u00b2", b"", "10.0.0.5:8000"),
     ):  # fmt: skip
         headers = {"x-envoy-expected-rq-timeout-ms": given}
-        assert await answers.destination(PREFIX + path, headers, b"") == told
+        assert await answers.destination(headers, body) == told
 
 
 async def test_names_are_looked_up_now_and_then_and_outlive_their_names_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from picking import service
-from recall.ward import Fact, ask
+from recall.ward import Fact, ask, write_document
 from routers import Reply, Stub, envoy
 from serving import SERVER_ARGS
 from waiting import until
-from wards import MODEL, patients, register, write_ward
+from wards import MODEL, patients, prefill, register, sure, write_ward
 
 from lmcache_cartridge.fleet.config import of_mapping
 from lmcache_cartridge.fleet.envoy import HEADER
@@ -30,6 +30,8 @@ from lmcache_cartridge.settings import from_mapping
 
 COUNT = int(os.environ.get("FLEET_CARTRIDGES", "6"))
 """Of each group."""
+LETTERHEAD = 256
+"""Tokens that documents of one group begin with."""
 
 
 class Servers(NamedTuple):
@@ -65,6 +67,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         ward = write_ward(model, patients(len(facts) % 4, 4), name, tokens=300)
         register(model, settings, ward.ids, name=name)
         facts[name] = ward.facts
+    head = write_ward(model, patients(0, 4), "letterhead", tokens=300).ids[:LETTERHEAD]
+    for name in (f"shared-{number}" for number in range(COUNT)):
+        document = write_document(random.Random(name), 700, patients(1, 4))
+        ids = head + model.encode(document.text, special=False)
+        register(model, settings, ids, name=name)
+        facts[name] = sure(model, prefill(model, ids), document.facts)
     with ExitStack() as stack:
         pods, started = [], []
         for number in range(2):
@@ -144,6 +152,29 @@ def test_each_is_answered_by_the_server_that_it_was_placed_at(servers: Servers, 
         right = sum(answered[name] == home for name, home in placed.items())
         print(f"{right} of {len(placed)} by the server that it was placed at")
         assert answered == placed
+
+
+def test_cartridges_that_begin_alike_are_loaded_once_each(servers: Servers, tmp_path: Path) -> None:
+    """Whoever has one of them has the first blocks of all."""
+    with (
+        service(Fleet(of_mapping({"pods": servers.pods, "poll_s": 0.2}))) as running,
+        envoy(servers.urls, tmp_path, picker=running.url) as url,
+    ):
+        answered: list[dict[str, str]] = []
+        for _ in range(3):
+            answered.append(_answers(servers, url, "shared"))
+            servers.step()
+        has_told = f"{running.url}/score"
+        told = httpx.post(has_told, json={"cartridges": ["shared-0"], "model": "m"}, timeout=60).json()
+    shares = sorted(one["share"] for one in told["receipt"]["scores"].values())
+    assert 0 < shares[0] < 0.5 <= shares[1], f"the control: both have its beginning, one has it: {shares}"
+    held: dict[str, set[str]] = {}
+    for number, server in enumerate(servers.urls):
+        for entry in httpx.get(f"{server}/v1/cartridges", params={"active": "true"}, timeout=60).json()["data"]:
+            held.setdefault(entry["id"], set()).add(f"s{number}")
+    assert {name: held[name] for name in answered[0]} == {name: {server} for name, server in answered[0].items()}
+    assert answered[1] == answered[2] == answered[0]
+    assert set(answered[0].values()) == {"s0", "s1"}
 
 
 def test_the_control_a_picker_that_knows_one_server_finds_what_lies_there(servers: Servers, tmp_path: Path) -> None:

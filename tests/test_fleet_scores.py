@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import random
-import re
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,14 +17,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from test_fleet_events import Engine, seen
 from test_fleet_events import stored as stored_event
 
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import NoPod, NoTokens, NotReplayed, SettingsError, UnknownModel, UnknownPod
 from lmcache_cartridge.fleet import index
 from lmcache_cartridge.fleet.config import FleetConfig, of_mapping, read_config
+from lmcache_cartridge.fleet.index import Tokens
+from lmcache_cartridge.fleet.owners import owners
 from lmcache_cartridge.fleet.scores import best, score
 from lmcache_cartridge.fleet.service import Fleet
 from lmcache_cartridge.fleet.web import app
-from lmcache_cartridge.library.placement import owners
 
 SIZE, MODEL = 16, "llama"
 CARTRIDGES = {name: [ord(name) * 100 + i for i in range(8 * SIZE)] for name in "abcd"}
@@ -49,7 +45,6 @@ class Pod:
         made.router.add_get("/v1/models", self._models)
         made.router.add_get("/kv_event_sources", self._sources)
         made.router.add_post("/v1/{rest:.*}/render", self._render)
-        made.router.add_post("/tokenize", self._tokenize)
         self.server = TestServer(made)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -84,15 +79,6 @@ class Pod:
             [shown] if "completions/render" in request.path and "chat" not in request.path else shown
         )
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        names = body.get("cartridges") or [name for name in [body["model"].partition(":")[2]] if name]
-        if unknown := set(names) - set(CARTRIDGES):
-            return web.json_response({"error": {"message": f"no cartridge is called {unknown}"}}, status=404)
-        own = [7] * len(body.get("prompt") or str(body["messages"])) + [1] * body.get("add_special_tokens", True)
-        tokens = [token for name in names for token in CARTRIDGES[name]] + own
-        return web.json_response({"tokens": tokens, "count": len(tokens)})
-
     def hold(self, name: str, *, medium: str = "GPU", blocks: int = 8, adapter: str | None = None) -> None:
         event = stored_event(ord(name), medium)
         event.block_hashes = [ord(name) * 100 + i for i in range(blocks)]
@@ -104,12 +90,8 @@ class Running:
     def __init__(self, pods: Mapping[str, Pod], fleet: Fleet, client: TestClient[Any, Any]) -> None:
         self.pods, self.fleet, self.client = pods, fleet, client
 
-    async def pick(
-        self, body: Mapping[str, Any], path: str = "/v1/completions", **headers: str
-    ) -> tuple[str, dict[str, Any]]:
-        picked = await self.fleet.pick(
-            path, {k.replace("_", "-"): v for k, v in headers.items()}, msgspec.json.encode(body)
-        )
+    async def pick(self, body: Mapping[str, Any], **headers: str) -> tuple[str, dict[str, Any]]:
+        picked = await self.fleet.pick({k.replace("_", "-"): v for k, v in headers.items()}, msgspec.json.encode(body))
         return picked.pod, picked.receipt
 
     async def held(self, count: int) -> None:
@@ -180,7 +162,7 @@ async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path
         }  # fmt: skip
         assert receipt["scores"]["engine-0"]["matched"] == {"disk": 64}
         assert (await fleet.pick({}, x_cartridges="b"))[0] == "engine-2"
-        assert (await fleet.pick({"cartridges": ["b"]}, "/v1/chat/completions"))[0] == "engine-2"
+        assert (await fleet.pick({"cartridges": ["b"], "messages": []}))[0] == "engine-2"
         rendered = [body for pod in fleet.pods.values() for body in pod.rendered]
         assert len(rendered) == 3, "once for every way of naming"
         assert {body["path"] for body in rendered} == {"/v1/completions/render"}
@@ -200,10 +182,30 @@ async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go
         await seen(lambda: [pod.waiting for pod in fleet.fleet.pods] == [3, 0, 200])
         for body in ({"prompt": "x"}, {}, {"cartridges": 5}):
             assert (await fleet.pick(body))[0] == "engine-1"
-        assert (await fleet.fleet.pick("/v1/completions", {}, b"no json"))[0] == "engine-1"
+        assert (await fleet.fleet.pick({}, b"no json"))[0] == "engine-1"
         fleet.pods["engine-2"].hold("a")
         await fleet.held(8)
         assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-2", "under any queue"
+
+
+async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_owner(tmp_path: Path) -> None:
+    """A chat template or a letterhead: whoever loaded one cartridge has the beginning of all."""
+    async with running(tmp_path) as fleet:
+        await fleet.known()
+        for name in "abcd":
+            owner = owners(name, fleet.pods)[0]
+            [other, third] = sorted(set(fleet.pods) - {owner})
+            fleet.pods[other].hold(name, blocks=1)
+            await seen(lambda name=name: bool(fleet.fleet.index.matches(Tokens(CARTRIDGES[name][:SIZE]))))
+            picked, receipt = await fleet.pick({"cartridges": [name]})
+            assert (picked, receipt["by"]) == (owner, "owner"), "an eighth of it is not the cartridge"
+            fleet.pods[third].hold(name, blocks=4)
+            half = Tokens(CARTRIDGES[name][: 4 * SIZE])
+            await seen(
+                lambda half=half: any(of.get("gpu") == 4 * SIZE for of in fleet.fleet.index.matches(half).values())
+            )
+            picked, receipt = await fleet.pick({"cartridges": [name]})
+            assert (picked, receipt["by"]) == (third, "score"), "half of it is"
 
 
 async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_path: Path) -> None:
@@ -260,17 +262,6 @@ async def test_blocks_of_an_adapter_are_its_own(tmp_path: Path) -> None:
             assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
 
 
-async def test_whole_prompts_are_rendered_for_picks_where_that_is_wanted(tmp_path: Path) -> None:
-    async with running(tmp_path, 2, render_picks=True) as fleet:
-        await fleet.known()
-        fleet.pods["engine-1"].hold("a")
-        await fleet.held(8)
-        _, receipt = await fleet.pick({"cartridges": ["a"], "prompt": "x" * 64})
-        assert receipt["tokens"] == 192
-        _, receipt = await fleet.pick({"cartridges": ["a"], "input": "x"}, "/v1/embeddings")
-        assert receipt["tokens"] == 0 and "/v1/embeddings has no tokens" in receipt["problem"]
-
-
 async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_path: Path) -> None:
     async with running(tmp_path, 1, names_ttl_s=0.001) as fleet:
         await fleet.known()
@@ -317,20 +308,6 @@ async def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
             await fleet.fleet.score(token_ids=[1])
 
 
-def test_without_dynamo_the_service_does_not_start_and_names_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(index, "_dynamo", index._dynamo.__wrapped__)  # what it remembers is installed
-    monkeypatch.setitem(sys.modules, "dynamo.llm", None)
-    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # it would stay for the tests to come
-    config = {"pods": [{"name": "a", "url": "http://127.0.0.1:1"}]}
-    with pytest.raises(SettingsError, match=re.escape("pip install 'lmcache-cartridge[fleet]'")):
-        Fleet(of_mapping(config))
-    (tmp_path / "fleet.yaml").write_text(json.dumps(config))
-    assert main(["fleet", "serve", "--config", str(tmp_path / "fleet.yaml")]) == 1
-    assert "pip install 'lmcache-cartridge[fleet]'" in capsys.readouterr().err
-
-
 async def test_a_server_whose_events_raise_once_is_followed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +328,7 @@ async def test_a_server_whose_events_raise_once_is_followed_again(
     assert raised
 
 
-async def test_metrics_and_the_log_line_say_what_was_done(tmp_path: Path) -> None:
+async def test_metrics_say_what_was_done(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
         fleet.pods["engine-1"].hold("a")
@@ -364,44 +341,11 @@ async def test_metrics_and_the_log_line_say_what_was_done(tmp_path: Path) -> Non
         for line in (
             'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
             f'picks_total{{by="owner",pod="{owner}"}} 1.0', "asked_tokens_total 256.0", "hit_tokens_total 128.0",
-            'event_batches_total{pod="engine-1"} 1.0', 'whole{pod="engine-0"} 1.0', "hit_share_count 2.0",
+            'event_batches_total{pod="engine-1"} 1.0', 'whole{pod="engine-0"} 1.0',
             'seconds_count{of="score"} 1.0',
         ):  # fmt: skip
             assert f"lmcache_cartridge_fleet_{line}\n" in text, text
-        line = fleet.fleet.tally.line(fleet.fleet.index, fleet.fleet.pods)
-        assert (
-            line.startswith("2 picks: ") and "hit rate 0.50" in line and "engine-1 8/0/0" in line and "0 gaps" in line
-        )
-        assert fleet.fleet.tally.line(fleet.fleet.index, fleet.fleet.pods).startswith("0 picks: none; hit rate -")
         assert (await fleet.client.get("/health")).status == 200
-
-
-async def test_the_commands_ask_the_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with running(tmp_path, 2) as fleet:
-        await fleet.known()
-        fleet.pods["engine-1"].hold("a")
-        await fleet.held(8)
-        url = str(fleet.client.make_url(""))
-
-        async def run(*words: str) -> tuple[int, str, str]:
-            status = await asyncio.to_thread(main, ["fleet", *words, "--url", url])
-            return status, *capsys.readouterr()
-
-        status, out, _ = await run("pick", "--cartridge", "a")
-        assert status == 0 and out.startswith("engine-1 127.0.0.1:") and "it scores highest" in out
-        status, out, _ = await run("pick", "--cartridge", "b")
-        assert status == 0 and "nobody has it; b is its own" in out
-        status, out, _ = await run("pick", "--body", '{"cartridges": ["a"]}', "--format", "json")
-        assert json.loads(out)["pod"] == "engine-1"
-        status, out, _ = await run("score", "--token-ids", json.dumps(CARTRIDGES["a"]), "--format", "json")
-        assert json.loads(out)["scores"] == {"engine-0": 0.5, "engine-1": 2.5}
-        assert (await run("score", "--cartridge", "a", "--pod", "engine-0"))[0] == 0
-        status, out, err = await run("score", "--pod", "engine-9", "--prompt", "x")
-        assert (status, out) == (1, "") and "no server is called engine-9" in err and err.count("\n") == 1
-        status, _, err = await run("score", "--messages", "{")
-        assert status == 1 and "--messages" in err
-    status, _, err = await run("pick", "--cartridge", "a")
-    assert status == 1 and "is `lmcache-cartridge fleet serve` running there?" in err
 
 
 def test_a_wrong_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
@@ -439,22 +383,3 @@ async def test_remembered_tokens_are_bounded(tmp_path: Path, monkeypatch: pytest
             await fleet.pick({"cartridges": [name]})
         asked = "".join(body["cartridges"][0] for body in pod.rendered)
         assert asked == "abcb", "two fit; what was asked for last stays"
-
-
-async def test_where_render_is_not_enabled_tokenize_says_what_completions_and_chats_are(tmp_path: Path) -> None:
-    async with running(tmp_path, 1, render_picks=True) as fleet:
-        await fleet.known()
-        (pod,) = fleet.pods.values()
-        pod.status = 403
-        pod.hold("a")
-        await fleet.held(8)
-        assert (await fleet.fleet.score(cartridges=["a"])).receipt["tokens"] == 128
-        assert (await fleet.fleet.score(model=f"{MODEL}:a")).receipt["tokens"] == 128
-        assert (await fleet.fleet.score(cartridges=["a"], prompt="xyz")).receipt["tokens"] == 132
-        assert (await fleet.fleet.score(cartridges=["a"], messages=[{}])).receipt["tokens"] == 128 + len("[{}]") + 1
-        assert (await fleet.fleet.score(cartridges=["a"], token_ids=[1, 2])).receipt["tokens"] == 130
-        with pytest.raises(NoTokens, match="404"):
-            await fleet.fleet.score(cartridges=["unheard-of"])
-        for path, body in (("/v1/responses", {"input": "x"}), ("/v1/completions", {"prompt": [1, 2]})):
-            _, receipt = await fleet.pick(body | {"cartridges": ["a"]}, path)
-            assert "403" in receipt["problem"]

@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
         "fleet",
         help=summary,
         description=summary,
-        epilog="example: lmcache-cartridge fleet pick --help",
+        epilog="example: lmcache-cartridge fleet serve --help",
         allow_abbrev=False,
     )
     of_fleet = _adding_to(several.add_subparsers(title="commands", required=True, metavar="COMMAND"))

@@ -48,9 +48,6 @@ class FleetConfig(BaseModel):
     """Of the share of a prompt that a server has."""
     load_weight: Annotated[float, Field(ge=0)] = 1.0
     """Of how few requests wait at it: 0.5 (1 - min(waiting, 128) / 128), llm-d's."""
-    render_picks: bool = False
-    """Whether a pick has a server render the whole prompt, which takes a request to it. Else it looks for a request's
-    cartridges, whose tokens are remembered, and a request without any goes by load. Scores are always of the whole."""
     naming: dict[str, Any] = {}
     """The servers' own settings that give requests cartridges: `router`, `label_field`, `static`, `composites`,
     `model_aliases`, and `models`, the names that are served."""

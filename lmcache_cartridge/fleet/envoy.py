@@ -45,7 +45,7 @@ class Picked(Protocol):
 class Picker(Protocol):
     """Names a server for a request, or raises a `CartridgeError` that says why it cannot."""
 
-    async def pick(self, path: str, headers: Mapping[str, str], body: bytes) -> Picked:
+    async def pick(self, headers: Mapping[str, str], body: bytes) -> Picked:
         """Return the server for a request; names of headers are in lower case."""
 
 
@@ -90,21 +90,21 @@ class EnvoyAnswers:
     def __init__(self, picker: Picker, addresses: Addresses | None = None) -> None:
         self._picker, self._addresses = picker, addresses or Addresses()
 
-    async def destination(self, path: str, headers: Mapping[str, str], body: bytes) -> str | None:
+    async def destination(self, headers: Mapping[str, str], body: bytes) -> str | None:
         """Return the addresses of the server for a request, or None if none can be named. Never raises.
 
-        `path` begins with `PREFIX`. A body that Envoy has cut is not read: then the headers alone decide. Ends before
+        A body that Envoy has cut is not read: then the headers alone decide. Ends before
         Envoy would give up, if it said when.
         """
         try:
             async with asyncio.timeout(_time_s(headers)):
                 whole = b"" if headers.get(_CUT) == "true" else body
-                picked = await self._picker.pick(path.removeprefix(PREFIX), headers, whole)
+                picked = await self._picker.pick(headers, whole)
                 return await self._addresses.of(picked.address)
         except (CartridgeError, TimeoutError) as error:
             logger.debug("no server is picked: %s", error or "not in time")
         except Exception:
-            logger.exception("no server is picked for a request to %s", path)
+            logger.exception("no server is picked")
         return None
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -112,7 +112,7 @@ class EnvoyAnswers:
         headers: dict[str, str] = {}
         for name, value in request.headers.items():
             headers[name.lower()] = f"{headers[name.lower()]},{value}" if name.lower() in headers else value
-        found = await self.destination(request.path, headers, await request.read())
+        found = await self.destination(headers, await request.read())
         return web.Response(headers={HEADER: found} if found else {})
 
 

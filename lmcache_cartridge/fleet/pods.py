@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -91,35 +89,27 @@ class Pod:
     async def poll(self, session: aiohttp.ClientSession) -> None:
         """Ask once for its health and load, sometimes for its models, and for its events until it tells of some."""
         try:
-            with self._telling_why():
-                await self._get(session, "/health")
-                self.waiting = sum(
-                    int(float(value)) for value in _WAITING.findall(await self._get(session, "/metrics"))
-                )
-                if not self.models or self._polls % _MODELS_EVERY == 0:
-                    cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
-                    self.models = {card["id"]: card.get("parent") for card in cards}
-                if not self.followers:
-                    self._follow(_endpoints(await self._get(session, "/kv_event_sources"), self.url))
-                self._polls += 1
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-            self._find(f"its answer is not vLLM's: {error!r}")
-
-    @contextmanager
-    def _telling_why(self) -> Iterator[None]:
-        try:
-            yield
+            await self._ask(session)
+            problem = None
         except aiohttp.ClientResponseError as error:
-            self._find(f"{error.request_info.url.path} answers {error.status}")
+            problem = f"{error.request_info.url.path} answers {error.status}"
         except UNREACHABLE as error:
-            self._find(f"no answer: {error or type(error).__name__}")
-        else:
-            self._find(None)
-
-    def _find(self, problem: str | None) -> None:
+            problem = f"no answer: {error or type(error).__name__}"
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+            problem = f"its answer is not vLLM's: {error!r}"
         if (problem is None) != (self.problem is None):
             logger.info("%s: %s", self.name, "healthy" if problem is None else f"left out: {problem}")
         self.problem = problem
+
+    async def _ask(self, session: aiohttp.ClientSession) -> None:
+        await self._get(session, "/health")
+        self.waiting = sum(int(float(value)) for value in _WAITING.findall(await self._get(session, "/metrics")))
+        if not self.models or self._polls % _MODELS_EVERY == 0:
+            cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
+            self.models = {card["id"]: card.get("parent") for card in cards}
+        if not self.followers:
+            self._follow(_endpoints(await self._get(session, "/kv_event_sources"), self.url))
+        self._polls += 1
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> str:
         async with session.get(self.url + path, raise_for_status=True) as response:

@@ -11,7 +11,6 @@ from prometheus_client import generate_latest
 
 from ..errors import FleetError, NoTokens
 from .envoy import LIMITS, routes
-from .tally import Followed
 
 if TYPE_CHECKING:
     from .service import Fleet
@@ -24,7 +23,6 @@ def app(fleet: Fleet) -> web.Application:
     """Return the application; it starts the fleet and closes it. `app[FLEET]` is the fleet."""
     made = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     made[FLEET] = fleet
-    fleet.tally.registry.register(Followed(fleet.index, fleet.pods))
     made.cleanup_ctx.append(_running)
     made.router.add_post("/score", _score)
     made.router.add_post("/pick", _pick)
@@ -79,9 +77,8 @@ async def _score(request: web.Request) -> web.Response:
 
 
 async def _pick(request: web.Request) -> web.Response:
-    """Answer for the request in the body, of the path that `?path=` says."""
-    path = request.query.get("path", "/v1/completions")
-    picked = await request.app[FLEET].pick(path, _headers(request), await request.read())
+    """Answer for the request in the body."""
+    picked = await request.app[FLEET].pick(_headers(request), await request.read())
     return _json({"pod": picked.pod, "address": picked.address, "receipt": picked.receipt})
 
 
