@@ -780,7 +780,7 @@ class TestApi(ApiTests):
     def test_bench_measures_every_way_on_a_real_engine(
         self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
         home = str(served.settings.home)
         options = ["--model", MODEL, "--home", home, "--p", "256,512", "--c", "1,2", "--repeat", "2", "--tokens", "4"]
         status = main(["bench", "--url", served.url, *options, "--out", str(tmp_path)])

@@ -460,7 +460,7 @@ def test_no_secret_is_shown(
 ) -> None:
     mock = start()
     secret = f"user:pass-word@127.0.0.1:{mock.port}"
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-bearer\n")
+    monkeypatch.setenv("VLLM_API_KEY", "sk-bearer\n")
     ran = bench(mock, "--url", f"http://{secret}/v1", "--c", "1", "--repeat", "1")
     assert ran.status == 0 and ran.found["server"]["url"] == mock.url
     assert f"Basic {base64.b64encode(b'user:pass-word').decode()}" in mock.keys, "it is sent"
@@ -468,7 +468,7 @@ def test_no_secret_is_shown(
     mock.path = "/nowhere"
     for url in (f"http://{secret}", secret, "http://user:pass-word@127.0.0.1:9", "http://user:pass-word/x@127.0.0.1:9"):
         assert main(["bench", "--url", url, "--out", str(ran.out / "other")]) == 2
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-bearer\n\u2028x")
+    monkeypatch.setenv("VLLM_API_KEY", "sk-bearer\n\u2028x")
     assert main(["bench", "--url", mock.url, "--out", str(ran.out / "other")]) == 2
     told = capsys.readouterr()
     assert told.err.count("lmcache-cartridge: ") == 5 and "characters that no HTTP header can have" in told.err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from lessons import MODEL, School, school
 from making import make_artifact
 from recall.ward import ask
 from serving import SERVER_ARGS
+from tqdm import tqdm
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.cli.main import main
@@ -27,6 +30,7 @@ from lmcache_cartridge.make.progress import silent
 from lmcache_cartridge.make.questions import Question, save, self_study, server_writer
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
+from lmcache_cartridge.make.train.job import Job, Task
 from lmcache_cartridge.make.write import write_trained
 from lmcache_cartridge.serve.launch import free_port, plan
 from lmcache_cartridge.serve.processes import ServerProcess
@@ -316,6 +320,50 @@ def scripted() -> Iterator[tuple[str, type[_Scripted]]]:
         yield f"http://127.0.0.1:{http.server_port}", handler
         http.shutdown()
         thread.join()
+
+
+class _Keyed(_Scripted):
+    """One that remembers which keys it was shown."""
+
+    said = "Question: who?"
+    keys: set[str | None] = set()
+
+    def _send(self, body: Any) -> None:
+        self.keys.add(self.headers["Authorization"])
+        choice = {"text": "x", "message": {"content": self.said}}
+        super()._send({"data": [{"id": "m"}], "tokens": [5, 6], "choices": [choice]})
+
+
+@contextmanager
+def _keyed() -> Iterator[tuple[str, set[str | None]]]:
+    handler = type("Keyed", (_Keyed,), {"keys": set()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", handler.keys
+        http.shutdown()
+
+
+def test_each_server_is_shown_its_own_key_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = ("OPENAI", "VLLM", "JUDGE", "WRITER")
+    make_artifact(tmp_path / "doc", positions=32, cartridge_id="doc")
+    registry = Registry(tmp_path / "registry.sqlite")
+    registry.register(tmp_path / "doc")
+    save([Question("who?", "x")], tmp_path / "q.jsonl")
+    options = ["--questions", str(tmp_path / "q.jsonl"), "--home", str(tmp_path)]
+    with _keyed() as (server, shown), _keyed() as (judge, to_judge), _keyed() as (writer, to_writer):
+        for has_keys in (True, False):
+            for role in roles:
+                monkeypatch.setenv(f"{role}_API_KEY", role)
+                if not has_keys and role != "OPENAI":
+                    monkeypatch.delenv(f"{role}_API_KEY")
+            assert main(["evaluate", "doc", *options, "--server", server, "--judge-url", judge]) == 0
+            task = Task(model="m", document=tmp_path, id="doc", self_study=1, writer_url=writer)
+            job = Job(task, from_mapping({"home": tmp_path}), registry, say=print, bar=partial(tqdm, disable=True))
+            assert job._gather(None, "A text of some words.", "text") == [Question("who?")]
+            own = "Bearer {}".format if has_keys else lambda role: None
+            assert (shown, to_judge, to_writer) == ({own("VLLM")}, {own("JUDGE")}, {own("WRITER")})
+            for keys in (shown, to_judge, to_writer):
+                keys.clear()
 
 
 def test_the_judge_is_shown_question_reference_and_answer_as_material(scripted: Any) -> None:

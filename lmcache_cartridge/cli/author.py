@@ -69,7 +69,7 @@ def add(verb: Verb) -> None:
     build.add_argument(
         "--from-server", metavar="URL",
         help="have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
-        "with the setting admin. --model makes the canary. Its key is that in $OPENAI_API_KEY",
+        "with the setting admin. --model makes the canary. Its key is that in $VLLM_API_KEY",
     )  # fmt: skip
     build.add_argument(
         "--no-compare", dest="compare", action="store_false",

@@ -35,7 +35,7 @@ def add(verb: Verb) -> None:
         "bench --url http://localhost:8000 --cartridge handbook --c 1,4 --budget-s 300",
     )
     option = added.add_argument
-    option("--url", metavar="URL", help="running server, any of OpenAI's kind; its key is that in $OPENAI_API_KEY")
+    option("--url", metavar="URL", help="running server, any of OpenAI's kind; its key is that in $VLLM_API_KEY")
     add_server_model(added)
     option(
         "--cartridge", action="append", default=[], metavar="NAME",

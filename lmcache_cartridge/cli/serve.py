@@ -23,10 +23,10 @@ def add(verb: Verb) -> None:
         "Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it.",
         "top --url http://localhost:8000 --interval 1",
     )
-    top.add_argument("--url", default="http://localhost:8000", help="the server (default http://localhost:8000)")
     top.add_argument(
-        "--api-key",
-        help="the server's, for the list of cartridges; better in $VLLM_API_KEY, where `ps` does not show it",
+        "--url",
+        default="http://localhost:8000",
+        help="the server (default http://localhost:8000); its key is that in $VLLM_API_KEY",
     )
     top.add_argument("--interval", type=_seconds, default=2.0, help="seconds between refreshes (default 2)")
     top.add_argument("--once", action="store_true", help="show it once, with totals instead of rates, and end")
@@ -200,8 +200,13 @@ def _seconds(text: str) -> float:
 def _top(arguments: argparse.Namespace) -> None:
     from .top import run
 
-    key = arguments.api_key or os.environ.get("VLLM_API_KEY")
-    run(arguments.url, key, arguments.interval, once=arguments.once, as_json=arguments.format == "json")
+    run(
+        arguments.url,
+        os.environ.get("VLLM_API_KEY"),
+        arguments.interval,
+        once=arguments.once,
+        as_json=arguments.format == "json",
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:

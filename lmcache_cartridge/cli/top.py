@@ -256,7 +256,7 @@ def _cartridge_table(summary: Mapping[str, Any], room: int | None) -> Renderable
 
     cartridges: list[dict[str, Any]] | None = summary["cartridges"]
     if cartridges is None:
-        return Text("the cartridges are shown with the server's API key: --api-key or $VLLM_API_KEY", style="dim")
+        return Text("the cartridges are shown with the server's API key: $VLLM_API_KEY", style="dim")
     if not cartridges:
         return Text("no cartridges are registered", style="dim")
     drawn = _table({"cartridge", "state", "pin"}, "cartridge", "state", "chunks", "loading", "eta", "size", "pin")

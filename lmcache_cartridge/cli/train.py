@@ -68,7 +68,11 @@ def _add_train(verb: Verb) -> None:
     asked.add_argument(
         "--self-study", type=int, metavar="N", help="let a model write N questions on random parts of the document"
     )
-    asked.add_argument("--writer-url", metavar="URL", help="OpenAI-compatible server that writes them, not the model")
+    asked.add_argument(
+        "--writer-url",
+        metavar="URL",
+        help="OpenAI-compatible server that writes them, not the model; its key is that in $WRITER_API_KEY",
+    )
     asked.add_argument("--writer-model", metavar="NAME", help="its model (default: the first it serves)")
     asked.add_argument("--held-out", type=Path, metavar="FILE",
                        help="questions to look at while training, never to train on (default: a tenth of the others)")  # fmt: skip
@@ -119,7 +123,9 @@ def _add_evaluate(verb: Verb) -> None:
     option("name", help=NAME)
     option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
     where = evaluate.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", metavar="URL", help="server started by `lmcache-cartridge serve`")
+    where.add_argument(
+        "--server", metavar="URL", help="server started by `lmcache-cartridge serve`; its key is that in $VLLM_API_KEY"
+    )
     where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
     add_lora(evaluate, "with --model: ")
     add_server_model(evaluate)
@@ -127,7 +133,11 @@ def _add_evaluate(verb: Verb) -> None:
     option("--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)")
     option("--answer-tokens", type=int, default=64, help="longest answer (default 64)")
     option("--limit", type=int, help="ask only so many questions, drawn evenly")
-    option("--judge-url", metavar="URL", help="OpenAI-compatible server that also scores each answer from 0 to 5")
+    option(
+        "--judge-url",
+        metavar="URL",
+        help="OpenAI-compatible server that also scores each answer from 0 to 5; its key is that in $JUDGE_API_KEY",
+    )
     option("--judge-model", metavar="NAME", help="its model (default: the first it serves)")
     option("--output", type=Path, metavar="DIR", help="write evaluation.json, with every answer, and evaluation.png")
     add_device(evaluate, "with --model: ")
@@ -189,13 +199,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     check_files(arguments.questions, arguments.document)
     location = registry_of(arguments, read_only=True).find(arguments.name)
     from ..make import evaluate, questions
-    from ..make.server import Server
+    from ..make.server import JUDGE_KEY, Server
 
     asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
     with ExitStack() as stack:
         judge = None
         if arguments.judge_url:
-            judge = stack.enter_context(Server(arguments.judge_url, arguments.judge_model))
+            judge = stack.enter_context(Server(arguments.judge_url, arguments.judge_model, key=JUDGE_KEY))
         asker = _asker(arguments, location, stack)
         progress = stack.enter_context(bars(arguments.format))
         answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=progress)

@@ -39,7 +39,7 @@ def add(verb: Verb) -> None:
     )
     option = added.add_argument
     option("name", nargs="?", help=f"{NAME}: ask a server only what is known to follow this cartridge, and compare")
-    option("--server", "--url", metavar="URL", help="running server; its key is that in $OPENAI_API_KEY")
+    option("--server", "--url", metavar="URL", help="running server; its key is that in $VLLM_API_KEY")
     add_server_model(added)
     option(
         "--model", action="append", default=[], metavar="DIR",

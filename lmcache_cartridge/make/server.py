@@ -14,7 +14,8 @@ import httpx
 
 from ..errors import SourceError
 
-KEY_VARIABLE = "OPENAI_API_KEY"
+SERVER_KEY, JUDGE_KEY, WRITER_KEY = "VLLM_API_KEY", "JUDGE_API_KEY", "WRITER_API_KEY"
+"""The environment variables of each server's key, by what it is for. No other server is shown it."""
 PROMPT = """\
 You compare an answer with a reference answer to the same question, and score it from 0 to 5.
 
@@ -43,15 +44,15 @@ _SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re
 class Server:
     """Posts to one server. Safe from any thread; a context manager, or close it."""
 
-    def __init__(self, url: str, model: str | None = None, timeout_s: float = 300.0) -> None:
-        """`url` with or without `/v1`; the key is that in `$OPENAI_API_KEY`. Without `model` the first one it serves.
+    def __init__(self, url: str, model: str | None = None, timeout_s: float = 300.0, *, key: str = SERVER_KEY) -> None:
+        """`url` with or without `/v1`; `key` is the variable that holds its key. Without `model` the first one it serves.
 
         `timeout_s` is the longest wait for the next bytes of a reply. A user and password in `url` are sent, and left out
         of the attribute `url`, which messages and reports show. Raises `SourceError` where it does not answer.
         """
         given = url.rstrip("/").removesuffix("/v1")
-        self.url, self._timeout_s = _USERINFO.sub(r"\1", given), timeout_s
-        headers = {"Authorization": f"Bearer {_key()}"}
+        self.url, self._timeout_s, self._key = _USERINFO.sub(r"\1", given), timeout_s, key
+        headers = {"Authorization": f"Bearer {found}"} if (found := _read_key(key)) else {}
         try:
             self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=headers, limits=_LIMITS)
         except httpx.InvalidURL:  # its message may have a part of a password
@@ -140,7 +141,8 @@ class Server:
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         reply = self.send(method, path, **content)
         if not reply.is_success:
-            raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
+            hint = f"; its key is read from ${self._key}" if reply.status_code == 401 else ""
+            raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}{hint}")
         return reply
 
     def _ask(self, method: str, path: str, read: Callable[[Any], T], **content: Any) -> T:
@@ -154,11 +156,11 @@ class Server:
             raise SourceError(f"{self.url}{path} sent something else than was asked for: {found!r:.200}") from error
 
 
-def _key() -> str:
-    """Return the key of the environment. Raises `SourceError` for one that no header can have, and does not show it."""
-    key = os.environ.get(KEY_VARIABLE, "none").strip()
+def _read_key(variable: str) -> str:
+    """Return a key of the environment. Raises `SourceError` for one that no header can have, and does not show it."""
+    key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise SourceError(f"the key in ${KEY_VARIABLE} has characters that no HTTP header can have")
+        raise SourceError(f"the key in ${variable} has characters that no HTTP header can have")
     return key
 
 

@@ -31,7 +31,7 @@ from ..model import CausalModel
 from ..payload import as_served
 from ..progress import Bar, Bars
 from ..questions import Question, model_writer, server_writer
-from ..server import Server
+from ..server import WRITER_KEY, Server
 from ..write import write_trained
 from . import lesson, retention
 from .initial import initial_kv, positions_of, prefilled
@@ -241,7 +241,9 @@ class Job:
             with ExitStack() as stack:
                 write = model_writer(model, form)
                 if task.writer_url:
-                    write = server_writer(stack.enter_context(Server(task.writer_url, task.writer_model)))
+                    write = server_writer(
+                        stack.enter_context(Server(task.writer_url, task.writer_model, key=WRITER_KEY))
+                    )
                 progress = stack.enter_context(Bars(self.bar))
                 found += questions.self_study(write, text, task.self_study, task.recipe.seed, progress)
         return questions.distinct(found)
