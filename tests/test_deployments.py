@@ -16,6 +16,7 @@ from blocks import quietly
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.engine.contract import API_PLUGIN
 from lmcache_cartridge.engine.versions import PROVEN
+from lmcache_cartridge.errors import ENGINE
 from lmcache_cartridge.fleet.affinity import Naming
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.metrics import PREFIX, RESIDENT_LABELS, RESIDENTS
@@ -310,6 +311,39 @@ def test_the_dockerfiles_have_the_versions_that_are_proven() -> None:
         assert re.search(rf"^{re.escape(pin)}$", locked, re.M)
     for needed in ("boto3", "moto"):  # compose.yaml starts both from this image
         assert re.search(rf"^{needed}==", locked, re.M)
+
+
+_SECRET = re.compile(r"\b\w*(?:SECRET|PASSWORD|_TOKEN|ACCESS_KEY|API_KEY)[\"']?\s*[:=]\s*([^\s,;}`]+)", re.IGNORECASE)
+_NO_DEFAULT = re.compile(r"\.\.\.|\$\(.*|\$\w+|\$\{\w+(:\?.*)?|\{name:|request\..*|api_key")
+"""Left to whoever starts it: an ellipsis, a command, a variable without a default, a Kubernetes secret; or code."""
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS.rglob("*") if p.is_file() and p.suffix != ".pyc"], ids=lambda path: path.name
+)
+def test_no_file_has_a_secret_that_everybody_knows(path: Path) -> None:
+    found = [value for value in _SECRET.findall(path.read_text(encoding="utf-8")) if not _NO_DEFAULT.fullmatch(value)]
+    assert not found
+
+
+def test_the_search_for_secrets_finds_those_that_were_published() -> None:
+    for line in ("SALT_SECRET: ${SALT:-change-me}", "AWS_SECRET_ACCESS_KEY=test x", '"api_key": "abc"', "HF_TOKEN=x"):
+        [value] = _SECRET.findall(line)
+        assert not _NO_DEFAULT.fullmatch(value), line
+
+
+def test_a_lock_says_how_it_is_installed_and_so_does_every_place_that_names_it() -> None:
+    """pip's own resolution would add CUDA builds to it, with which transformers does not load."""
+    for name in ("requirements-cpu.lock", "requirements-test.lock"):
+        assert f"pip install --no-deps -r {name}" in (CONFIGS / name).read_text().partition("==")[0]
+    named = 0
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "Makefile", *DOCKERFILES]:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for command in re.findall(r"pip install .*?-r .*?\.lock", text):
+            named += 1
+            assert "--no-deps" in command, path
+    assert named >= 2 and "--no-deps" in ENGINE
+    assert "pip install --no-deps -r configs/requirements-cpu.lock" in (ROOT / "README.md").read_text()
 
 
 def test_what_runs_may_finish_before_a_pod_is_killed() -> None:
