@@ -59,9 +59,9 @@ BY_OTHERS = {
             "lmcache-cartridge remove handbook@1 --library s3://cartridges/fleet",
             "lmcache-cartridge fleet place --servers engine-0,engine-1 --library s3://cartridges/fleet",
         ],
-        "test_published_cli.py",
+        "library/test_published_cli.py",
     ),
-    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "test_published_served.py",
+    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "library/test_published_served.py",
     **dict.fromkeys(
         [
             "lmcache-cartridge fleet serve --config fleet.yaml",

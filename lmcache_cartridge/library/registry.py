@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest, check_id
-from ..errors import ArtifactError, CartridgeNotFound, RegistryError
-from .changes import Added, Change, Labelled, Promoted, Removed, Unlabelled, apply
+from ..errors import ArtifactError, CartridgeExists, CartridgeNotFound, RegistryError
+
+T = TypeVar("T")
 
 _VERSION = 4
 """Of the schema, in `PRAGMA user_version`."""
@@ -141,36 +142,59 @@ class Registry:
         reading.load_token_ids(manifest, root)
         if location is None:
             reading.check_local_header(manifest, root)
-        self._change(
-            Added(
-                manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
-                manifest.payload_bytes, location or str(root), promote,
-            ),
-            *([Labelled(check_id(label), manifest.id, manifest.version)] if label else []),
+        entry = RegistryEntry(
+            manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions, manifest.payload_bytes,
+            location or str(root), "",
         )  # fmt: skip
-        return manifest
+        if label is not None:
+            check_id(label)
+
+        def change(db: sqlite3.Connection) -> Manifest:
+            _add(db, entry, promote)
+            if label is not None:
+                _point(db, label, entry, warm=False)
+            return manifest
+
+        return self._change(change)
 
     def promote(self, name: str) -> RegistryEntry:
         """Let the id of the version that `name` stands for mean that version, older or newer, and return it.
 
         Raises `CartridgeNotFound`.
         """
-        target = self._target(name)
-        self._change(Promoted(target.id, target.version))
-        return target
+
+        def change(db: sqlite3.Connection) -> RegistryEntry:
+            target = _candidates(db, name, 1)[0]
+            db.execute("UPDATE cartridges SET promoted = 0 WHERE id = ? AND version > ? AND promoted", target[:2])
+            db.execute("UPDATE cartridges SET promoted = 1 WHERE id = ? AND version = ?", target[:2])
+            return target
+
+        return self._change(change)
 
     def remove(self, name: str) -> RegistryEntry:
         """Take one version of a cartridge out, and return what it was. Its files stay.
 
         Raises `CartridgeNotFound`, and `RegistryError` while labels point at it.
         """
-        target = self._target(name)
-        self._change(Removed(target.id, target.version))
-        return target
+
+        def change(db: sqlite3.Connection) -> RegistryEntry:
+            target = _candidates(db, name, 1)[0]
+            rows = db.execute("SELECT label FROM labels WHERE id = ? AND version = ? ORDER BY label", target[:2])
+            if labels := [label for (label,) in rows]:
+                raise RegistryError(f"{target.name} has the label {', '.join(labels)}; point it elsewhere first")
+            db.execute("DELETE FROM cartridges WHERE id = ? AND version = ?", target[:2])
+            return target
+
+        return self._change(change)
 
     def unlabel(self, label: str) -> None:
         """Remove a label. Raises `CartridgeNotFound` if there is none of this name."""
-        self._change(Unlabelled(label))
+
+        def change(db: sqlite3.Connection) -> None:
+            if not db.execute("DELETE FROM labels WHERE label = ?", (label,)).rowcount:
+                raise CartridgeNotFound(f"there is no label {label!r}")
+
+        self._change(change)
 
     def label(self, label: str, name: str, *, warm: bool = False) -> RegistryEntry:
         """Point `label` at the cartridge `name` stands for now, in one step, and return that cartridge.
@@ -178,9 +202,13 @@ class Registry:
         What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
         """
         check_id(label)
-        target = self._target(name)
-        self._change(Labelled(label, target.id, target.version, warm))
-        return target
+
+        def change(db: sqlite3.Connection) -> RegistryEntry:
+            target = _candidates(db, name, 1)[0]
+            _point(db, label, target, warm=warm)
+            return target
+
+        return self._change(change)
 
     def find(self, name: str) -> RegistryEntry:
         """Return the cartridge that `name` stands for: `id` (its newest promoted version), `id@version` or a label.
@@ -194,26 +222,8 @@ class Registry:
 
         Raises `CartridgeNotFound`.
         """
-        cartridge_id, version = _parts(name)
-        select = f"SELECT {_COLUMNS} FROM cartridges "
         with self._connect() as db:
-            if version is not None:
-                where, values = "WHERE id = ? AND version = ?", (cartridge_id, version)
-            else:
-                where, values = "WHERE id = ? AND promoted ORDER BY version DESC LIMIT ?", (name, limit)
-            rows = db.execute(select + where, values).fetchall()
-            if not rows:
-                rows = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchall()
-            rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
-        if not rows and rest is not None:
-            raise CartridgeNotFound(
-                f"no version of {name!r} is promoted; `lmcache-cartridge promote {name}@{rest}` does"
-            )
-        if not rows:
-            raise CartridgeNotFound(
-                f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
-            )
-        return list(map(_entry, rows))
+            return _candidates(db, name, limit)
 
     def current(self, ids: Iterable[str]) -> set[str]:
         """Return the `id@version` that each of some ids means without a version."""
@@ -302,16 +312,11 @@ class Registry:
         there = () if directory is None else (directory / cartridge_id).glob("[1-9]*")
         return max([row[0] or 0, *(int(path.name) for path in there if _parts(f"@{path.name}")[1])]) + 1
 
-    def _target(self, name: str) -> RegistryEntry:
-        """Return what a change that is made now is about. Raises `CartridgeNotFound`."""
-        return self.find(name)
-
-    def _change(self, *changes: Change) -> None:
-        """Do some changes, all of them or none. Raises what `apply` does."""
+    def _change(self, change: Callable[[sqlite3.Connection], T]) -> T:
+        """Have a function change the tables, all that it does or nothing, and return its result."""
         with self._connect() as db:
-            db.execute("BEGIN IMMEDIATE")  # nobody else may change anything between the look and the write
-            for change in changes:
-                apply(db, change)
+            db.execute("BEGIN IMMEDIATE")  # nobody else may change anything between its look and its write
+            return change(db)
 
     def _select(self, rest: str, *values: object) -> list[RegistryEntry]:
         with self._connect() as db:
@@ -371,3 +376,52 @@ def _entry(row: tuple) -> RegistryEntry:
     if tuple(map(type, row)) != _TYPES:
         raise RegistryError(f"the registry's row of {str(row[0])[:80]!r} is damaged; {_RESTORE}")
     return RegistryEntry(*row)
+
+
+def _candidates(db: sqlite3.Connection, name: str, limit: int) -> list[RegistryEntry]:
+    cartridge_id, version = _parts(name)
+    select = f"SELECT {_COLUMNS} FROM cartridges "
+    if version is not None:
+        where, values = "WHERE id = ? AND version = ?", (cartridge_id, version)
+    else:
+        where, values = "WHERE id = ? AND promoted ORDER BY version DESC LIMIT ?", (name, limit)
+    rows = db.execute(select + where, values).fetchall()
+    if not rows:
+        rows = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchall()
+    if not rows:
+        rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
+        if rest is not None:
+            raise CartridgeNotFound(
+                f"no version of {name!r} is promoted; `lmcache-cartridge promote {name}@{rest}` does"
+            )
+        raise CartridgeNotFound(
+            f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
+        )
+    return list(map(_entry, rows))
+
+
+def check_same(name: str, there: str, digest: str) -> None:
+    """Raise `CartridgeExists` unless the digest that a version has is that of its content."""
+    if there != digest:
+        raise CartridgeExists(
+            f"{name} is registered with other content (digest {there[:16]}...); versions never change. "
+            "Build the cartridge again to get a new version"
+        )
+
+
+def _add(db: sqlite3.Connection, new: RegistryEntry, promote: bool) -> None:
+    for (there,) in db.execute("SELECT digest FROM cartridges WHERE id = ? AND version = ?", new[:2]).fetchall():
+        check_same(new.name, there, new.digest)
+    if db.execute("SELECT 1 FROM labels WHERE label = ?", (new.id,)).fetchone():
+        raise CartridgeExists(f"{new.id} is a label already and cannot be the id of a cartridge too")
+    db.execute(
+        "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location, promoted) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
+        (*new[:7], promote),
+    )
+
+
+def _point(db: sqlite3.Connection, label: str, target: RegistryEntry, *, warm: bool) -> None:
+    if db.execute("SELECT 1 FROM cartridges WHERE id = ?", (label,)).fetchone():
+        raise CartridgeExists(f"{label} is the id of a cartridge and cannot be a label too")
+    db.execute("INSERT OR REPLACE INTO labels VALUES (?, ?, ?, ?)", (label, *target[:2], warm))

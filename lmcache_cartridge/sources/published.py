@@ -15,13 +15,12 @@ from ..artifact import files, reading
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, CartridgeExists, SettingsError, SourceNotFound
-from ..library.log import place
 from ..library.published import Published
 from ..settings import Settings
 from .s3 import S3Source
-from .shelf import DirectoryShelf, S3Shelf
 from .sources import Sources
-from .transfer import Progress
+from .transfer import Progress, files_of
+from .writers import DirectoryWriter, S3Writer
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ class Library:
         """Open the one that `settings.library` names. Asks nobody yet. Raises `SettingsError` where it names none."""
         location = _location(settings)
         self._source = Sources(S3Source(**settings.s3))
-        self._shelf = S3Shelf(location, S3Source(**settings.s3)) if is_remote(location) else DirectoryShelf(location)
-        self.registry = Published(settings.registry_path, location, self._source, self._shelf)
+        self._writer = S3Writer(location, S3Source(**settings.s3)) if is_remote(location) else DirectoryWriter(location)
+        self.registry = Published(settings.registry_path, location, self._source, self._writer)
         """What is published; its `label`, `promote`, `unlabel` and `remove` are seen by every server that follows."""
 
     def __enter__(self) -> Library:
@@ -78,14 +77,13 @@ class Library:
     def _publish(self, root: Path, *, label: str | None, promote: bool, progress: Progress) -> Manifest:
         manifest = reading.load_manifest(root)
         self.registry.check_free(manifest)
-        file = place(manifest.id, manifest.version, manifest.digest)
-        self._shelf.store(root, file, progress)
-        return self.registry.register(root, f"{self.registry.location}/{file}", promote=promote, label=label)
+        self._writer.store(root, self.registry.place(manifest), progress)
+        return self.registry.register(root, promote=promote, label=label)
 
     def close(self) -> None:
         """Give back connections and threads."""
         self._source.close()
-        self._shelf.close()
+        self._writer.close()
 
 
 class Follower:
@@ -126,7 +124,7 @@ class Follower:
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
             try:
-                self._library.follow(max_age_s=_SHARE * self._every_s, wait=False)
+                self._library.follow(max_age_s=_SHARE * self._every_s)
                 self.latest, self._complaint = self._library.following(), ""
             except Exception as error:  # whatever it is, later changes must be followed
                 if not self._stopping.is_set():
@@ -156,7 +154,7 @@ def _renumbered(root: Path, version: int) -> Iterator[Path]:
     """Lend a directory with the artefact at `root` under another version, which is no part of its digest."""
     with tempfile.TemporaryDirectory(prefix="lmcache-cartridge-") as name:
         copy, manifest = Path(name), reading.load_manifest(root)
-        for file in (*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
+        for file in files_of(manifest):
             (copy / file).symlink_to((root / file).resolve())
         files.write(copy / reading.MANIFEST, [msgspec.structs.replace(manifest, version=version).encode()])
         yield copy

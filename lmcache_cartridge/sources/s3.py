@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from ..artifact.bytesource import ByteRange, Seen, SmallFile
 from ..artifact.location import parse
@@ -93,26 +92,21 @@ class S3Source:
             parts = TransferConfig(multipart_threshold=16 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
             client.upload_fileobj(data, target["Bucket"], target["Key"], Callback=progress, Config=parts)
 
-    def create(self, location: str, file: str, data: bytes) -> bool:
-        """Store a small object only where there is none (`If-None-Match: *`); return whether that was done.
+    def swap(self, location: str, file: str, data: bytes, known: str | None) -> str | None:
+        """Replace a small object whose revision is `known`, None for one that is not there, and return its new revision.
 
-        False also where another one is being stored at this moment.
+        None where its revision is another, or another one is being stored at this moment; it is not replaced then.
         """
         from botocore.exceptions import ClientError
 
         with self._uploading(location, file) as (client, target):
+            condition = {"IfMatch": known} if known else {"IfNoneMatch": "*"}
             try:
-                client.put_object(**target, Body=data, IfNoneMatch="*")
+                return client.put_object(**target, Body=data, **condition)["ETag"]
             except ClientError as error:
                 if _status_of(error) in (409, 412):
-                    return False
+                    return None
                 raise
-            return True
-
-    def host(self, location: str) -> str:
-        """Return the host name of the server that a location is on. Asks nobody."""
-        with self._uploading(location, "") as (client, _):
-            return urlsplit(client.meta.endpoint_url).hostname or ""
 
     def delete(self, location: str, file: str) -> None:
         """Remove an object; no change if there is none."""

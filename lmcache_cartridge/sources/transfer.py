@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -53,7 +56,7 @@ def push(root: Path, location: str, source: S3Source, *, force: bool, progress: 
     no artefact; the next one replaces them.
     """
     there = _manifest_at(location, source)
-    manifest = _verified(root, progress)
+    manifest = verified(root, progress)
     if there is not None and there.digest == manifest.digest and _is_complete(there, location, source):
         return Pushed(there, False)
     if there is not None and there.digest != manifest.digest and not force:
@@ -62,12 +65,12 @@ def push(root: Path, location: str, source: S3Source, *, force: bool, progress: 
             f"{manifest.digest[:16]}...); push to another prefix, or replace it with --force, which fails requests that "
             "use the old one"
         )
-    if there is not None:
+    if there is not None and there.digest != manifest.digest:  # else another push may just have completed the same
         source.delete(location, reading.MANIFEST)
     data = (root / reading.MANIFEST).read_bytes()
     if decode(data, str(root)).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
-    for file in (*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])):
+    for file in files_of(manifest):
         with (root / file).open("rb") as opened:
             source.upload(location, file, opened, _counted(file, os.fstat(opened.fileno()).st_size, progress))
     if manifest.payload:
@@ -102,20 +105,21 @@ def pull(
         )
     root = directory / manifest.id / str(manifest.version)
     hint = f"pull it under another id with --id, or first `lmcache-cartridge remove {manifest.name} --delete-files`"
-    with _alone(root.parent):
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with locked(root.parent):
         with suppress(CartridgeNotFound):
             found = registry.find(manifest.name)
             if found.digest != manifest.digest:
                 raise CartridgeExists(f"{manifest.name} is registered with other content; {hint}")
             here = Path(found.location)
-            if _holds(here, manifest):
+            if holds(here, manifest):
                 return Pulled(manifest, here, False)
-        if root.exists() and not _holds(root, manifest):
+        if root.exists() and not holds(root, manifest):
             raise CartridgeExists(f"{root} exists with other content; {hint}")
         if changed := not root.exists():
             _download(manifest, location, source, root, progress)
         else:
-            _verified(root, progress)
+            verified(root, progress)
         registry.register(root, promote=promote)
     return Pulled(manifest, root, changed)
 
@@ -135,7 +139,7 @@ def _download(manifest: Manifest, location: str, source: S3Source, root: Path, p
         if manifest.payload:
             files.write(partial / manifest.payload.file, _windows(manifest, location, source, progress))
         files.write(partial / reading.MANIFEST, [manifest.encode()])
-        _verified(partial, progress)
+        verified(partial, progress)
         partial.rename(root)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -153,19 +157,41 @@ def _windows(manifest: Manifest, location: str, source: S3Source, progress: Prog
         progress(file, start + len(part), total)
 
 
-def _verified(root: Path, progress: Progress) -> Manifest:
+def verified(root: Path, progress: Progress) -> Manifest:
+    """Return the manifest of the artefact at `root`, having checked every byte. Raises `ArtifactError`."""
     for done, total in reading.verify(root):
         progress("verify", done, total)
     return reading.load_manifest(root)
 
 
-def _holds(root: Path, manifest: Manifest) -> bool:
+def holds(root: Path, manifest: Manifest) -> bool:
     """Return whether the artefact at `root` is there, of the right size, and has the manifest's content."""
     try:
         reading.load_manifest(root, manifest.digest)
     except CartridgeError:
         return False
     return True
+
+
+def files_of(manifest: Manifest) -> list[str]:
+    """Return the files of an artefact beside its manifest."""
+    return [*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])]
+
+
+@contextmanager
+def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
+    """Hold a directory, or a file that is made where it lacks, against all threads and processes. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        deadline = time.monotonic() + wait_s
+        while not files.try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {wait_s:g} s", str(path))
+            time.sleep(0.005)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+        os.close(descriptor)
 
 
 def _manifest_at(location: str, source: S3Source) -> Manifest | None:
@@ -204,15 +230,3 @@ def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]
             progress(file, done, total)
 
     return count
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold `directory`, made where it lacks, against other pulls; wait for one that holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

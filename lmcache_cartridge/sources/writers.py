@@ -1,0 +1,137 @@
+"""Writers: what publishes to a library on S3, or in a directory that machines share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from io import BytesIO
+from pathlib import Path
+
+from ..artifact import files, reading
+from ..artifact.local import LocalSource
+from ..artifact.manifest import Manifest
+from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound
+from . import transfer
+from .s3 import S3Source
+from .transfer import Progress
+
+_PROBE = "library.probe"
+_WRITES = 8
+"""Conditional writes at once that tell whether a server decides between them."""
+_WAIT_S = 120.0
+"""How long another publisher may hold a directory; it does so for milliseconds."""
+
+
+class S3Writer:
+    """Writes to a library under an `s3://` location. Takes over `source`. See `LibraryWriter`."""
+
+    def __init__(self, location: str, source: S3Source) -> None:
+        self._location, self._source = location, source
+
+    def check(self) -> None:
+        self._source.upload(self._location, _PROBE, BytesIO(uuid.uuid4().bytes))
+        known = self._source.revision(self._location, _PROBE)
+        try:
+            with ThreadPoolExecutor(_WRITES) as threads:
+                writes = [threads.submit(self.swap, _PROBE, uuid.uuid4().bytes, known) for _ in range(_WRITES)]
+                done = sum(write.result() is not None for write in writes)
+        except (SourceDenied, SourceNotFound):
+            raise
+        except SourceError as error:
+            reason = str(error)
+        else:
+            if done <= 1:  # none where another publisher asks the same at this moment
+                return
+            reason = f"{done} of {_WRITES} at once were told that they were first"
+        raise SourceError(
+            f"{self._location} cannot be published to, since its server does not decide between conditional writes "
+            f"(If-Match): {reason}. Publish to another server or to a shared directory; cartridges that `push` stores here "
+            "can be pulled, and named by their s3:// URL"
+        )
+
+    def swap(self, file: str, data: bytes, known: str | None) -> str | None:
+        return self._source.swap(self._location, file, data, known)
+
+    def store(self, root: Path, location: str, progress: Progress) -> Manifest:
+        """Store the artefact at `root`, having verified it; see `transfer.push`. No change where it is there already."""
+        return transfer.push(root, location, self._source, force=False, progress=progress).manifest
+
+    def close(self) -> None:
+        """Give back connections and threads."""
+        self._source.close()
+
+
+class DirectoryWriter:
+    """Writes to a library in a directory. See `LibraryWriter`."""
+
+    def __init__(self, location: str) -> None:
+        self._root, self._source = Path(location), LocalSource()
+
+    def check(self) -> None:
+        """A lock decides."""
+
+    def swap(self, file: str, data: bytes, known: str | None) -> str | None:
+        path = self._root / file
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                there = path.stat().st_mtime_ns if path.exists() else 0
+                if (self._source.revision(str(self._root), file) if there else None) != known:
+                    return None
+                with files.replacing(path) as partial:
+                    files.write(partial, [data])
+                    # No two contents have one revision, also within a tick of the file system's clock.
+                    changed_ns = max(partial.stat().st_mtime_ns, there + 1)
+                    os.utime(partial, ns=(changed_ns, changed_ns))
+                files.sync_directory(self._root)
+                return self._source.revision(str(self._root), file)
+        except OSError as error:
+            raise _mapped(path, error) from error
+
+    def store(self, root: Path, location: str, progress: Progress) -> Manifest:
+        """Store the artefact at `root`, whole or not at all, having verified it. No change where it is there already."""
+        manifest = transfer.verified(root, progress)
+        target = Path(location)
+        if transfer.holds(target, manifest):
+            return manifest
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        replaced = partial.with_suffix(".replaced")
+        try:
+            partial.mkdir(parents=True)
+            for name in (*transfer.files_of(manifest), reading.MANIFEST):
+                _copy(root / name, partial / name, progress)
+            with self._locked():
+                if not transfer.holds(target, manifest):  # else another publisher of the same was first
+                    if target.exists():  # a part of it is missing
+                        target.rename(replaced)
+                    partial.rename(target)
+            files.sync_directory(target.parent)
+        except OSError as error:
+            raise _mapped(target, error) from error
+        finally:
+            for left in (partial, replaced):
+                shutil.rmtree(left, ignore_errors=True)
+        return manifest
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return transfer.locked(self._root / "library.lock", _WAIT_S)
+
+
+def _copy(source: Path, target: Path, progress: Progress) -> None:
+    with source.open("rb") as read, files.create(target) as written:
+        total = os.fstat(read.fileno()).st_size
+        while piece := read.read(8 << 20):
+            written.write(piece)
+            progress(source.name, written.tell(), total)
+        files.sync(written)
+
+
+def _mapped(path: Path, error: OSError) -> CartridgeError:
+    kind = SourceDenied if isinstance(error, PermissionError) else SourceError
+    return kind(f"{path}: {error.strerror}")

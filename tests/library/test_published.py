@@ -1,0 +1,786 @@
+"""A published library: one index object that many change and all follow, seen whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from faulty_proxy import FaultyProxy, status
+from making import files_under, make_artifact
+from s3 import both
+from waiting import Clock, run_threads, until
+
+from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact.bytesource import SmallFile
+from lmcache_cartridge.errors import (
+    CartridgeError,
+    CartridgeExists,
+    CartridgeNotFound,
+    RegistryError,
+    SettingsError,
+    SourceDenied,
+    SourceError,
+    SourceNotFound,
+)
+from lmcache_cartridge.library.published import INDEX, Published
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.settings import Settings, from_mapping
+from lmcache_cartridge.sources import transfer
+from lmcache_cartridge.sources.published import Follower, Library
+from lmcache_cartridge.sources.s3 import S3Source
+from lmcache_cartridge.sources.sources import Sources
+from lmcache_cartridge.sources.writers import DirectoryWriter, S3Writer
+
+EVERYWHERE = pytest.mark.parametrize("s3_kind", ["directory", "moto"])
+ROUNDS = 50
+
+
+class Writer:
+    """A writer before a real one, whose `swap` can be replaced and meets others at a gate."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.swap_as = inner, inner.swap
+        self.gate: threading.Barrier | None = None
+        """Where publishers meet before they write first, so that every round is a race."""
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def swap(self, file: str, data: bytes, known: str | None) -> str | None:
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.wait(30)
+        return self.swap_as(file, data, known)
+
+
+class Reader:
+    """A source that counts what it is asked for."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self.asked, self.fails = source, [], False
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
+        self.asked.append(file)
+        if self.fails:
+            raise SourceError("S3 is down")
+        return self._source.read(location, file, limit_bytes, known=known)
+
+    def take(self) -> list[str]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+class Where(NamedTuple):
+    """A library's place, and machines that share it."""
+
+    location: str
+    tmp_path: Path
+
+    def machine(self, name: str, *, reader: Any = None, writes: bool = True, clock: Any = time.time) -> Published:
+        """Return the library as a machine of its own has it."""
+        is_s3 = self.location.startswith("s3://")
+        source = S3Source() if is_s3 else None
+        writer = Writer(S3Writer(self.location, source) if source else DirectoryWriter(self.location))
+        path = self.tmp_path / "machines" / name / "copy.sqlite"
+        return Published(path, self.location, reader or Sources(source), writer if writes else None, clock=clock)
+
+    def settings(self, name: str, **values: Any) -> Settings:
+        home = self.tmp_path / "machines" / name
+        return Settings(home=home, disk_dir=home, library=self.location, **values)
+
+
+@pytest.fixture
+def where(s3_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    if s3_kind == "directory":
+        return Where(str(tmp_path / "shared"), tmp_path)
+    server, bucket = request.getfixturevalue("s3_credentials"), request.getfixturevalue("bucket")
+    request.getfixturevalue("monkeypatch").setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    return Where(f"s3://{bucket}/library", tmp_path)
+
+
+@pytest.fixture
+def s3_kind() -> str:
+    """Where the library of a test lies that names no place."""
+    return "directory"
+
+
+def made(root: Path, name: str = "doc", version: int = 1, seed: int = 0) -> Path:
+    make_artifact(root, positions=16, layers=1, kv_heads=1, cartridge_id=name, version=version, seed=seed)
+    return root
+
+
+def add(library: Published, root: Path, **options: Any) -> None:
+    """Publish an artefact that was not stored."""
+    library.register(root, **options)
+
+
+def index_of(where: Where) -> dict[str, Any]:
+    return json.loads(gzip.decompress((Path(where.location) / INDEX).read_bytes()))
+
+
+def write_index(where: Where, index: dict[str, Any]) -> None:
+    (Path(where.location) / INDEX).write_bytes(gzip.compress(json.dumps(index).encode()))
+
+
+def names(registry: Registry) -> list[str]:
+    return [row.name for row in registry.all()]
+
+
+@EVERYWHERE
+def test_what_is_published_is_seen_by_everybody_and_is_the_same_cartridge(where: Where) -> None:
+    root = made(where.tmp_path / "one")
+    two = made(where.tmp_path / "two", version=2, seed=1)
+    with Library(where.settings("author")) as author:
+        manifest = author.publish(root, label="current")
+        reader = where.machine("reader", writes=False)
+        assert reader.follow()
+        row = reader.find("current")
+        assert (row.name, row.digest, row.bytes) == ("doc@1", manifest.digest, manifest.payload_bytes)
+        assert row.location == f"{where.location}/cartridges/doc/1/{manifest.digest[:16]}"
+        author.publish(two, promote=False)
+        assert reader.follow()
+        assert reader.find("doc").version == 1
+        author.registry.promote("doc@2")
+        author.registry.label("current", "doc@2", warm=True)
+        author.registry.remove("doc@1")
+        assert reader.follow()
+        assert (reader.find("doc").version, reader.find("current").version) == (2, 2)
+        assert [one.name for one in reader.warm()] == ["doc@2"]
+        author.registry.unlabel("current")
+        assert (names(reader), reader.follow(), reader.labels()) == (["doc@2"], True, {})
+        assert (reader.follow(), reader.following().position) == (False, 7)
+        with pytest.raises(RegistryError, match="for reading only"):
+            reader.label("mine", "doc")
+        stored = {
+            file: author._source.read(reader.find("doc").location, file, 1 << 20).data for file in files_under(two)
+        }
+        assert stored == {file: (two / file).read_bytes() for file in files_under(two)}
+
+
+def _publish_as_processes(where: Where, count: int, *how: str) -> tuple[list[str], Published]:
+    """Have two processes change a library at once; return what of their own they left there, and a fresh reader.
+
+    What they left is not known where one missed what it had published.
+    """
+    processes = []
+    for number in range(2):
+        home = where.tmp_path / "machines" / f"author-{number}"
+        script = [sys.executable, Path(__file__).parents[1] / "publishing.py", where.location, home, str(number)]
+        processes.append(
+            subprocess.Popen([*script, str(count // 2), *how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        left = [json.loads(process.communicate(timeout=500)[0] or '["lost"]') for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+    reader = where.machine("fresh", writes=False)
+    reader.follow()
+    return sorted(left[0] + left[1]), reader
+
+
+@EVERYWHERE
+def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(where: Where) -> None:
+    expected, reader = _publish_as_processes(where, 1000)
+    assert [name for name in names(reader) if name.startswith("own-")] == expected
+    assert reader.following().position > 700, "the rest was done already, or there was nothing to remove"
+    with Library(where.settings("checker")) as library:
+        for row in reader.all():  # what a row says is there, and sound
+            copy = where.tmp_path / "copies" / row.id
+            copy.mkdir(parents=True)
+            author = "author-1" if row.id.startswith("own-1") else "author-0"
+            for file in files_under(where.tmp_path / "machines" / author / "made" / row.id):
+                (copy / file).write_bytes(library._source.read(row.location, file, 1 << 20).data)
+            assert list(reading.verify(copy)) and reading.load_manifest(copy).digest == row.digest
+
+
+@EVERYWHERE
+def test_without_the_condition_changes_are_lost(where: Where) -> None:
+    expected, reader = _publish_as_processes(where, 60, "blind")
+    assert [name for name in names(reader) if name.startswith("own-")] != expected
+
+
+@EVERYWHERE
+def test_of_two_publishers_of_one_version_one_wins_and_the_other_is_told(where: Where) -> None:
+    machines = [where.machine(str(number)) for number in range(2)]
+    roots = [[made(where.tmp_path / f"{n}-{v}", version=v + 1, seed=n) for n in range(2)] for v in range(ROUNDS)]
+    for machine in machines:
+        machine.begin()
+    winners: list[list[int]] = []
+    for pair in roots:
+        won: list[int] = []
+        gate = threading.Barrier(2)
+        for machine in machines:
+            machine._writer.gate = gate
+
+        def publish(number: int, pair: list[Path] = pair, won: list[int] = won) -> None:
+            try:
+                add(machines[number], pair[number])
+            except CartridgeExists as error:
+                assert "other content" in str(error)
+            else:
+                won.append(number)
+
+        run_threads(2, publish)
+        winners.append(won)
+    assert Counter(map(len, winners)) == {1: ROUNDS}
+    reader = where.machine("reader")
+    reader.follow()
+    for version, (won,) in enumerate(winners, 1):
+        assert reader.find(f"doc@{version}").digest == reading.load_manifest(roots[version - 1][won]).digest
+
+
+@EVERYWHERE
+def test_publishers_of_different_names_all_land(where: Where) -> None:
+    machines = [where.machine(str(number)) for number in range(4)]
+    roots = [made(where.tmp_path / f"r{n}", f"name-{n}", seed=n) for n in range(12)]
+    run_threads(4, lambda n: [add(machines[n], root) for root in roots[n::4]], timeout_s=120)
+    for reader in (*machines, where.machine("reader")):
+        reader.follow()
+        assert sorted(names(reader)) == sorted(f"name-{n}@1" for n in range(12))
+        assert reader.following().position == 12
+
+
+def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the artefact is missing, and one publisher puts it right while another is about to (H8)."""
+    root = made(where.tmp_path / "one")
+    manifest = reading.load_manifest(root)
+    one, other = (DirectoryWriter(where.location) for _ in range(2))
+    target = Path(where.machine("author").place(manifest))
+    one.store(root, str(target), lambda *_: None)
+    (target / reading.PAYLOAD).unlink()
+    holds, seen = transfer.holds, list[bool]()
+
+    def interleaved(place: Path, wanted: Any) -> bool:
+        answer = holds(place, wanted)
+        if not seen:
+            seen.append(answer)
+            other.store(root, str(target), lambda *_: None)
+            seen.append(holds(place, wanted))
+            monkeypatch.setattr(shutil, "rmtree", watched)
+        return answer
+
+    def watched(path: Path, **options: Any) -> None:
+        rmtree(path, **options)
+        seen.append(holds(target, manifest))
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(transfer, "holds", interleaved)
+    one.store(root, str(target), lambda *_: None)
+    assert seen[0] is False and all(seen[1:]) and len(seen) > 2
+    assert sorted(path.name for path in target.parent.iterdir()) == [target.name], "and leaves nothing beside it"
+
+
+@pytest.mark.parametrize("s3_kind", ["moto"])
+def test_a_push_deletes_no_manifest_of_the_same_content(where: Where) -> None:
+    root = made(where.tmp_path / "one")
+    source = S3Source()
+    deleted: list[str] = []
+    source.delete = lambda location, file: deleted.append(file)  # type: ignore[method-assign]
+    try:
+        place = f"{where.location}/here"
+        transfer.push(root, place, source, force=False, progress=lambda *_: None)
+        S3Source.delete(source, place, reading.PAYLOAD)
+        assert transfer.push(root, place, source, force=False, progress=lambda *_: None).changed
+        assert not deleted and source.size(place, reading.PAYLOAD)
+    finally:
+        source.close()
+
+
+def test_a_look_costs_one_request(where: Where) -> None:
+    author, reader = where.machine("author"), Reader(Sources())
+    follower = where.machine("follower", reader=reader, writes=False)
+    for name in "abcd":
+        add(author, made(where.tmp_path / name, name))
+    assert (follower.follow(), names(follower)) == (True, ["a@1", "b@1", "c@1", "d@1"])
+    assert [follower.follow() for _ in range(10)] == [False] * 10
+    assert reader.take() == [INDEX] * 11
+
+
+def test_a_restart_goes_on_where_it_was(where: Where) -> None:
+    author = where.machine("author")
+    for name in "ab":
+        add(author, made(where.tmp_path / name, name))
+    where.machine("follower", writes=False).follow()
+    reader = Reader(Sources())
+    again = where.machine("follower", reader=reader, writes=False)
+    assert (names(again), again.is_known, again.follow()) == (["a@1", "b@1"], True, False)
+    add(author, made(where.tmp_path / "c", "c"))
+    assert (again.follow(), names(again)) == (True, ["a@1", "b@1", "c@1"])
+
+
+def test_what_is_known_is_served_on_while_s3_is_away(where: Where) -> None:
+    reader, clock = Reader(Sources()), Clock()
+    follower = where.machine("follower", reader=reader, writes=False, clock=clock)
+    add(where.machine("author"), made(where.tmp_path / "a", "a"))
+    follower.follow()
+    reader.fails, clock.now = True, clock.now + 5
+    with pytest.raises(SourceError, match="down"):
+        follower.follow()
+    again = where.machine("follower", reader=reader, writes=False, clock=clock)
+    assert (names(again), *again.following()[1:]) == (["a@1"], 1, clock.now - 5, "S3 is down")
+    reader.fails = False
+    follower.follow()
+    assert follower.following()[1:] == (1, clock.now, None)
+
+
+def _text(data: bytes) -> Callable[[dict[str, Any]], bytes]:
+    return lambda index: gzip.compress(data)
+
+
+def _with(**fields: Any) -> Callable[[dict[str, Any]], bytes]:
+    return lambda index: gzip.compress(json.dumps(index | fields).encode())
+
+
+def _row(place: int, value: Any) -> Callable[[dict[str, Any]], bytes]:
+    def spoil(index: dict[str, Any]) -> bytes:
+        index["cartridges"][0][place] = value
+        return _with()(index)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda index: b"", "damaged or was written by something else"),
+        (lambda index: b"x" * 99, "damaged or was written by something else"),
+        (lambda index: _with()(index)[:-9], "damaged or was written by something else"),
+        (_text(b"\xff\xfe"), "damaged or was written by something else"),
+        (_text(b"[" * 5000), "damaged or was written by something else"),
+        (_text(b"{}"), "damaged or was written by something else"),
+        (_with(format=3), "has format 3, this release knows 2; upgrade lmcache-cartridge"),
+        (_with(format=1), "has format 1, this release knows 2; publish its cartridges again"),
+        (_with(more=1), "damaged or was written by something else"),
+        (_with(labels=[["x", "nobody", 1, False]]), "one with a label is not there"),
+        (_with(labels=[["../x", "a", 1, False]]), "cannot be a cartridge id"),
+        (_row(0, "../up"), "cannot be a cartridge id"),
+        (_row(0, "b"), "twice"),
+        (_row(1, 0), "damaged or was written by something else"),
+        (_row(1, 10**18 * 9), "damaged or was written by something else"),
+        (_row(2, "x"), "damaged or was written by something else"),
+        (_row(3, "program"), "damaged or was written by something else"),
+        (_row(4, -1), "damaged or was written by something else"),
+    ],
+)  # fmt: skip
+def test_an_index_that_cannot_be_understood_stops_following_and_nothing_else(
+    where: Where, spoil: Callable[[dict[str, Any]], bytes], said: str
+) -> None:
+    author, follower = where.machine("author"), where.machine("follower", writes=False)
+    add(author, made(where.tmp_path / "a", "a"))
+    follower.follow()
+    add(author, made(where.tmp_path / "b", "b"))
+    path = Path(where.location) / INDEX
+    sound = path.read_bytes()
+    path.write_bytes(spoil(index_of(where)))
+    spoilt = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(RegistryError, match=said) as error:
+            follower.follow()
+        assert INDEX in str(error.value) and "\n" not in str(error.value)
+        assert (names(follower), follower.following().problem) == (["a@1"], str(error.value))
+    with pytest.raises(RegistryError, match=said):  # whoever publishes is told too, and replaces nothing
+        add(where.machine("other"), made(where.tmp_path / "d", "d"))
+    assert path.read_bytes() == spoilt
+    path.write_bytes(sound)
+    follower.follow()
+    assert (names(follower), follower.following().problem) == (["a@1", "b@1"], None)
+
+
+def test_ten_thousand_cartridges_are_one_request_and_so_is_a_change(where: Where) -> None:
+    count = 10_000
+    author = where.machine("author")
+    author.begin()
+    rows = [
+        [f"c{n:05d}", 1, f"{n:064x}", "prefill", 256, 1 << 20, "2026-11-23T00:00:00Z", n % 2 == 0] for n in range(count)
+    ]
+    write_index(where, index_of(where) | {"cartridges": rows, "labels": [["all", "c00000", 1, True]]})
+    assert (Path(where.location) / INDEX).stat().st_size < 1 << 20
+    reader = Reader(Sources())
+    follower = where.machine("follower", reader=reader, writes=False)
+    follower.follow()
+    assert (len(follower.all()), follower.find("all").id) == (count, "c00000")
+    sequence = follower.changes().sequence
+    assert follower.current(["c00000", "c00001"]) == {"c00000@1"}
+    follower.follow()
+    author.remove("c00007@1")
+    author.promote("c00001@1")
+    follower.follow()
+    assert reader.take() == [INDEX] * 3
+    changes = follower.changes(sequence)
+    assert (changes.gone, [row.name for row in changes.present], changes.whole) == (
+        ["c00007@1"], ["c00001@1"], False
+    )  # fmt: skip
+
+
+def test_a_publisher_that_dies_before_its_change_left_nothing_to_see(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = made(where.tmp_path / "one")
+    add(where.machine("other"), made(where.tmp_path / "a", "a"))
+    reader = where.machine("reader", writes=False)
+    with Library(where.settings("author")) as author:
+        with monkeypatch.context() as dying:
+            dying.setattr(Published, "register", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                author.publish(root)
+        reader.follow()
+        assert names(reader) == ["a@1"]
+        stored = {path: path.stat().st_ino for path in (Path(where.location) / "cartridges").rglob("*")}
+        assert any(path.name == reading.PAYLOAD for path in stored)
+        author.publish(root)
+        assert stored == {path: path.stat().st_ino for path in (Path(where.location) / "cartridges").rglob("*")}
+    reader.follow()
+    assert names(reader) == ["a@1", "doc@1"]
+
+
+def test_a_change_whose_answer_was_lost_is_made_once(where: Where) -> None:
+    author = where.machine("author")
+    for version in (1, 2, 3):
+        add(author, made(where.tmp_path / str(version), "a", version, seed=version))
+    writer, other = author._writer, where.machine("other")
+    meanwhile: list[Callable[[], Any]] = []
+
+    def lose(file: str, data: bytes, known: str | None) -> str | None:
+        revision = writer.inner.swap(file, data, known)
+        while meanwhile:
+            meanwhile.pop()()
+        if revision is None:
+            return None
+        raise SourceError("the connection failed")
+
+    writer.swap_as = lose
+    assert author.remove("a").name == "a@3", "and not the next older one too"
+    assert names(author) == ["a@1", "a@2"]
+    meanwhile.append(lambda: add(other, made(where.tmp_path / "b", "b")))
+    author.label("current", "a@2")
+    writer.swap_as = lambda *arguments: writer.inner.swap(*arguments) and None  # botocore asked again, and was too late
+    author.label("other", "a@1")
+    reader = where.machine("reader")
+    reader.follow()
+    assert (names(reader), reader.labels()) == (["a@1", "a@2", "b@1"], {"current": "a@2", "other": "a@1"})
+
+
+def test_a_write_that_fails_changes_nothing_here_either(where: Where) -> None:
+    author = where.machine("author")
+    add(author, made(where.tmp_path / "a", "a"))
+    for error in (SourceDenied("these credentials may not write"), SourceError("S3 is away")):
+
+        def fail(*_: Any, error: SourceError = error) -> None:
+            raise error
+
+        author._writer.swap_as = fail
+        with pytest.raises(type(error), match=str(error)):
+            author.label("current", "a")
+        assert (author.labels(), author.following().position) == ({}, 1)
+
+
+@both
+def test_where_two_writers_cannot_know_of_each_other_nobody_publishes(
+    s3_kind: str, where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Swift answers 501 to the condition; a server that looks first and writes later lets more than one win."""
+    root = made(where.tmp_path / "a", "a")
+    if s3_kind == "moto":
+        together = threading.Barrier(8)
+
+        def looks_first(self: S3Source, location: str, file: str, data: bytes, known: str | None) -> str | None:
+            is_first = self.revision(location, file) == known
+            together.wait(30)
+            if not is_first:
+                return None
+            self.upload(location, file, BytesIO(data))
+            return self.revision(location, file)
+
+        monkeypatch.setattr(S3Source, "swap", looks_first)
+    said = "8 of 8 at once were told" if s3_kind == "moto" else "501"
+    with Library(where.settings("author")) as author:
+        with pytest.raises(SourceError, match=said) as error:
+            author.publish(root)
+        assert "does not decide between conditional writes (If-Match)" in str(error.value)
+        with pytest.raises(SourceNotFound):
+            author.registry.follow()
+        with pytest.raises(SourceNotFound):
+            author._source.size(f"{where.location}/cartridges/a/1", "manifest.json")
+    # It is as good as any for cartridges by themselves.
+    source = S3Source()
+    try:
+        transfer.push(root, f"{where.location}/mine", source, force=False, progress=lambda *_: None)
+        home = where.tmp_path / "home"
+        pulled = transfer.pull(
+            f"{where.location}/mine", source, Registry(home / "r.sqlite"), home / "cartridges", progress=lambda *_: None
+        )
+        assert pulled.manifest.digest == reading.load_manifest(root).digest
+    finally:
+        source.close()
+
+
+def test_the_same_again_is_no_change(where: Where) -> None:
+    author, root = where.machine("author"), made(where.tmp_path / "a", "a")
+    for _ in range(3):
+        add(author, root)
+    author.begin()
+    assert author.following().position == 1
+
+
+def test_a_change_that_cannot_be_is_refused_before_it_is_written(where: Where) -> None:
+    one, two = where.machine("one"), where.machine("two")
+    add(one, made(where.tmp_path / "a", "a"), label="current")
+    with pytest.raises(RegistryError, match="has the label current"):
+        two.remove("a@1")
+    with pytest.raises(CartridgeExists, match="is a label"):
+        add(two, made(where.tmp_path / "current", "current"))
+    with pytest.raises(CartridgeExists, match="is the id of a cartridge"):
+        two.label("a", "a@1")
+    with pytest.raises(CartridgeNotFound):
+        two.promote("b@1")
+    two.register(where.tmp_path / "a", "/somewhere/else")
+    assert (two.following().position, two.find("a").location) == (
+        1,
+        two.place(reading.load_manifest(where.tmp_path / "a")),
+    )
+
+
+def test_a_label_is_pointed_at_what_a_name_means_now(where: Where) -> None:
+    one, two = where.machine("one"), where.machine("two")
+    add(one, made(where.tmp_path / "a1", "a"))
+    two.follow()
+    add(one, made(where.tmp_path / "a2", "a", version=2, seed=1))
+    assert two.label("current", "a").name == "a@2"
+
+
+def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_believed(where: Where) -> None:
+    follower = where.machine("follower", writes=False)
+    for name in "ab":
+        add(where.machine("author"), made(where.tmp_path / name, name), label=f"old-{name}")
+    follower.follow()
+    Path(where.location).rename(where.tmp_path / "away")
+    with pytest.raises(SourceNotFound, match="nothing is published at"):
+        follower.follow()
+    assert names(follower) == ["a@1", "b@1"]
+    author = where.machine("author")  # whose copy is of the old one
+    add(author, made(where.tmp_path / "b2", "b", seed=5))
+    sequence = follower.changes().sequence
+    follower.follow()
+    assert (names(follower), names(author), follower.labels()) == (["b@1"], ["b@1"], {})
+    assert follower.changes(sequence).gone == ["a@1"]
+
+
+def test_a_backup_that_was_put_back_is_what_is_published(where: Where) -> None:
+    author, follower = where.machine("author"), where.machine("follower", writes=False)
+    add(author, made(where.tmp_path / "a", "a"))
+    backup = (Path(where.location) / INDEX).read_bytes()
+    add(author, made(where.tmp_path / "b", "b"))
+    follower.follow()
+    (Path(where.location) / INDEX).write_bytes(backup)
+    assert (follower.follow(), names(follower)) == (True, ["a@1"])
+    add(author, made(where.tmp_path / "c", "c"))
+    assert names(author) == ["a@1", "c@1"]
+
+
+def test_indexes_of_one_size_written_within_one_tick_have_different_revisions(where: Where) -> None:
+    writer, revision = DirectoryWriter(where.location), None
+    revisions = []
+    for number in range(200):
+        revision = writer.swap(INDEX, b"%04d" % number, revision)
+        revisions.append(revision)
+    assert None not in revisions and len(set(revisions)) == 200
+    assert writer.swap(INDEX, b"late", revisions[-2]) is None
+    assert writer.swap(INDEX, b"new", None) is None
+
+
+def test_a_copy_that_is_damaged_is_made_anew(where: Where) -> None:
+    add(where.machine("author"), made(where.tmp_path / "a", "a"))
+    follower = where.machine("follower", writes=False)
+    follower.follow()
+    follower.path.write_bytes(b"no database" * 1000)
+    again = where.machine("follower", writes=False)
+    assert (again.follow(), names(again)) == (True, ["a@1"])
+
+
+def test_processes_that_share_a_copy_look_once(where: Where) -> None:
+    add(where.machine("author"), made(where.tmp_path / "a", "a"))
+    clock, reader = Clock(), Reader(Sources())
+    machines = [where.machine("follower", reader=reader, writes=False, clock=clock) for _ in range(3)]
+    for _ in range(2):
+        for machine in machines:
+            machine.follow(max_age_s=0.9)
+        assert (reader.take(), names(machines[2])) == ([INDEX], ["a@1"])
+        clock.now += 1
+
+
+def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where: Where) -> None:
+    author = where.machine("author")
+    add(author, made(where.tmp_path / "a", "a"))
+    read, leave = threading.Event(), threading.Event()
+
+    class Hanging(Reader):
+        def read(self, *arguments: Any, **options: Any) -> SmallFile | None:
+            found = super().read(*arguments, **options)
+            read.set()
+            assert leave.wait(30)
+            return found
+
+    hanging = where.machine("follower", reader=Hanging(Sources()), writes=False)
+    thread = threading.Thread(target=hanging.follow)
+    thread.start()
+    try:
+        assert read.wait(30)
+        add(author, made(where.tmp_path / "b", "b"))
+        other = where.machine("follower", writes=False)
+        assert (other.follow(), names(other)) == (True, ["a@1", "b@1"])
+    finally:
+        leave.set()
+        thread.join(30)
+    assert names(other) == ["a@1", "b@1"]
+
+
+def test_a_follower_sees_changes_until_it_is_closed(where: Where) -> None:
+    author = where.machine("author")
+    follower = Follower(where.settings("server", reload_s=0.01))
+    copy = Registry(where.settings("server").registry_path, read_only=True)
+    try:
+        state = follower.latest
+        assert (state.position, state.problem and "nothing is published" in state.problem) == (0, True)
+        add(author, made(where.tmp_path / "a", "a"), label="current")
+        until(lambda: copy.labels() == {"current": "a@1"})
+        author.unlabel("current")
+        author.remove("a@1")
+        until(lambda: not copy.all() and follower.latest.problem is None)
+    finally:
+        follower.close()
+    add(author, made(where.tmp_path / "b", "b"))
+    assert copy.all() == []
+
+
+@pytest.mark.parametrize("s3_kind", ["moto"])
+def test_a_conditional_put_says_who_was_first(where: Where, proxy: FaultyProxy) -> None:
+    source = S3Source(endpoint_url=proxy.endpoint)
+    try:
+        first = source.swap(where.location, "a", b"first", None)
+        assert first == source.revision(where.location, "a") != source.swap(where.location, "a", b"second", first)
+        assert source.swap(where.location, "a", b"third", first) is None is source.swap(where.location, "a", b"x", None)
+        assert source.read(where.location, "a", 99).data == b"second"
+        proxy.faults = [status(409, "ConditionalRequestConflict")]
+        assert source.swap(where.location, "b", b"x", None) is None
+        # It was stored, the answer was lost, and botocore asks again: the caller has to look whose it is.
+        proxy.faults = [status(500)]
+        assert source.swap(where.location, "c", b"mine", None) is None
+        assert source.read(where.location, "c", 99).data == b"mine"
+        proxy.always = status(403, "AccessDenied")
+        with pytest.raises(SourceDenied):
+            source.swap(where.location, "d", b"x", None)
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("s3://bucket/a/b/", "s3://bucket/a/b"), ("/shared/fleet/", "/shared/fleet"), ("/shared/../fleet", "/fleet")],
+)
+def test_a_library_has_one_name(written: str, read: str) -> None:
+    assert Settings(library=written).library == read
+
+
+@pytest.mark.parametrize("wrong", ["s3://bucket", "shared/fleet", "", "s3://bucket/../x", "http://x/y", "/a\0b"])
+def test_what_is_no_library_is_refused(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="library"):
+        from_mapping({"library": wrong})
+
+
+@pytest.mark.parametrize("s3_kind", ["moto"])
+def test_a_server_that_knows_nothing_yet_does_not_start_without_its_library(where: Where) -> None:
+    nowhere = where.settings("server").model_copy(update={"library": "s3://no-such-bucket/library"})
+    with pytest.raises(SourceNotFound, match="NoSuchBucket"):
+        Follower(nowhere)
+
+
+def test_a_publisher_killed_after_its_change_has_published(where: Where) -> None:
+    author = where.machine("author")
+    add(author, made(where.tmp_path / "a", "a"))
+
+    def die(*arguments: Any) -> None:
+        assert author._writer.inner.swap(*arguments)
+        raise KeyboardInterrupt
+
+    author._writer.swap_as = die
+    root = made(where.tmp_path / "b", "b")
+    with pytest.raises(KeyboardInterrupt):
+        add(author, root)
+    assert names(author) == ["a@1"], "its own copy has not heard of it"
+    again = where.machine("author")
+    add(again, root)
+    assert (names(again), again.following().position) == (["a@1", "b@1"], 2)
+
+
+def test_a_publisher_that_was_stopped_in_a_directory_holds_up_others_for_a_while_only(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_cartridge.sources.writers._WAIT_S", 0.05)
+    author = where.machine("author")
+    add(author, made(where.tmp_path / "a", "a"))
+    with transfer.locked(Path(where.location) / "library.lock"), pytest.raises(SourceError, match="held it for 0.05 s"):
+        author.label("current", "a")
+    author.label("current", "a")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(where: Where, seed: int) -> None:
+    """Each machine looks now and then; what is refused is refused by a plain registry too, and all copies come out alike."""
+    chance = random.Random(seed)
+    machines = [where.machine(str(n)) for n in range(3)]
+    plain = Registry(where.tmp_path / "plain.sqlite")
+    roots = [
+        made(where.tmp_path / f"root-{name}{version}-{n}", name, version, seed=n)
+        for name in "abc" for version in (1, 2, 3) for n in range(2)
+    ]  # fmt: skip
+
+    def change(registry: Registry, kind: str, root: Path, label: str, name: str) -> str:
+        try:
+            if kind == "add":
+                place = machines[0].place(reading.load_manifest(root))
+                registry.register(root, place, promote=len(label) > 1, label=label)
+            elif kind == "label":
+                registry.label(label, name, warm=True)
+            elif kind == "unlabel":
+                registry.unlabel(label)
+            else:
+                getattr(registry, kind)(name)
+        except CartridgeError as error:
+            return type(error).__name__
+        return "done"
+
+    outcomes: Counter[str] = Counter()
+    for _ in range(100):
+        kind = chance.choice(["add", "add", "add", "label", "unlabel", "promote", "remove"])
+        root, label = chance.choice(roots), chance.choice(["x", "yy", "a"])
+        name = f"{chance.choice('abc')}@{chance.randint(1, 3)}"
+        expected = change(plain, kind, root, label, name)
+        assert change(chance.choice(machines), kind, root, label, name) == expected
+        outcomes[expected] += 1
+    assert outcomes["done"] > 20 < outcomes.total() - outcomes["done"]
+    machines.append(where.machine("fresh", writes=False))
+    for machine in machines:
+        machine.follow()
+        assert [row[:7] for row in machine.all()] == [row[:7] for row in plain.all()]
+        assert (machine.labels(), machine.current("abc")) == (plain.labels(), plain.current("abc"))
+        assert machine.warm() == machines[0].warm()
