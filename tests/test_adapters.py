@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,31 @@ def test_what_is_no_adapter_is_refused(directory: Path) -> None:
     _configure(directory, r=4)
     with pytest.raises(UnsupportedModel, match="not of this model"):
         CausalModel(MODEL, lora=directory)
+
+
+_LENGTH = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff" * 8, (1 << 46).to_bytes(8, "little"), b"[" * 100_000, b"[1]", b"null", b'{"x": 1}', b"\xff\xfe",
+        b'{"x": {"dtype": "F32", "shape": [1]}}', json.dumps({"x": _LENGTH | {"data_offsets": [0, 1 << 46]}}).encode(),
+        json.dumps({"x": _LENGTH | {"data_offsets": [-9, 4]}}).encode(), json.dumps({"x": _LENGTH | {"data_offsets": None}}).encode(),
+        json.dumps({"x": _LENGTH | {"data_offsets": [1 << 70, 1 << 71]}}).encode(),
+    ],
+)  # fmt: skip
+def test_weights_that_are_none_cost_no_more_than_their_size(directory: Path, header: bytes) -> None:
+    """A file of ten bytes asked for 64 TiB, and that error nobody caught."""
+    length = b"" if header[:1] in (b"\xff", b"\0") and len(header) == 8 else len(header).to_bytes(8, "little")
+    (directory / WEIGHTS).write_bytes(length + header + b"{}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedModel, match="cannot be read"):
+            adapter_digest(directory)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # What the model computes.

@@ -52,6 +52,7 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission
         given = {"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings
         admission = Admission(from_mapping(given), max_reads=max_reads)
         engine = engine or SimpleNamespace()
+        engine.model_config = SimpleNamespace(max_model_len=1 << 20, model=str(home.path / "none"))
         engine.collective_rpc = partial(_answer, [server.path])
         asyncio.run(admission.start(engine))
         opened.append(admission)

@@ -17,7 +17,7 @@ from making import Made, heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.artifact.manifest import Manifest, content_digest, decode
+from lmcache_cartridge.artifact.manifest import MAX_TOKENS, Manifest, content_digest, decode
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
@@ -214,7 +214,7 @@ def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_all
 
 @pytest.mark.parametrize("tokens", ["tokens", "document"])
 def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(tmp_path: Path, tokens: str) -> None:
-    root, count = tmp_path / "doc", (1 << 31) - 1
+    root, count = tmp_path / "doc", MAX_TOKENS - 1
     made = make_artifact(root, positions=80, kind="trained", chunk_tokens=1 << 20, layers=1, head_size=8)
     forged = json.loads((root / MANIFEST).read_bytes())
     file = "token_ids.npy" if tokens == "tokens" else "document_ids.npy"

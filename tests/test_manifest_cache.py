@@ -10,23 +10,29 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from faulty_proxy import FaultyProxy, reset, silence, status
-from making import Made, files_under, make_artifact
+from making import Made, files_under, make_artifact, make_fingerprint
 from s3 import S3Server, both
 from waiting import run_threads, until
 
+from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.manifest import FORMAT, Manifest, Provenance, Tokens, content_digest
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, load_manifest, load_token_ids
 from lmcache_cartridge.errors import (
     ArtifactError,
     ManifestError,
+    ModelMismatch,
     SourceDenied,
     SourceError,
     SourceNotFound,
     TruncatedPayload,
 )
+from lmcache_cartridge.library.index import KeyIndex
 from lmcache_cartridge.library.manifest_cache import ManifestCache
+from lmcache_cartridge.library.rows import RowReader
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
@@ -368,3 +374,28 @@ def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) 
     assert later.is_fresh(remote.location)
     assert later.fetch(remote.location) == copy
     assert remote.requests() == 0
+
+
+def _huge_text(fingerprint: Fingerprint, positions: int) -> bytes:
+    """Return the manifest of a cartridge of tokens only that names a file of so many ids."""
+    tokens = Tokens(positions, "0" * 64, file="token_ids.npy")
+    about = Provenance(tool="t", created="c")
+    draft = Manifest(FORMAT, "x", 1, "", "tokens", positions, fingerprint, tokens, None, about)
+    return msgspec.structs.replace(draft, digest=content_digest(draft)).encode()
+
+
+def test_ids_of_another_model_are_not_fetched(remote: _Remote) -> None:
+    remote.put_file(MANIFEST, _huge_text(make_fingerprint(layers=5), 1 << 20))
+    index = KeyIndex(lambda ids: [1], 16)
+    reader = RowReader(index, remote.cache(), make_fingerprint(), allow_trained=True)
+    with pytest.raises(ModelMismatch, match="layers: 5, not 3"):
+        reader.place(remote.location, network=True)
+    assert remote.requests() == 1, "the manifest"
+
+
+def test_more_ids_than_any_context_has_are_refused_by_the_manifest_alone(remote: _Remote) -> None:
+    """No engine is known where a cartridge is registered: 8 GiB of ids were asked for there."""
+    remote.put_file(MANIFEST, _huge_text(make_fingerprint(), (1 << 31) - 1))
+    with pytest.raises(ManifestError, match="2147483647"):
+        remote.cache().fetch(remote.location, force=True)
+    assert remote.requests() == 1

@@ -540,8 +540,6 @@ def test_what_stands_in_front_of_tokens_is_injected_and_what_stands_behind_is_co
     assert selection.positions == sum(home.manifests[name].positions for name in injected)
     assert selection.must_inject == (selection.positions if "trained" in injected else 0)
     assert selection.used(1000) == told
-    assert selection.text is not None
-    assert selection.text.tag == home.manifests["text"].digest, "by which the engine is asked whether it may have it"
 
 
 def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is_allowed(home: Home) -> None:
@@ -754,3 +752,44 @@ def test_the_newest_cartridges_come_first(home: Home) -> None:
         db.execute("UPDATE cartridges SET registered = '2027-01-01T00:00:00Z' WHERE id = 'trained'")
     assert [entry.name for entry in registry.newest(2)] == ["trained@1", "a@1"]
     assert len(registry.newest(100)) == 5
+
+
+@pytest.mark.parametrize("where", ["local", "registry", "s3"])
+@pytest.mark.parametrize("fault", ["another model", "too long"])
+def test_ids_that_the_engine_cannot_use_are_not_read(
+    home: Home, s3_credentials: S3Server, bucket: str, tmp_path: Path, where: str, fault: str
+) -> None:
+    shape = msgspec.structs.replace(SHAPE, layers=4, rope=None) if fault == "another model" else SHAPE
+    root = tmp_path / "allowed/huge"
+    make_artifact(root, positions=128, cartridge_id="huge", fingerprint=shape)
+    changed = {"buckets": [bucket], "s3_endpoint_url": s3_credentials.endpoint}
+    settings = from_mapping(home.settings.model_dump() | changed)
+    if where == "registry":
+        Registry(settings.registry_path).register(root)
+    (root / "token_ids.npy").unlink()
+    for file in root.iterdir() if where == "s3" else ():
+        s3_credentials.client.put_object(Bucket=bucket, Key=f"huge/{file.name}", Body=file.read_bytes())
+    resolver = Resolver(settings)
+    names = {"local": str(root), "registry": "huge", "s3": f"s3://{bucket}/huge"}
+    assert _refusal(resolver.resolve, [Reference(id=names[where])]).status in (404, 422), "the ids are looked for"
+    resolver.model, resolver.context = SHAPE, 128
+    refusal = _refusal(resolver.resolve, [Reference(id=names[where])])
+    if fault == "too long":
+        assert (refusal.status, str(refusal)) == (
+            400,
+            "huge@1 has 128 positions, which leave nothing of the context of 128",
+        )
+    else:
+        assert refusal.status == 409
+        assert "cannot be used with the model served here: made for another model" in str(refusal)
+
+
+def test_a_document_that_is_longer_than_the_context_is_not_read(home: Home, tmp_path: Path) -> None:
+    root = tmp_path / "allowed/long"
+    _without_kv_or_with_document(root, "long", "trained", list(range(100)))
+    for longest, read in ((101, True), (100, False)):
+        resolver = Resolver(home.settings)
+        resolver.model, resolver.context = SHAPE, longest
+        found = resolver.resolve([Reference(id=str(root))]).document_ids
+        assert found == (tuple(range(100)) if read else None)
+        (root / "document_ids.npy").unlink(missing_ok=True)

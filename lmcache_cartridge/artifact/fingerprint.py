@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from blake3 import blake3
 
-from ..errors import UnsupportedModel
+from ..errors import ModelMismatch, UnsupportedModel
 from .caches import ALIKE, LATENT_FIELDS, check_state, head_size, kv_heads, latent_size
 from .rope import Rope, read_rope, rope_differences
 
@@ -31,6 +32,8 @@ _KV_FIELDS = (
 )  # fmt: skip
 
 
+_MAX_HEADER_BYTES, _STEP_BYTES = 100_000_000, 1 << 20
+"""The most that safetensors reads of a header, and what is read of a tensor at once."""
 ONLINE = "online "
 """What the quantisation begins with where an engine quantises weights that the checkpoint has in full."""
 
@@ -94,6 +97,17 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             elif mine != theirs:
                 lines.append(f"{name}: {mine}, not {theirs}")
         return lines
+
+    def check_fits(self, engine: Fingerprint, *, accept_weights: bool) -> None:
+        """Raise `ModelMismatch` unless `engine` runs this model, with any adapter, or any weights where they are accepted."""
+        # Which adapter computes is known of each request alone, and compared there.
+        if differences := self.base.differences(engine, weights=not accept_weights):
+            message = f"made for another model than the one served: {'; '.join(differences)}"
+            if not self.base.differences(engine, weights=False):
+                message += (
+                    ". Only the weights differ: `serve --accept-weights` serves it, for who measured what that changes"
+                )
+            raise ModelMismatch(message)
 
 
 # Here, as every decoder of ours is made where its type is: msgspec 0.22 looks at a type's fields when the type is first
@@ -211,18 +225,40 @@ def weights_digest(directory: Path) -> str | None:
     return blake3(json.dumps(samples, sort_keys=True).encode()).hexdigest()
 
 
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_tensor = msgspec.json.Decoder(_Tensor).decode
+
+
 def tensor_digests(path: Path, *, sampled: bool = False) -> dict[str, tuple[str, list[int], str]]:
-    """Return dtype, shape and blake3 of every tensor of a safetensors file: of 4 KiB from its middle where `sampled`."""
+    """Return dtype, shape and blake3 of every tensor of a safetensors file: of 4 KiB from its middle where `sampled`.
+
+    Takes no more memory than a small multiple of the file's header. Raises `OSError` or `ValueError`.
+    """
     found = {}
     with path.open("rb") as file:
-        base = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(base - 8))
-        for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = tensor["data_offsets"]
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"{path.name} has {size} bytes, and is said to begin with a header of {length}")
+        try:
+            header = _decode_header(file.read(length))
+            tensors = {name: _decode_tensor(raw) for name, raw in header.items() if name != "__metadata__"}
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{path.name} has no header of tensors: {error}") from None
+        for name, tensor in tensors.items():
+            start, end = tensor.data_offsets
+            if not 0 <= start <= end <= size - 8 - length:
+                raise ValueError(f"{path.name} ends before its tensor {name}")
             if sampled:
                 start, end = (start + end) // 2, min(end, (start + end) // 2 + 4096)
-            file.seek(base + start)
-            found[name] = tensor["dtype"], tensor["shape"], blake3(file.read(end - start)).hexdigest()
+            file.seek(8 + length + start)
+            hasher = blake3()
+            for step in range(start, end, _STEP_BYTES):
+                hasher.update(file.read(min(_STEP_BYTES, end - step)))
+            found[name] = tensor.dtype, tensor.shape, hasher.hexdigest()
     return found

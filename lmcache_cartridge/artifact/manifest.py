@@ -18,6 +18,8 @@ from .rope import Rope
 FORMAT = "1.0"
 """Format of artefacts written here. A reader accepts its own major version and refuses others."""
 MAX_MANIFEST_BYTES = 64 << 20
+MAX_TOKENS = 1 << 24
+"""More than the context of any engine; so many ids are as large as the largest manifest."""
 COMPANIONABLE = 4.5
 """A compaction to fewer positions than its document's tokens over this is made for itself alone; see `Manifest.company`."""
 CHECKSUM_BYTES = 16
@@ -295,7 +297,7 @@ def check(manifest: Manifest, where: str) -> None:
         need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
     if shape.rope is not None:
         _check_layers(shape.rope, shape.layers, need)
-    need(0 < manifest.positions < 1 << 31, f"p = {manifest.positions} is out of range")
+    need(0 < manifest.positions < MAX_TOKENS, f"p = {manifest.positions} is out of range")
     need((payload is None) == (manifest.kind == "tokens"), f"a payload does not go with kind {manifest.kind}")
     need(manifest.document is None or manifest.kind == "trained", f"document ids do not go with kind {manifest.kind}")
     need(manifest.tokens.count == manifest.positions, f"{manifest.tokens.count} token ids for p = {manifest.positions}")
@@ -303,7 +305,7 @@ def check(manifest: Manifest, where: str) -> None:
         _check_payload(manifest, payload, need)
     for tokens, file in ((manifest.tokens, "token_ids.npy"), (manifest.document, "document_ids.npy")):
         if tokens is not None:
-            need(0 < tokens.count < 1 << 31, f"{tokens.count} token ids are out of range")
+            need(0 < tokens.count < MAX_TOKENS, f"{tokens.count} token ids are out of range")
             need(
                 (tokens.inline is None and tokens.file == file)
                 or (tokens.file is None and tokens.inline is not None and len(tokens.inline) == tokens.count),

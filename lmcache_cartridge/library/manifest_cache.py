@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,13 +72,20 @@ class ManifestCache:
         entry = self._entry(location)
         return (entry.lock.locked() or self._is_fresh(entry, max_age_s)) and self.known(location) is not None
 
-    def fetch(self, location: str, *, force: bool = False, max_age_s: float | None = None) -> Path:
+    def fetch(
+        self,
+        location: str,
+        *,
+        force: bool = False,
+        max_age_s: float | None = None,
+        check: Callable[[Manifest], None] = lambda manifest: None,
+    ) -> Path:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
         Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. `max_age_s` takes
         the place of the cache's own. With `force` S3 is asked at once. Where S3 cannot be reached the copy is returned,
-        unless `force`. Raises `SourceError`, `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has
-        another size than the manifest says.
+        unless `force`. `check` raises for a new manifest whose ids are not to be fetched. Raises `SourceError`,
+        `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
         self._prepare()
         entry = self._entry(location)
@@ -91,7 +98,7 @@ class ManifestCache:
             if known and not force and self._is_fresh(entry, max_age_s):
                 return known
             try:
-                found = self._revalidate(location, entry, known, force)
+                found = self._revalidate(location, entry, known, force, check)
             except (SourceNotFound, SourceDenied):
                 raise
             except SourceError as error:
@@ -148,7 +155,9 @@ class ManifestCache:
                     shutil.rmtree(partial)
         self._prepared = True
 
-    def _revalidate(self, location: str, entry: _Entry, known: Path | None, force: bool) -> Path:
+    def _revalidate(
+        self, location: str, entry: _Entry, known: Path | None, force: bool, check: Callable[[Manifest], None]
+    ) -> Path:
         """Return the copy of the artefact that is at the location now."""
         small = self._source.read(
             location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=entry.revision if known else None
@@ -162,6 +171,7 @@ class ManifestCache:
         if small is None:
             raise SourceError(f"{location}/{reading.MANIFEST}: the server answers that it is unchanged, unasked")
         manifest = decode(small.data, f"{location}/{reading.MANIFEST}")
+        check(manifest)
         self._check_payload(location, manifest)
         copy = self._directory / blake3(small.data).hexdigest()
         if not _is_whole(copy, manifest, small.data):

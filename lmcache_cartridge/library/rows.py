@@ -82,10 +82,9 @@ class RowReader:
         accept_weights: bool = False,
     ) -> None:
         self._index, self._copies = index, copies
-        self._fingerprint, self._allow_trained = fingerprint, allow_trained
-        self._accept_weights = accept_weights
-        facts = (list(map(hex, index.probe)), index.chunk_tokens, fingerprint, allow_trained)
-        self.facts = (*facts, "any weights") if accept_weights else facts
+        self._allow_trained = allow_trained
+        self._check = lambda manifest: manifest.fingerprint.check_fits(fingerprint, accept_weights=accept_weights)
+        self.facts = (list(map(hex, index.probe)), index.chunk_tokens, fingerprint, allow_trained, accept_weights)
         """All that rows depend on beside the artefacts."""
 
     def place(self, location: str, *, network: bool) -> Place | None:
@@ -95,7 +94,7 @@ class RowReader:
         """
         if not is_remote(location):
             return Place(Path(location), location)
-        root = self._copies.fetch(location) if network else self._copies.known(location)
+        root = self._copies.fetch(location, check=self._check) if network else self._copies.known(location)
         return None if root is None else Place(root, location)
 
     def read(self, digest: str, place: Place) -> tuple[Row, Cartridge]:
@@ -105,14 +104,7 @@ class RowReader:
         """
         root, location = place
         manifest = reading.load_manifest(root, digest, payload=location == str(root))
-        # Which adapter computes is known of each request alone, and compared there.
-        if differences := manifest.fingerprint.base.differences(self._fingerprint, weights=not self._accept_weights):
-            message = f"made for another model than the one served: {'; '.join(differences)}"
-            if not manifest.fingerprint.base.differences(self._fingerprint, weights=False):
-                message += (
-                    ". Only the weights differ: `serve --accept-weights` serves it, for who measured what that changes"
-                )
-            raise ModelMismatch(message)
+        self._check(manifest)
         if manifest.kind == "trained" and not self._allow_trained:
             raise UnsupportedEngine(
                 "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "

@@ -14,7 +14,6 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from ..artifact.fingerprint import from_plain, model_directory
-from ..artifact.lru import Lru
 from ..engine import host_api
 from ..engine.client import ControlClient
 from ..errors import UnsupportedEngine
@@ -35,17 +34,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_cartridge.serve.admission")
 
-_MAX_TEXTS = 10_000
 _ASK_AGAIN_S = 0.05
 """How often a read is asked for that another one keeps from starting."""
 
 
 def served_by(engine: Any, chunk_tokens: int) -> Served | None:
     """Return what files are imported for; None where the model's files are out of reach."""
-    config = getattr(engine, "model_config", None)
-    name = getattr(config, "model", None)
-    directory = model_directory(str(name)) if name else None
-    if config is None or directory is None:
+    config = engine.model_config
+    if (directory := model_directory(str(config.model))) is None:
         return None
     return Served(str(directory.resolve()), str(config.dtype).removeprefix("torch."), chunk_tokens)
 
@@ -67,8 +63,6 @@ class Admission:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Reads(max_reads)
         self.adapters = Adapters({})
-        self._texts: Lru[str, bool] = Lru(_MAX_TEXTS)
-        """Cartridges of tokens only that the engine's model was seen to take."""
 
     async def start(self, engine: EngineClient, adapters: Mapping[str, LoRARequest] | None = None) -> None:
         """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges.
@@ -89,9 +83,8 @@ class Admission:
         self.resolver.imports.served = served_by(engine, ranks[0]["chunk_tokens"])
         for rank in ranks:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
-        served = None
-        if self.settings.accept_weights:
-            served = from_plain((await self.client.ask("fingerprint"))[0])
+        served = from_plain((await self.client.ask("fingerprint"))[0])
+        self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
         self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"], served)
         await self.canaries.begin()
 
@@ -175,20 +168,9 @@ class Admission:
                 raise newest
             logger.warning_once(f"{selection.names} answers instead: {refusal}")
 
-    async def _check_text(self, selection: Selection) -> None:
-        """Raise `Refusal` where the token ids of a cartridge of tokens only are another model's. Asks once for each."""
-        text = selection.text
-        if text is None or text.tag is None or self._texts.get(text.tag) is not None:
-            return
-        async with Claim(self.client, text) as claim:
-            await claim.wait(self.settings)
-            if claim.is_whole:
-                self._texts.put(text.tag, True)
-
     async def _prepare(self, claim: Claim) -> None:
         """Wait until a claim's KV may be used, or its documents' text takes its place. Raises `Refusal`."""
         selection = claim.selection
-        await self._check_text(selection)
         if self.settings.admin and selection.tag is not None:
             for tag in dict.fromkeys((*selection.afresh, selection.tag)) if selection.afresh else ():
                 await self.client.ask("evict", tag)

@@ -76,8 +76,9 @@ def with_cartridges(
         raise CartridgeError("a prompt must have text beside its cartridges")
     params = params.clone() if params is not None else SamplingParams()
     result = Prompt(prompt_token_ids=[*selection.token_ids, *own], cache_salt=selection.salt(None))
-    if selection.text is not None:
-        _claim(llm, settings, selection.text, Prompt())
+    if selection.computed:  # whether the engine's model is theirs is asked as if the first were injected
+        first = slice(at := len(selection.injected), at + 1)
+        _claim(llm, settings, Selection(selection.manifests[first], selection.places[first], (), ()), Prompt())
     if selection.tag is not None:
         if params.prompt_logprobs is not None and selection.must_inject:
             raise CartridgeError("prompt logprobs need the prompt computed, and a trained cartridge cannot be")

@@ -20,13 +20,15 @@ from blake3 import blake3
 from ..artifact import reading
 from ..artifact.caches import reach
 from ..artifact.chat import Chat
+from ..artifact.fingerprint import Fingerprint
 from ..artifact.location import allowed, is_remote
 from ..artifact.lru import Lru
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import MAX_TOKENS, Manifest
 from ..artifact.rope import check_shift
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,
+    ModelMismatch,
     RegistryError,
     ReplacedArtifact,
     SourceError,
@@ -90,14 +92,6 @@ class Selection(NamedTuple):
     def tag(self) -> str | None:
         """The digests of what is injected in order, which LMCache's keys are bound to. None without any KV."""
         return ".".join(m.digest for m in self.injected) or None
-
-    @property
-    def text(self) -> Selection | None:
-        """The first that is of tokens only, alone and as if it were injected: to ask the engine whether it may have it."""
-        at = len(self.injected)
-        if not self.computed:
-            return None
-        return Selection(self.manifests[at : at + 1], self.places[at : at + 1], (), ())
 
     @property
     def chat(self) -> Chat | None:
@@ -214,7 +208,10 @@ class Resolver:
         self._refused: dict[str, float] = {}
         self._warned_s = float("-inf")
         self._lock = threading.Lock()
-        self._load = lru_cache(maxsize=_MAX_REGISTERED)(_load)
+        self._load = lru_cache(maxsize=_MAX_REGISTERED)(self._load_anew)
+        self.model: Fingerprint | None = None
+        self.context = MAX_TOKENS
+        """What is served, and how many tokens its context has; what does not fit is refused before its ids are read."""
 
     def pass_over(self, digest: str) -> None:
         """For a moment, let an id whose newest version this is stand for an older one: this one cannot be served."""
@@ -285,15 +282,11 @@ class Resolver:
         Raises `NeedsReading` in place of a read that may hang, unless it is to `wait`.
         """
         where = reference.where()
-        if where != "registry" and reference.id.endswith(SUFFIX):
-            if not wait:
-                raise NeedsReading(reference, reference.id)
-            root = self._imported(reference, where)
-            return self._read(reference, root, str(root), None)
-        if where == "local":
+        is_file = where != "registry" and reference.id.endswith(SUFFIX)
+        if is_file or where == "local":
             if not wait:
                 raise NeedsReading(reference, os.path.normpath(reference.id))
-            root = self._local(reference)
+            root = self._imported(reference, where) if is_file else self._local(reference)
             return self._read(reference, root, str(root), None)
         if where == "s3":
             self._check_bucket(reference)
@@ -371,13 +364,39 @@ class Resolver:
         if not wait and (force or not self._manifests.is_fresh(location, max_age_s=max_age_s)):
             raise NeedsReading(reference, location)
         try:
-            return self._manifests.fetch(location, force=force, max_age_s=max_age_s)
+            return self._manifests.fetch(location, force=force, max_age_s=max_age_s, check=self._check_fits)
         except SourceNotFound:
             raise Refusal(404, f"no cartridge is at {_shown(reference)}") from None
         except SourceError:
             raise Refusal(503, f"{_shown(reference)} cannot be reached", retry_after_s=5) from None
         except CartridgeError:
             raise Refusal(422, f"cartridge {_shown(reference)} is damaged") from None
+
+    def _check_fits(self, manifest: Manifest) -> None:
+        """Raise `Refusal` for what the engine cannot use."""
+        try:
+            if self.model is not None:
+                manifest.fingerprint.check_fits(self.model, accept_weights=self._settings.accept_weights)
+        except ModelMismatch as error:
+            raise Refusal(409, f"{manifest.name} cannot be used with the model served here: {error}") from None
+        if (size := manifest.positions) >= self.context:
+            raise Refusal(
+                400, f"{manifest.name} has {size} positions, which leave nothing of the context of {self.context}"
+            )
+
+    def _load_anew(
+        self, root: Path, digest: str | None, stamp: int
+    ) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
+        """Return a cartridge's manifest, token ids and document ids. `stamp` is for the cache: it differs once replaced."""
+        # The payload is the workers' to find sound or not: without it a document is still answered from its tokens.
+        manifest = reading.load_manifest(root, digest, payload=False)
+        self._check_fits(manifest)
+        ids = tuple(reading.load_token_ids(manifest, root).tolist())
+        if manifest.kind != "trained":
+            return manifest, ids, ids
+        is_short = manifest.document is not None and manifest.document.count < self.context
+        document = reading.load_document_ids(manifest, root) if is_short else None
+        return manifest, ids, None if document is None else tuple(document.tolist())
 
     def _is_replaced(self, root: Path, digest: str) -> bool:
         """Whether the copy at `root` is of another artefact than the one that was registered."""
@@ -423,19 +442,6 @@ def _stamp(root: Path) -> int:
         return (root / reading.MANIFEST).stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _load(root: Path, digest: str | None, stamp: int) -> tuple[Manifest, tuple[int, ...], tuple[int, ...] | None]:
-    """Return a cartridge's manifest, token ids and document ids. `stamp` is for the cache: it differs once replaced.
-
-    The payload is the workers' to find sound or not: without it a document is still answered from its tokens.
-    """
-    manifest = reading.load_manifest(root, digest, payload=False)
-    ids = tuple(reading.load_token_ids(manifest, root).tolist())
-    if manifest.kind != "trained":
-        return manifest, ids, ids
-    document = reading.load_document_ids(manifest, root)
-    return manifest, ids, None if document is None else tuple(document.tolist())
 
 
 def _shown(reference: Reference) -> str:
