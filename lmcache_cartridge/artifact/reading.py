@@ -223,7 +223,7 @@ def _reader(path: Path) -> Read:
 
 
 def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, encoding: str) -> bytes:
-    """Return the safetensors length and header of a payload; data starts at a multiple of 4096 for direct I/O."""
+    """Return the safetensors length and header of a payload; data starts at a multiple of 4096."""
     header, offset = {}, 0
     for chunk in range(-(-positions // chunk_tokens)):
         length = min(chunk_tokens, positions - chunk * chunk_tokens)
