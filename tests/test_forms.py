@@ -73,6 +73,17 @@ def test_one_path_is_everybodys_cartridge(place: Path) -> None:
         names(place, extra, {"cartridges": [str(place / "b")]})
 
 
+def test_a_relative_path_is_taken_against_the_working_directory_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    values = from_forms({"cartridge_path": "x.pt"})
+    assert values == from_forms({"cartridge_path": str(place / "x.pt")})
+    settings = from_mapping(values)
+    monkeypatch.chdir("/")
+    assert Router(settings).choose({}, None, "m", None)[0].id == str(place / "x.pt")
+
+
 @pytest.mark.parametrize("as_list", [False, True])
 def test_names_are_had_by_the_field_and_by_a_label(place: Path, as_list: bool) -> None:
     pairs = {"first": str(place / "a"), "second": str(place / "b")}
@@ -126,9 +137,9 @@ def test_cartridge_id_as_the_label_field_passes_the_gate_and_is_refused_where_it
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cartridge_path": "/{a}", "cartridges": {"a": "/{a}"}}, "leave cartridges out"),
     ({"cartridge_path": "/{a}", "router": {"type": "label"}}, "leave router out"),
-    ({"cartridge_path": "relative"}, "must be an absolute path"),
-    ({"cartridge_path": ""}, "must be an absolute path"),
-    ({"cartridge_path": 5}, "must be an absolute path"),
+    ({"cartridge_path": "relative"}, "/relative: No such file"),
+    ({"cartridge_path": ""}, "must be a path or s3"),
+    ({"cartridge_path": 5}, "must be a path or s3"),
     ({"cartridge_path": "/nowhere/at/all"}, "No such file"),
     ({"cartridge_path": "/{empty}"}, "neither a cartridge"),
     ({"cartridge_path": "/{y.bin}"}, "neither a cartridge"),

@@ -36,8 +36,8 @@ _SAY_NOTHING = ("LMCACHE_CONFIG_FILE", "LMCACHE_CHUNK_SIZE", "LMCACHE_TRACK_USAG
 def from_forms(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the forms in an extra configuration stand for; empty where it has none.
 
-    A path is absolute, or `s3://bucket/prefix`, and is the only one that requests may name by it. Raises `SettingsError`
-    for what is malformed, contradicts itself, or is not there.
+    A path, taken against the working directory, or `s3://bucket/prefix` is the only one that requests may name by it. Raises
+    `SettingsError` for what is malformed, contradicts itself, or is not there.
     """
     values = {
         key.removeprefix(_SETTING): value
@@ -167,7 +167,7 @@ def _named(given: Any) -> dict[str, str]:
 def _path(given: Any, where: str) -> str:
     """Return a location. Raises `SettingsError` unless it can be one; what is on S3 is not asked for."""
     if not isinstance(given, str) or not given or "\0" in given:
-        raise _wrong(where, "must be an absolute path or s3://BUCKET/PREFIX")
+        raise _wrong(where, "must be a path or s3://BUCKET/PREFIX")
     if is_remote(given):
         try:
             if not parse(given)[1]:
@@ -175,14 +175,12 @@ def _path(given: Any, where: str) -> str:
         except CartridgeError as error:
             raise _wrong(where, str(error)) from None
         return given
-    path = Path(given)
-    if not path.is_absolute():
-        raise _wrong(where, f"{given} must be an absolute path or s3://BUCKET/PREFIX")
+    path = Path.cwd() / given
     try:
         path = path.resolve(strict=True)
         sound = (path / "manifest.json").is_file() if path.is_dir() else path.suffix == ".pt"
     except (OSError, RuntimeError) as error:
-        raise _wrong(where, f"{given}: {getattr(error, 'strerror', None) or 'cannot be read'}") from None
+        raise _wrong(where, f"{path}: {getattr(error, 'strerror', None) or 'cannot be read'}") from None
     if not sound:
         raise _wrong(where, f"{given} is neither a cartridge, a directory with manifest.json, nor a .pt file")
     return str(path)
