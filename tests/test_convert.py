@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -420,22 +419,22 @@ def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids
               document=tmp_path / "sheet.txt")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("positions", "chunk", "sizes", "warning"),
-    [(512, 256, (16, 32, 64, 128, 256, 512), None),
-     (64, 256, (16, 32, 64), "p = 64 is no multiple of 256.*--chunk-size 64"),
-     (100, 256, (), "p = 100 is no multiple of 256.*no usual chunk size.*--chunk-size 100 does"),
-     (48, 16, (16,), None)],
-)  # fmt: skip
-def test_it_says_with_which_chunk_sizes_a_trained_cartridge_is_served(
-    model: CausalModel, tmp_path: Path, positions: int, chunk: int, sizes: tuple[int, ...], warning: str | None
+@pytest.mark.parametrize("kv", [
+    {f"model.layers.{i}.self_attn.attn": torch.zeros(2, 2, 16, 64) for i in range(3)},
+    {str(i): torch.zeros(2, 16, 2, 64) for i in range(3)},
+    {f"layers.{i}.{name}": torch.zeros(16, 2, 64) for i in range(3) for name in ("key", "value")},
+    torch.zeros(2, 3, 16, 2, 64), "a word",
+], ids=["vLLM's names", "numbers", "key and value", "a tensor", "a word"])  # fmt: skip
+def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(
+    model: CausalModel, ids: list[int], tmp_path: Path, kv: object
 ) -> None:
-    path = foreign.pairs(foreign.random_kv(positions), tmp_path / "a.pt")
-    done = bring(model, path, tmp_path / "out", chunk_tokens=chunk)
-    assert done.chunk_sizes == sizes
-    assert done.manifest.payload.chunk_tokens == chunk
-    assert len(done.warnings) == (warning is not None)
-    assert warning is None or re.search(warning, done.warnings[0])
+    torch.save({"token_ids": ids[:P], "kv_cache": kv, "metadata": {}}, tmp_path / "a.pt")
+    done = bring(model, tmp_path / "a.pt", tmp_path / "out")
+    assert (done.manifest.kind, done.manifest.positions) == ("tokens", P)
+    assert "without its kv_cache, which is in no known form" in done.manifest.provenance.origin.format
+    torch.save({"kv_cache": kv}, tmp_path / "b.pt")
+    with pytest.raises(ForeignFormatError, match="no known form of KV; it has kv_cache"):
+        bring(model, tmp_path / "b.pt", tmp_path / "none")
 
 
 def test_provenance_says_what_was_imported_and_for_which_model(model: CausalModel, tmp_path: Path) -> None:

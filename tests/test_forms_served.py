@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +14,7 @@ import foreign
 import numpy as np
 import pytest
 import torch
+from s3 import S3Server
 from serving import SERVER_ARGS, Client, question_ids, stored_kv
 
 from lmcache_cartridge.artifact.writing import ArtifactWriter
@@ -21,6 +25,14 @@ from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import ServerProcess
 
 QUESTIONS = 4
+TRACE = tempfile.gettempdir() + "/lmcache-cartridge-forms-ran"
+
+
+class Runs:
+    """An object that leaves a trace where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("touch " + TRACE,)
 
 
 class Served(NamedTuple):
@@ -42,7 +54,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place, home, files = (tmp_path_factory.mktemp(name) for name in ("artefacts", "home", "files"))
     model = CausalModel(str(MODEL_DIR))
     prefill.build(model, SHEETS_DIR / "ward-a.txt", place / "ward-a", cartridge_id="ward-a", version=1)
@@ -56,26 +68,34 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     sheet = model.encode(load_sheet("ward-a").text, special=True)
     torch.save({"token_ids": sheet, "kv_cache": list(zip(keys, values, strict=True))}, files / "kv.pt")
     torch.save({"token_ids": ids}, files / "ids.pt")
-    torch.save(
-        {"token_ids": ids, "kv_cache": list(zip(*foreign.htd(foreign.random_kv(100)), strict=True))}, files / "odd.pt"
-    )
+    paged = {f"layer.{i}": torch.zeros(2, 16, 16, foreign.HEADS, foreign.HEAD_SIZE) for i in range(foreign.LAYERS)}
+    torch.save({"token_ids": ids, "kv_cache": paged, "metadata": {}}, files / "unknown.pt")
+    torch.save({"token_ids": ids, "kv_cache": Runs()}, files / "runs.pt")
+    torch.save({"kv_cache": paged}, files / "nothing.pt")
     (files / "cut.pt").write_bytes((files / "kv.pt").read_bytes()[:5000])
     extra = {
-        "cartridges": {"first": str(place / "ward-a"), "prefix": str(place / "prefix")},
+        "cartridges": {"first": "ward-a", "prefix": str(place / "prefix")},
         "router": {"type": "label", "field": "cartridge_id"},
-        "cartridge.roots": [str(files)], "cartridge.ready_timeout_s": 300,
+        "cartridge.roots": [str(files)], "cartridge.buckets": ["forms"], "cartridge.ready_timeout_s": 300,
     }  # fmt: skip
+    s3_server.client.create_bucket(Bucket="forms")
+    s3_server.client.upload_file(str(files / "kv.pt"), "forms", "team/kv.pt")
     transfer = {
         "kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector",
         "kv_role": "kv_both", "kv_connector_extra_config": extra,
     }  # fmt: skip
     command = [*server_command(str(MODEL_DIR)), *SERVER_ARGS, "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
-    environment = {
+    environment = s3_server.environment | {
+        "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
         "VLLM_PLUGINS": "cartridges", "LMCACHE_CARTRIDGE_HOME": str(home), "LMCACHE_CARTRIDGE_CACHE": str(home / "cache"),
     }  # fmt: skip
     launch = Launch(place / "unused.yaml", "", environment, command, {})
-    with ServerProcess(launch, place / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as here:
+            here.chdir(place)
+            server = stack.enter_context(ServerProcess(launch, place / "log"))
+        client = stack.enter_context(Client(server.url, str(MODEL_DIR)))
         yield Served(client, model, place, files)
 
 
@@ -114,11 +134,35 @@ def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(serv
     assert served.client.get(f"/v1/cartridges/{listed['kv']['id']}").json()["state"] == "resident"
     refused = {
         str(served.files / "cut.pt"): (422, "cannot be imported"),
-        str(served.files / "odd.pt"): (422, "no multiple of the engine's chunk_size"),
+        str(served.files / "runs.pt"): (422, "which may run anything"),
+        str(served.files / "nothing.pt"): (422, "no known form of KV"),
         str(served.files / "no.pt"): (404, "under the setting `roots`"),
         str(served.place / "outside.pt"): (404, "under the setting `roots`"),
     }
     for path, (status, why) in refused.items():
         reply = served.client.post({"prompt": "x", "cartridges": [path]})
         assert (reply.status_code, why in reply.text) == (status, True), reply.text
+    assert not Path(TRACE).exists(), "something ran"
     assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS, "the server is alive"
+
+
+def test_of_an_unknown_kv_cache_the_token_ids_are_used_and_it_is_said(served: Served) -> None:
+    path = str(served.files / "unknown.pt")
+    assert served.right("ward-b", 0, cartridges=[path]) == QUESTIONS
+    reply = served.client.post({"prompt": "x", "max_tokens": 1, "cartridges": [path]})
+    assert reply.headers["x-cartridges"].endswith(";injected=0;served=tokens")
+    listed = served.client.get("/v1/cartridges").json()["data"]
+    assert [entry["kind"] for entry in listed if entry["id"].startswith("unknown.")] == ["tokens"]
+    assert ", of {token_ids}, without its kv_cache" in (served.place / "log").read_text()
+
+
+def test_an_object_on_s3_is_had_by_a_chat(served: Served) -> None:
+    fields = {"model": str(MODEL_DIR), "max_tokens": 4, "temperature": 0,
+              "cartridges": [{"id": "s3://forms/team/kv.pt", "source": "s3", "force_redownload": False}]}  # fmt: skip
+    right = 0
+    for question in load_sheet("ward-a").questions[:QUESTIONS]:
+        messages = [{"role": "user", "content": question.text.removeprefix("Q: ").removesuffix(" A:")}]
+        body = served.client.post_json("/v1/chat/completions", fields | {"messages": messages}).json()
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1024, body
+        right += body["choices"][0]["message"]["content"].strip() == question.answer
+    assert right >= QUESTIONS - 1

@@ -208,6 +208,9 @@ class Imports:
         row = self._rows.get(location)
         if row is None or row.location != str(root):
             manifest = reading.load_manifest(root, payload=False)
+            logger.info(
+                "%s is %s, of %s", location, manifest.name, getattr(manifest.provenance.origin, "format", "nothing")
+            )
             self._rows.put(location, RegistryEntry(
                 manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
                 manifest.payload_bytes, str(root), manifest.provenance.created,
@@ -273,7 +276,6 @@ class Imports:
                 child.wait()
         made = work / "cartridges" / name / "1"
         if status == 0 and self._is_there(made):
-            logger.info("%s was imported", path)
             return made
         why = _reason(work / "errors", path) if status is not None else f"it took more than {self._deadline_s:g} s"
         message = f"{shown} cannot be imported: {why}"

@@ -22,11 +22,20 @@ def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
     """Return the KV, the token ids, or both, in a PyTorch file; ids may also lie beside it in `prefix_token_ids.json`.
 
     A frozen prefix is the attention sink and stays in front, unless `drop_frozen`. Raises `ForeignFormatError` for
-    a file in no known form.
+    a file in no known form. Of a `kv_cache` in no known form beside token ids nothing is used, and `form` says so.
     """
     content = pickle.load(path)
-    form, segments = _parse(path, content)
     inside = content if isinstance(content, dict) else {}
+    if (found := _parse(path, content)) is None:
+        if content is not inside:
+            raise ForeignFormatError(f"{path}: a {type(content).__name__} is no known form of KV")
+        first = list(inside)[:8]
+        names = sorted(str(name)[:40] if isinstance(name, str | int) else type(name).__name__ for name in first)
+        raise ForeignFormatError(
+            f"{path}: no known form of KV; it has {', '.join(names) or 'nothing'}, and trainable_keys, a list of (K, V), "
+            "layers.N.attention.prefix.keys or token_ids was expected"
+        )
+    form, segments = found
     ids = plain_ids(inside["token_ids"], path) if inside.get("token_ids") is not None else None
     ids = ids_beside(path.parent, IDS) if ids is None else ids
     if drop_frozen:
@@ -49,27 +58,22 @@ def _base_model(path: Path, inside: dict[Any, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _parse(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]]:
-    """Return the form of what a file holds, and its KV."""
+def _parse(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]] | None:
+    """Return the form of what a file holds, and its KV; None where it has none that is known."""
     if isinstance(content, list | tuple):
         return "list of (K, V), one a layer", (_pairs(path, content),)
     if not isinstance(content, dict):
-        raise ForeignFormatError(f"{path}: a {type(content).__name__} is no known form of KV")
+        return None
     if "trainable_keys" in content:
         return _trainable(path, content)
     if any(isinstance(name, str) and _FLAT.fullmatch(name) for name in content):
         return "layers.N.attention.prefix tensors", (_flat(path, content),)
-    if content.get("kv_cache") is not None:
-        _, segments = _parse(path, content["kv_cache"])
-        return "{token_ids, kv_cache, metadata}", segments
+    if content.get("kv_cache") is not None and (found := _parse(path, content["kv_cache"])) is not None:
+        return "{token_ids, kv_cache, metadata}", found[1]
     if "token_ids" in content:
-        return "{token_ids}", ()
-    first = list(content)[:8]
-    names = sorted(str(name)[:40] if isinstance(name, str | int) else type(name).__name__ for name in first)
-    raise ForeignFormatError(
-        f"{path}: no known form of KV; it has {', '.join(names) or 'nothing'}, and trainable_keys, a list of (K, V), "
-        "layers.N.attention.prefix.keys or token_ids was expected"
-    )
+        unread = ", without its kv_cache, which is in no known form" if content.get("kv_cache") is not None else ""
+        return f"{{token_ids}}{unread}", ()
+    return None
 
 
 def _trainable(path: Path, content: dict[str, Any]) -> tuple[str, tuple[Pairs, ...]]:
