@@ -1,0 +1,73 @@
+"""`benchmarks/ttft.py` counts no sample that is not what its way means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ttft
+
+A = ttft.Answer(0.1, 0.2, 16, 1024, None)
+
+
+def _sample(way: str, **changes: Any) -> ttft.Sample:
+    """Return a sample as it should be of two clients at p = 1024, with changes; those of an answer in the second one."""
+    known = {
+        "nowhere": (0, None, 0, 0), "vllm": (1024, None, 2048, 0), "lmcache": (1024, None, 0, 2048),
+        "cartridge": (1024, 1024, 0, 2048),
+    }  # fmt: skip
+    cached, injected, vllm, connector = known[ttft.WAYS[way].source]
+    answer = A._replace(cached=cached, injected=injected)
+    other = answer._replace(**{name: changes.pop(name) for name in ("cached", "injected") if name in changes})
+    resident = (0 if ttft.WAYS[way].is_cold else 4, 4) if ttft.WAYS[way].source == "cartridge" else None
+    return ttft.Sample(way, 1024, 2, 0.3, [answer, other], vllm, connector, resident)._replace(**changes)
+
+
+@pytest.mark.parametrize("way", ttft.WAYS)
+def test_a_sample_of_its_way_counts(way: str) -> None:
+    ttft.check(_sample(way))
+
+
+LIES = [
+    ("localcpu", {"cached": 0}), ("localcpu", {"cached": 0, "vllm": 0, "connector": 0}), ("localcpu", {"vllm": 1024}),
+    ("localcpu", {"injected": 1024}), ("mp-l1", {"connector": 1024}), ("dense", {"cached": 256}), ("dense", {"connector": 256}),
+    ("dense", {"injected": 0}), ("prefix", {"cached": 768}), ("prefix", {"vllm": 0, "connector": 2048}),
+    ("own", {"connector": 256}), ("warm", {"injected": 768}), ("warm", {"injected": None}), ("warm", {"vllm": 1024}),
+    ("warm", {"connector": 1024}), ("warm", {"resident": (3, 4)}), ("warm", {"resident": (0, 4)}), ("warm", {"resident": None}),
+    ("warm", {"resident": (0, 0)}), ("disk", {"resident": (4, 4)}), ("disk", {"resident": None}), ("mp-warm", {"resident": (0, 4)}),
+    ("mp-disk", {"injected": 0}), ("s3", {"resident": (1, 4)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "lie"), LIES)
+def test_a_way_that_lies_ends_the_run(way: str, lie: dict[str, Any]) -> None:
+    with pytest.raises(ttft.NotThisWay, match=f"^{way}, p 1024, c 2: "):
+        ttft.check(_sample(way, **lie))
+
+
+class Lying:
+    """A server that computes every prompt, whatever it is asked."""
+
+    def sample(self, way: str, p: int, c: int) -> ttft.Sample:
+        answers = [A._replace(cached=0)] * c
+        return ttft.Sample(way, p, c, 0.3, answers, 0, 0, (4, 4) if ttft.WAYS[way].source == "cartridge" else None)
+
+
+@pytest.mark.parametrize("way", ["localcpu", "warm", "prefix"])
+def test_nothing_is_published_of_a_server_that_computes_everything(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttft, "SETTLE_S", 0.0)
+    plan = ttft.Plan([256], [1], ["dense", way], 1, False)
+    with pytest.raises(ttft.NotThisWay, match=f"{way}.*0.*not"):
+        ttft.measure({False: Lying()}, plan)  # type: ignore[dict-item]
+    assert len(ttft.measure({False: Lying()}, plan._replace(ways=["dense"]))) == 1  # type: ignore[dict-item]
+
+
+def test_a_figure_says_what_was_cached() -> None:
+    made = ttft.figures([_sample("warm"), _sample("dense")])
+    found = {(figure.case["way"], figure.what): figure for figure in made}
+    assert found["warm", "cached"].value == 1024 and found["dense", "cached"].value == 0
+    first = found["warm", "first token"]
+    assert (first.value, first.unit, first.n, first.case["p"], first.case["c"]) == (0.1, "s", 2, 1024, 2)
