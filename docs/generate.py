@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
-import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +20,9 @@ from lmcache_cartridge.settings import Settings
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 
+import figures  # noqa: E402
 import reference_tables  # noqa: E402
+import sizes as sizes_of_models  # noqa: E402
 
 START, END = "<!-- made by docs/generate.py: change the code, then `make docs` -->", "<!-- end -->"
 
@@ -34,7 +34,7 @@ def settings() -> str:
         (f"`{name}`", _kind(name, field), _default(name, field), effects[name])
         for name, field in Settings.model_fields.items()
     ]
-    return _table(("setting", "value", "default", "effect"), rows)
+    return figures.table(("setting", "value", "default", "effect"), rows)
 
 
 def docstrings(of: type) -> dict[str, str]:
@@ -95,7 +95,7 @@ def commands() -> str:
     summaries = [(f"[`{name}`](#{name.replace(' ', '-')})", verb.description) for name, verb in verbs.items()]
     shared = {action.dest for action in verbs["list"]._actions}
     chapters = [
-        _table(("command", ""), summaries),
+        figures.table(("command", ""), summaries),
         "All take these:\n\n" + _options(a for a in verbs["list"]._actions if a.dest != "help"),
     ]
     for name, verb in verbs.items():
@@ -127,7 +127,7 @@ def _options(actions: Iterable[argparse.Action]) -> str:
             shown += " ..."
         needed = "" if not name or not action.required else " (required)"
         rows.append((f"`{shown}`{needed}", action.help or ""))
-    return _table(("option", ""), rows)
+    return figures.table(("option", ""), rows)
 
 
 def metrics() -> str:
@@ -136,64 +136,46 @@ def metrics() -> str:
         (f"`{name.removeprefix(PREFIX)}`", kind, ", ".join(labels), text)
         for name, kind, labels, text in metrics_table()
     ]
-    return _table(("metric", "type", "labels", ""), sorted(rows, key=lambda row: (row[2], row[0])))
+    return figures.table(("metric", "type", "labels", ""), sorted(rows, key=lambda row: (row[2], row[0])))
 
 
 def versions() -> str:
     """Return what was done with which versions."""
-    levels = _table(("", "what it means"), [(f"**{name}**", text) for name, text in LEVELS.items()])
-    return f"{_table(('vLLM', 'LMCache', 'in-process', 'multiprocess', ''), MATRIX)}\n\n{levels}"
+    levels = figures.table(("", "what it means"), [(f"**{name}**", text) for name, text in LEVELS.items()])
+    return f"{figures.table(('vLLM', 'LMCache', 'in-process', 'multiprocess', ''), MATRIX)}\n\n{levels}"
 
 
 def models() -> str:
-    """Return what `benchmarks/models.py` has measured: a row for each family and dtype, both modes in each cell."""
-    record = json.loads((HERE.parent / "benchmarks" / "models.json").read_text(encoding="utf-8"))
-    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in record["details"]:
-        families.setdefault((row["family"], row["dtype"]), []).append(row)
-    rows, numbers = [], dict[str, int]()
-    for (family, dtype), modes in families.items():
-        cells = [_modes([row[name] for row in modes]) for name in _FIGURES]
-        said = [[_MODEL.sub("the model", part) for part in _PARTS.split(row["note"]) if part] for row in modes]
-        marks = [
-            numbers.setdefault(
-                part if all(part in each for each in said) else f"{row['mode']}: {part}", len(numbers) + 1
-            )
-            for row, parts in zip(modes, said, strict=True)
-            for part in parts
-        ]
-        rows.append((family, dtype, *cells, ", ".join(map(str, sorted({*marks})))))
-    machine = record["hardware"]
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    about = f"{record['when'][:10]}, {machine['cores']} cores of {machine['cpu']}, {packages}. {record['note']}".strip()
-    notes = "\n".join(f"{number}. {note}" for note, number in numbers.items())
-    return f"{about}\n\n{_table(('model', 'dtype', *_FIGURES, 'notes'), rows)}\n\nNotes:\n\n{notes}"
-
-
-_FIGURES = ("noise", "cartridge", "chain", "trained", "other")
-_MODEL = re.compile(r"\b\w+ForCausalLM\b")
-_PARTS = re.compile(r"; (?=not trained:|no chains:|with --no-save)")
-
-
-def _modes(figures: Sequence[float | None]) -> str:
-    if not any(figures):
-        return ""
-    return " / ".join("-" if figure is None else f"{figure:.2g}" for figure in figures)
+    """Return what `benchmarks/models.py` has measured."""
+    return figures.section(figures.Results(), "models")
 
 
 def sizes() -> str:
     """Return the bytes of a cartridge, by model and p."""
-    return reference_tables.sizes.markdown(reference_tables.sizes.rows())
+    return sizes_of_models.markdown(sizes_of_models.rows())
 
 
 def references() -> str:
     """Return what the reference systems publish beside what was measured here."""
-    return reference_tables.text(_table)
+    return reference_tables.text(figures.Results())
 
 
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
-    lines = [heading, ["---"] * len(heading), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+BENCHMARKS = ("ttft", "chunks", "inject", "replacement", "scale", "cold_fetch", "saving", "fleet", "start", "quality")
+
+
+def measured() -> str:
+    """Return all that was measured of today's code, benchmark by benchmark."""
+    results = figures.Results()
+    return "\n\n".join(f"## {name}\n\n{figures.section(results, name)}" for name in BENCHMARKS)
+
+
+def saves() -> str:
+    """Return README's few figures: what stands beside what, of one run."""
+    results = figures.Results()
+    found = results.of("ttft")
+    if not found:
+        return results.again("ttft")
+    return f"{figures.compared(found[0], figures.PEERS['ttft'])}\n\n{found[0].about()}."
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -204,6 +186,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "models.md": models,
     "memory.md": sizes,
     "reference-tables.md": references,
+    "benchmarks.md": measured,
+    "../README.md": saves,
 }
 
 

@@ -31,7 +31,6 @@ def on_path() -> Iterator[None]:
         "inject",
         "chunks",
         "start",
-        "request_path",
         "compaction",
         "inits",
         "fleet",
@@ -90,12 +89,6 @@ def test_no_policy_hits_more_often_than_the_clairvoyant_one() -> None:
         asked = load.requests(500)
         best = mix.belady(asked, load.capacity)
         assert max(mix.lru(asked, load.capacity), mix.lfu(asked, load.capacity)) <= best
-
-
-def test_memory_of_a_compaction_is_told_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    importlib.import_module("compaction_memory").main(["--smoke", "--out", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "compaction_memory.json").read_text())["rows"]
-    assert row["tokens"] == 256 and {"prefill", "reference queries", "keys and values"} <= row.keys()
 
 
 def test_the_sizes_in_the_docs_are_those_computed_from_the_models() -> None:

@@ -1,0 +1,176 @@
+"""Tables of what was measured: from the result files of benchmarks whose code is today's, and from nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from report import RESULTS, Figure, Result, read  # noqa: E402
+
+Case = Mapping[str, str | int | float]
+
+
+class Peers(NamedTuple):
+    """What stands beside what in a benchmark's results."""
+
+    what: str
+    """The figure that is compared."""
+    key: str
+    """The part of the case that tells the contenders apart."""
+    pairs: Sequence[tuple[str, str]]
+    """Ours, and what it is to be as good as."""
+    lower_is_better: bool = True
+
+
+PEERS = {
+    "ttft": Peers(
+        "first token", "way",
+        [("warm", "dense"), ("warm", "prefix"), ("warm", "localcpu"), ("disk", "warm"), ("mp-warm", "mp-l1"), ("mp-warm", "warm")],
+    ),
+    "chunks": Peers(
+        "rate", "contender",
+        [("cartridge", "LMCache LocalCPU"), ("cartridge", "LMCache LocalDisk"), ("cartridge", "preadv"), ("cartridge", "aiofiles")],
+        lower_is_better=False,
+    ),
+    "inject": Peers("rate", "path", [("whole blocks", "memcpy")], lower_is_better=False),
+    "saving": Peers("request", "server", [("with cartridges", "LMCache alone")]),
+    "replacement": Peers("hits", "policy", [("ours", "LRU"), ("ours", "optimum")], lower_is_better=False),
+    "start": Peers("until it ends", "command", []),
+}  # fmt: skip
+"""By benchmark."""
+
+
+class Results:
+    """The results whose code is as it was when they were measured, the newest first."""
+
+    def __init__(
+        self, directory: Path = RESULTS, is_todays: Callable[[Result], bool] = Result.is_of_todays_code
+    ) -> None:
+        found = sorted(map(read, sorted(directory.glob("*.json"))), key=lambda result: result.when, reverse=True)
+        self._all = [result for result in found if result.form != "smoke"]
+        self._good = [result for result in self._all if is_todays(result)]
+
+    def of(self, benchmark: str) -> list[Result]:
+        """Return a benchmark's results of today's code; none where it has to be run again."""
+        return [result for result in self._good if result.benchmark == benchmark]
+
+    def side_by_side(self, benchmark: str, what: str, *cases: Case) -> tuple[Result, list[Figure]] | None:
+        """Return figures of these cases, all of one run; None where no run of today's code has them all."""
+        for result in self.of(benchmark):
+            found = [figure(result, what, case) for case in cases]
+            if None not in found:
+                return result, [one for one in found if one is not None]
+        return None
+
+    def again(self, benchmark: str, command: str | None = None) -> str:
+        """Return the sentence that stands where figures are missing."""
+        known = [result.command for result in self._all if result.benchmark == benchmark]
+        return f"To be measured again: `{command or (known or [f'python benchmarks/{benchmark}.py'])[0]}`."
+
+
+def figure(result: Result, what: str, case: Case) -> Figure | None:
+    """Return a result's figure of what was measured in a case, of which some parts may be named alone."""
+    return next((one for one in result.figures if one.what == what and case.items() <= one.case.items()), None)
+
+
+SCALE = {"s": (1000.0, " ms"), "bytes": (2.0**-20, " MiB"), "share": (100.0, "%"), "bytes/s": (1e-9, " GB/s")}
+"""How units are shown that no person reads as they are."""
+
+
+def number(value: float, unit: str = "") -> str:
+    """Return a figure with its unit, of three digits."""
+    scale, shown = SCALE.get(unit, (1.0, f" {unit}".rstrip()))
+    return _digits(value * scale) + shown
+
+
+def spread(one: Figure) -> str:
+    """Return a figure without its unit, between its quartiles or the ends of its interval, and n where that is not 1."""
+    scale = SCALE.get(one.unit, (1.0, ""))[0]
+    value, low, high = (_digits(each * scale) for each in (one.value, one.low, one.high))
+    ends = [] if low == high else [f"{low}-{high}"]
+    about = [*ends, *([f"n {one.n:,}"] if one.n > 1 else [])]
+    return f"{value} ({'; '.join(about)})" if about else value
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [heading, ["---"] * len(heading), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+
+
+def measured(result: Result) -> str:
+    """Return a result's figures: a row for each case, requests at once side by side."""
+    columns = dict.fromkeys((one.what, one.unit, one.case.get("c")) for one in result.figures)
+    rows: dict[tuple[tuple[str, str], ...], dict[tuple[str, str, object], str]] = {}
+    for one in result.figures:
+        case = tuple((key, _shown(value)) for key, value in one.case.items() if key != "c")
+        rows.setdefault(case, {})[one.what, one.unit, one.case.get("c")] = spread(one)
+    keys = list(dict.fromkeys(key for case in rows for key, _ in case))
+    titles = [
+        f"{what}{',' * bool(unit)} {SCALE.get(unit, (1, unit))[1].strip()}".rstrip()
+        + ("" if c is None else f", c = {c}")
+        for what, unit, c in columns
+    ]
+    cells = [
+        [*(dict(case).get(key, "") for key in keys), *(found.get(column, "") for column in columns)]
+        for case, found in rows.items()
+    ]
+    return table([*keys, *titles], cells)
+
+
+def _shown(value: str | int | float) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def compared(result: Result, peers: Peers) -> str:
+    """Return ours over its peer in each case that has both; what is worse than its peer says so. Empty where none has."""
+    cases = list(
+        dict.fromkeys(
+            tuple((key, value) for key, value in one.case.items() if key != peers.key)
+            for one in result.figures
+            if one.what == peers.what
+        )
+    )
+    shown = []
+    for ours, peer in peers.pairs:
+        cells = [_ratio(result, peers, dict(case), ours, peer) for case in cases]
+        if any(cells):
+            shown.append([f"{ours} / {peer}", *cells])
+    heading = ["", *(", ".join(f"{key} = {_shown(value)}" for key, value in case) or "ratio" for case in cases)]
+    return table(heading, shown) if shown else ""
+
+
+def _ratio(result: Result, peers: Peers, case: Case, ours: str, peer: str) -> str:
+    both = [figure(result, peers.what, {**case, peers.key: one}) for one in (ours, peer)]
+    if None in both or not both[1].value:
+        return ""
+    ratio = both[0].value / both[1].value
+    is_worse = ratio > 1 if peers.lower_is_better else ratio < 1
+    return f"{ratio:.3g}" + (
+        f", **{'slower' if peers.what != 'hits' else 'fewer'}**" if is_worse and f"{ratio:.3g}" != "1" else ""
+    )
+
+
+def section(results: Results, benchmark: str) -> str:
+    """Return all that was measured by a benchmark, or the command that measures it."""
+    found = results.of(benchmark)
+    if not found:
+        return results.again(benchmark)
+    parts = []
+    for result in found:
+        peers = PEERS.get(benchmark)
+        parts += [
+            f"`{result.command}`: {result.about()}.",
+            *filter(None, [peers and compared(result, peers)]),
+            measured(result),
+        ]
+    return "\n\n".join(parts)

@@ -1,0 +1,143 @@
+"""Every figure of a measurement in README and docs is of a result file of today's code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import report
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+
+import figures  # noqa: E402
+import generate  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_NUMBER = r"(?<![\w.`-])\d[\d.,]*"
+FIGURE = re.compile(
+    rf"{_NUMBER}(?:\s?(?:to|and|or|-|/)\s?{_NUMBER[12:]})*\s?(?:%|ms\b|us\b|s\b|seconds?\b|[GM]B/s|tokens/s|times\b)"
+    rf"|{_NUMBER} (?:to|instead of) \d+\.\d+|\|(?: \**[\d.,]+\** \|){{2,}}"
+)
+"""A percentage, a time, a rate, a factor, a range of decimals, or cells of a table that are numbers."""
+
+ALLOWED = {
+    "keeps less than 80%": "a default: --accept",
+    "must keep 80%": "a default: --accept",
+    "1.5 times its even share": "Envoy's setting in the configuration that the page shows",
+    "costs its timeout, 0.25 s": "a setting of the picker",
+    "makes it 15 s": "a setting: drain_s",
+    "40 times the noise": "a bound in the code",
+    "to 2%, every layer": "a bound in the code",
+    "whole to 10%, in bfloat16": "a bound in the code",
+    "its 95% interval": "of the page on figures itself",
+    "takes 80 us of GPU time, HTTP 5 ms, scheduling 10 ms and the network 3 ms": "published by R1",
+}
+"""What looks like a figure of a measurement and is none, and what it is."""
+
+
+def typed(text: str) -> list[str]:
+    """Return what is written by hand and looks like a figure of a measurement, with the words before it."""
+    text = re.sub(rf"{re.escape(generate.START)}.*?{re.escape(generate.END)}", "", text, flags=re.S)
+    text = re.sub(r"`[^`\n]*`", "`code`", re.sub(r"```.*?```", "", text, flags=re.S))
+    text = re.sub(r"(vLLM|LMCache) \d\S*( to \d\S*)?", "", text)  # versions
+    text = " ".join(text.split())
+    for phrase in ALLOWED:
+        text = text.replace(phrase, "")
+    return [text[max(0, found.start() - 60) : found.end()] for found in FIGURE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_figure_of_a_measurement_was_typed_by_hand(page: Path) -> None:
+    assert typed(page.read_text(encoding="utf-8")) == [], (
+        "a benchmark's result file and `make docs`, or in ALLOWED with a reason"
+    )
+
+
+def test_what_is_allowed_is_still_there() -> None:
+    text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in PAGES).split())
+    assert [phrase for phrase in ALLOWED if phrase not in text] == []
+
+
+@pytest.mark.parametrize("hand", [
+    "takes 0.52 s here", "0.94 to 1.04 of it", "answers 99.8% of them", "1.7 ms and", "| a | 0.5 | 20.8 |", "42 tokens/s", "2 to 3 GB/s",
+    "1.28 times as long", "12 seconds", "| **93.2** | 4 |", "88% in 12 s instead of 66 s",
+])  # fmt: skip
+def test_a_figure_typed_by_hand_is_seen(hand: str) -> None:
+    assert typed(f"words {hand} words")
+    assert typed(f"words {generate.START}\n{hand}\n{generate.END} words") == []
+
+
+@pytest.mark.parametrize("text", [
+    "p = 16,384 positions", "vLLM 0.32.0 and LMCache 0.5.6", "4x and 16x", "`drain_s: 30 s`", "16 GiB of memory", "port 8000",
+    "100,000 cartridges", "chunks of 256 tokens", "```\n12 s\n```", "| `a` | 256 | tokens |",
+])  # fmt: skip
+def test_sizes_and_settings_are_none(text: str) -> None:
+    assert typed(f"words {text} words") == []
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[Any]:
+    """Write a result of ttft of a small package, and yield its file, the package, and what reads both."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "memory.py").write_text("x = 1\n")
+    ways = {"dense": 3.0, "prefix": 0.5, "warm": 0.7}
+    bench = report.Benchmark("benchmarks/ttft.py", "Time.", ["memory"])
+    bench.start(["--out", str(tmp_path / "results")])
+    path = bench.publish(
+        [report.Figure.of([s], "first token", "s", way=way, p=1024, c=c) for way, s in ways.items() for c in (1, 16)]
+    )
+    record = json.loads(path.read_text()) | {"measures": ["memory.py"], "digest": report.digest(["memory.py"], code)}
+    path.write_text(json.dumps(record))
+
+    def read() -> figures.Results:
+        return figures.Results(path.parent, lambda result: result.digest == report.digest(result.measures, code))
+
+    yield path, code, read
+    shutil.rmtree(path.parent)
+
+
+def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results: Any) -> None:
+    path, code, read = results
+    before = figures.section(read(), "ttft")
+    assert "| warm | 1,024 | 700 | 700 |" in before and "To be measured again" not in before
+    (code / "memory.py").write_text('"""Why."""\nx = 1  # because\n')
+    assert figures.section(read(), "ttft") == before
+    (code / "memory.py").write_text("x = 2\n")
+    assert figures.section(read(), "ttft") == "To be measured again: `python benchmarks/ttft.py`."
+
+
+def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results: Any) -> None:
+    _, _, read = results
+    lines = figures.section(read(), "ttft").splitlines()
+    assert "| | p = 1,024, c = 1 | p = 1,024, c = 16 |" in lines
+    assert "| warm / prefix | 1.4, **slower** | 1.4, **slower** |" in lines
+    assert "| warm / dense | 0.233 | 0.233 |" in lines
+
+
+def test_a_result_of_the_smallest_form_is_in_no_page(results: Any) -> None:
+    path, _, read = results
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"form": "smoke"}))
+    assert read().of("ttft") == []
+
+
+def test_a_published_row_has_ours_beside_it_of_one_run_or_says_what_measures_it(results: Any) -> None:
+    path, _, read = results
+    page = generate.reference_tables.prefill(read())
+    assert "| 1,024 | 0.072 | 0.041 | **1.8** | 3,000 ms | 700 ms | **4.29** |" in page
+    assert "--positions 256,512,2048,4096,8192,16384 --concurrency 1 --ways dense,warm`." in page
+    record = json.loads(path.read_text())
+    other = dict(record, figures=[f for f in record["figures"] if f["case"]["way"] == "warm"])
+    path.write_text(json.dumps(dict(record, figures=[f for f in record["figures"] if f["case"]["way"] != "warm"])))
+    path.with_name("other.json").write_text(json.dumps(other))
+    assert "| 1,024 | 0.072 | 0.041 | **1.8** | not measured" in generate.reference_tables.prefill(read()), (
+        "of two runs"
+    )
+    assert "4,295 MB" in generate.reference_tables.sizes()
