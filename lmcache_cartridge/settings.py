@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from blake3 import blake3
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from .artifact.location import SCHEME, parse
 from .errors import SettingsError
@@ -77,14 +77,6 @@ class Settings(BaseModel):
     library: str | None = None
     """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory that
     machines share. It is followed every `reload_s` and never written to."""
-
-    fleet_servers: tuple[str, ...] = ()
-    """The servers behind the router, as it calls them and in its order; see `lmcache-cartridge fleet place`."""
-    fleet_router: Literal["envoy", "envoy-ring-hash", "vllm-router", "picker"] = "envoy"
-    """Whose hash says which of them owns a cartridge; `envoy` is `MAGLEV`, as our configuration has it."""
-    warm_owned: str | None = None
-    """Which of `fleet_servers` this one is. It then brings what it owns into memory when it starts and when the library
-    changes, the newest first, as much as `cpu_bytes` has room for."""
 
     unproven_versions: bool = Field(
         default_factory=lambda: os.environ.get(UNPROVEN_VARIABLE, "") not in ("", "0", "false")
@@ -193,14 +185,6 @@ class Settings(BaseModel):
         if not library.startswith("/") or "\0" in library:
             raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")
         return os.path.normpath(library)
-
-    @model_validator(mode="after")
-    def _check_owned(self) -> Settings:
-        if len(set(self.fleet_servers)) != len(self.fleet_servers):
-            raise ValueError("fleet_servers: name every server once")
-        if self.warm_owned is not None and self.warm_owned not in self.fleet_servers:
-            raise ValueError(f"warm_owned: {self.warm_owned} is none of fleet_servers, {', '.join(self.fleet_servers)}")
-        return self
 
     @field_validator("buckets")
     @classmethod

@@ -103,7 +103,6 @@ _RUNS = {
     "promote": ("promote", "doc@1"),
     "remove": ("remove", "doc"),
     "serve": ("serve", "m", "--print"),
-    "fleet place": ("fleet", "place", "--servers", "a,b", "doc"),
     "completion": ("completion", "bash"),
     "doctor": ("doctor",),
 }

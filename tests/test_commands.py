@@ -57,7 +57,6 @@ BY_OTHERS = {
             "lmcache-cartridge promote handbook@2 --library s3://cartridges/fleet",
             "lmcache-cartridge label current handbook@2 --library s3://cartridges/fleet",
             "lmcache-cartridge remove handbook@1 --library s3://cartridges/fleet",
-            "lmcache-cartridge fleet place --servers engine-0,engine-1 --library s3://cartridges/fleet",
         ],
         "library/test_published_cli.py",
     ),
@@ -73,8 +72,6 @@ BY_OTHERS = {
     '"kv_role": "kv_both", "kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
     '"router": {"type": "label", "field": "cartridge_id"}}}\'': "test_forms_served.py",
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "test_fleet.py",
-    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set "
-    '\'fleet_servers=["engine-0", "engine-1"]\' --warm-owned engine-0': "test_fleet.py",
 }
 """Commands that need what other tests make, and which of them run the same."""
 

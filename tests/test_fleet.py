@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from recall.ward import Fact, ask
 from routers import Named, envoy, vllm_router
 from serving import SERVER_ARGS
@@ -28,10 +27,8 @@ from waiting import until
 from wards import MODEL, patients, save, write_ward
 
 from lmcache_cartridge.fleet.affinity import session_headers
-from lmcache_cartridge.library.placement import owner
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.metrics import PREFIX
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.published import Library
@@ -176,7 +173,7 @@ def _placed(fleet: Fleet, group: str, url: str, head: Callable[[str, int], Named
     return sum(same) / len(same)
 
 
-def test_behind_envoy_each_cartridge_lies_on_the_server_that_placement_says(fleet: Fleet, tmp_path: Path) -> None:
+def test_behind_envoy_each_cartridge_lies_on_one_server(fleet: Fleet, tmp_path: Path) -> None:
     def head(name: str, turn: int) -> Named:
         return [({}, {"X-Cartridges": name}), ({"cartridges": [name]}, {}), ({}, {"X-Cartridges": f"{name}@1"})][
             turn % 3
@@ -185,7 +182,7 @@ def test_behind_envoy_each_cartridge_lies_on_the_server_that_placement_says(flee
     with envoy(fleet.urls, tmp_path / "envoy") as url:
         assert _placed(fleet, "envoy", url, head) >= 0.98
     held = {name: servers for name, servers in fleet.held().items() if name.startswith("envoy")}
-    assert held == {name: {f"s{ENGINES.index(owner(name, ENGINES))}"} for name in _names("envoy")}
+    assert {name: len(servers) for name, servers in held.items()} == dict.fromkeys(_names("envoy"), 1)
     assert len(set(map(frozenset, held.values()))) == SERVERS, "one server has all of them"
 
 
@@ -250,6 +247,8 @@ def test_a_hot_cartridge_spills_to_another_server_and_nothing_else_moves(fleet: 
         return answers
 
     homes: list[dict[str, str | None]] = []
+    with envoy(fleet.urls, tmp_path / "before") as url, httpx.Client(base_url=url, timeout=120) as http:
+        before = {name: fleet.ask(http, name).server for name in others}
     with envoy(fleet.urls, tmp_path / "even", lb_policy="ROUND_ROBIN") as url:
         asked(url)  # so that all have it
         even = asked(url)
@@ -260,7 +259,7 @@ def test_a_hot_cartridge_spills_to_another_server_and_nothing_else_moves(fleet: 
     print(f"hot: {shares}, p95 {_p95(spilt + again) / _p95(even):.2f} of an even split's")
     assert len(shares[0]) == SERVERS, "the control: an even split"
     assert all(len(share) > 1 for share in shares[1:]), "it does not spill"
-    assert homes[2] == homes[3] == {name: f"s{ENGINES.index(owner(name, ENGINES))}" for name in others}
+    assert homes[2] == homes[3] == before
 
 
 def test_every_server_follows_a_publish_a_moved_label_and_a_removal_under_load(fleet: Fleet, tmp_path: Path) -> None:
@@ -314,11 +313,11 @@ def test_every_server_follows_a_publish_a_moved_label_and_a_removal_under_load(f
         assert used[-2:] == ["ward@2"] * 2 and sorted(used, key=str)[:2] == ["ward@1"] * 2
 
 
-def test_a_killed_server_costs_what_it_was_answering_and_comes_back_warm(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_killed_server_costs_what_it_was_answering_and_comes_back(fleet: Fleet, tmp_path: Path) -> None:
     names, number, clients = _names("envoy"), SERVERS - 1, 8
-    own = [name for name in names if owner(name, ENGINES) == ENGINES[-1]]
     dying = fleet.servers[number]
     with envoy(fleet.urls, tmp_path) as url, httpx.Client(base_url=url, timeout=120) as http:
+        own = [name for name in names if fleet.ask(http, name).server == f"s{number}"]
 
         def answered(name: str) -> list[Answer]:
             """Ask as the stock client does, which asks again after half a second and more."""
@@ -345,28 +344,12 @@ def test_a_killed_server_costs_what_it_was_answering_and_comes_back_warm(fleet: 
         assert not wrong, "wrong, or not answered by the second try"
         assert f"s{number}" not in {fleet.ask(http, name).server for name in own}
 
-        again = _server(fleet.home, number, fleet_servers=tuple(ENGINES), warm_owned=ENGINES[-1])
+        again = _server(fleet.home, number)
         again.port, again.url = dying.port, dying.url
         fleet.servers[number] = fleet.stack.enter_context(again)
-        ids = {row.id for row in fleet.library.registry.all()}
-        owned = {name for name in ids if owner(name, ENGINES) == ENGINES[-1]}
-        until(lambda: {name for name, servers in fleet.held().items() if f"s{number}" in servers} == owned)
-        loaded = _loads(again.url)
         until(lambda: fleet.ask(http, own[0]).server == f"s{number}")
         found = [fleet.ask(http, name) for name in own]
         assert {(answer.right, answer.server) for answer in found} == {(True, f"s{number}")}
-        assert _loads(again.url) == loaded > 0, "it was not warm"
-
-
-def _loads(url: str) -> float:
-    """Return how many chunks a server has loaded into the cpu tier."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text)
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if (sample.name, sample.labels.get("tier")) == (f"{PREFIX}load_seconds_count", "cpu")
-    )
 
 
 # Stopped, under traffic.
@@ -386,10 +369,11 @@ def test_a_server_that_is_stopped_under_traffic_finishes_what_runs_and_no_reques
     fleet: Fleet, tmp_path: Path
 ) -> None:
     names, [*_, leaving] = _names("envoy"), fleet.servers
-    own = [name for name in names if owner(name, ENGINES) == ENGINES[-1]]
+    with envoy(fleet.urls, tmp_path / "before") as url, httpx.Client(base_url=url, timeout=120) as http:
+        own = [name for name in names if fleet.ask(http, name).server == f"s{SERVERS - 1}"]
     body = json.dumps({"model": "m", "prompt": fleet.question(own[0]), "max_tokens": 1, "temperature": 0}).encode()
     with (
-        envoy(fleet.urls, tmp_path) as url,
+        envoy(fleet.urls, tmp_path / "under load") as url,
         httpx.Client(base_url=url, timeout=120) as http,
         httpx.Client(base_url=leaving.url, timeout=120) as direct,
         _traffic(fleet, http, names) as traffic,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +16,6 @@ from routers import Named, Reply, Request, Stub, envoy, stubs, vllm_router
 from waiting import until
 
 from lmcache_cartridge.fleet.affinity import affinity_key, session_headers
-from lmcache_cartridge.library.placement import Router, owner
-
-ENGINES = ["engine-0", "engine-1", "engine-2"]
-"""What `envoy` calls the stubs."""
 
 
 def _ways(name: str) -> list[Named]:
@@ -44,17 +40,6 @@ def _chosen(http: httpx.Client, requests: list[Named], path: str = "/v1/completi
     return chosen
 
 
-MANY: list[Named] = [
-    ({"model": "m", "prompt": "x"}, {"X-Cartridges": name} | session_headers(name))
-    for name in (f"{'department-' * (number % 7)}{number}" for number in range(200))
-]
-
-
-def _predicted(chosen: dict[str, set[str]], router: Router, servers: Sequence[str] = ENGINES) -> list[str]:
-    """Return the keys whose owner is another than the stub that answered."""
-    return [key for key, stubs in chosen.items() if {owner(key, servers, router)} != {servers[int(s)] for s in stubs}]
-
-
 @pytest.fixture(scope="module")
 def three() -> Iterator[list[Stub]]:
     with stubs(3) as running:
@@ -75,14 +60,8 @@ def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(
         assert all(len(servers) == 1 for servers in chosen.values()), chosen
         shares = [sum(servers == {stub.name} for servers in chosen.values()) for stub in three]
         assert min(shares) >= 5, f"one server has hardly any of {len(names)}: {shares}"
-        assert _predicted(chosen | _chosen(http, MANY), "envoy") == []
         plain = _chosen(http, [({"model": "m", "prompt": "x"}, {})] * 40)
         assert plain == {"": {"0", "1", "2"}}, "requests without a cartridge go anywhere"
-    with (
-        envoy(urls, tmp_path_factory.mktemp("ring"), lb_policy="RING_HASH") as url,
-        httpx.Client(base_url=url, timeout=60) as http,
-    ):
-        assert _predicted(_chosen(http, MANY), "envoy-ring-hash") == []
     with (
         envoy(urls, tmp_path_factory.mktemp("control"), lb_policy="ROUND_ROBIN") as url,
         httpx.Client(base_url=url, timeout=60) as http,
@@ -168,7 +147,6 @@ def test_vllm_router_sends_a_session_to_one_server(three: list[Stub], tmp_path_f
             for turn, version in enumerate(("", "@1", "@2"))
         ]
         chosen = _chosen(http, requests)
-        assert _predicted(chosen | _chosen(http, MANY), "vllm-router", urls) == []
         assert chosen == _chosen(http, requests[:30], "/v1/responses") | _chosen(http, requests[30:], "/v1/messages")
         assert set(chosen) == set(names)
         assert all(len(servers) == 1 for servers in chosen.values()), chosen

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ENGINE, CartridgeError
-from . import author, bench, compact, fleet, fleet_place, registry, serve, train, validate
+from . import author, bench, compact, fleet, registry, serve, train, validate
 from .options import Verb
 from .show import show
 
@@ -87,7 +87,6 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     of_fleet = _adding_to(several.add_subparsers(title="commands", required=True, metavar="COMMAND"))
-    fleet_place.add(of_fleet)
     fleet.add(of_fleet)
     completion = verb(
         "completion",

@@ -67,12 +67,6 @@ def _add_serve(verb: Verb) -> None:
         "absolute directory that machines share",
     )
     option(
-        "--warm-owned",
-        metavar="SERVER",
-        help="which of the setting `fleet_servers` this one is: it brings what it owns by the router's hash into memory "
-        "at start, as much as --cpu-bytes has room for",
-    )
-    option(
         "--on-load-failure",
         choices=("fail", "recompute"),
         default="fail",
@@ -138,7 +132,7 @@ def _serve(arguments: argparse.Namespace) -> int | None:
 
     values = {
         name: value
-        for name in ("cpu_bytes", "disk_bytes", "library", "warm_owned")
+        for name in ("cpu_bytes", "disk_bytes", "library")
         if (value := getattr(arguments, name)) is not None
     }
     for name, value in map(_assignment, arguments.set):

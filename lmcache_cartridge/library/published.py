@@ -316,8 +316,8 @@ def _content(db: sqlite3.Connection) -> tuple[tuple[_Row, ...], tuple[_Label, ..
         "SELECT id, version, digest, kind, positions, bytes, registered, promoted FROM cartridges ORDER BY id, version"
     )
     labels = db.execute("SELECT label, id, version, warm FROM labels ORDER BY label")
-    return tuple(_Row(*row[:-1], bool(row[-1])) for row in rows), tuple(
-        _Label(*row[:-1], bool(row[-1])) for row in labels
+    return tuple(_Row._make((*row[:-1], bool(row[-1]))) for row in rows), tuple(
+        _Label._make((*row[:-1], bool(row[-1]))) for row in labels
     )
 
 

@@ -281,11 +281,6 @@ class Registry:
         present = [_entry(row[2:]) for row in rows if row[2] is not None]
         return Changes(last, present, [f"{row[0]}@{row[1]}" for row in rows if row[2] is None], whole=False)
 
-    def sequence(self) -> int:
-        """Return the number of the last change, 0 without any."""
-        with self._connect() as db:
-            return db.execute("SELECT coalesce(max(sequence), 0) FROM changes").fetchone()[0]
-
     def warm(self) -> list[RegistryEntry]:
         """Return the cartridges that warm labels point at."""
         return self._select("WHERE (id, version) IN (SELECT id, version FROM labels WHERE warm) ORDER BY id, version")

@@ -74,11 +74,6 @@ class Background:
             for claim in self._pins.values():
                 claim.poll()
 
-    def preloading(self) -> int:
-        """Return how many preloads are not done."""
-        with self._lock:
-            return len(self._preloads)
-
     def pinned(self) -> list[str]:
         """Return the digests that are pinned."""
         with self._lock:

@@ -100,7 +100,7 @@ class CartridgeStore:
         self._background = Background(self.claim)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._warm = Warm(self._registry, settings, self._background, self._catalog.chunks_of, self.cpu.slots)
+        self._warm = Warm(self._registry, self._background, self._catalog.knows)
         self._warm.follow()
         self._keeper = threading.Thread(target=self._keep, name="cartridge-keeper", daemon=True)
         self._keeper.start()
@@ -432,7 +432,6 @@ class CartridgeStore:
             for tier in self._memory.values():
                 tier.relieve()
             self._background.poll()
-            self._warm.go_on()
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
                 try:

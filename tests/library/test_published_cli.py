@@ -151,19 +151,3 @@ def test_on_s3_too_with_its_server_named(
     assert (status, err, out.startswith("pulled handbook@1")) == (0, "", True)
     assert two.json("unlabel", "current", *server) and two.json("remove", "handbook", *server)
     assert one.json("list", *server) == []
-
-
-def test_what_each_server_of_a_fleet_owns_is_told(authors: list[Author]) -> None:
-    one, two = authors
-    for name in ("handbook", "legal", "tariff"):
-        one.make(name)
-        one.json("publish", name)
-    told = two.json("fleet", "place", "--servers", "engine-0,engine-1")
-    assert told["owners"] == {"handbook": "engine-1", "legal": "engine-0", "tariff": told["owners"]["tariff"]}
-    assert [share["server"] for share in told["servers"]] == ["engine-0", "engine-1"]
-    assert sum(share["cartridges"] for share in told["servers"]) == 3
-    assert sum(share["bytes"] for share in told["servers"]) > 0
-    chain = two.json("fleet", "place", "--servers", "engine-0,engine-1", "handbook@1, legal")
-    assert chain["owners"] == {"handbook,legal": "engine-0"}
-    status, _, problem = two("fleet", "place", "--servers", "a,,b")
-    assert status == 1 and "name every server once" in problem
