@@ -52,7 +52,8 @@ def main(home: str, model: str, asked: str, wrong: str = "1000") -> None:
     print(json.dumps(answers), flush=True)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Answer what the command line asks, and end the process."""
     code = 1
     try:
         main(*sys.argv[1:])
@@ -61,3 +62,7 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)  # LMCache's threads keep an engine in this process from ending
+
+
+if __name__ == "__main__":
+    run()

@@ -27,13 +27,16 @@ DOCUMENTS = {"a": range(5, 205), "b": range(240, 360)}
 QUESTION = list(range(400, 410))
 
 
-def _ask(home: Path, model: Path, chains: list[list[str]], wrong_from: int) -> list[tuple[torch.Tensor, int]]:
+def _ask(
+    home: Path, model: Path, chains: list[list[str]], wrong_from: int, question: list[int] = QUESTION,
+    script: str = "chains_offline.py",
+) -> list[tuple[torch.Tensor, int]]:  # fmt: skip
     """Return of each chain the log probability of every token after the question, and how many were not computed.
 
     The last is of the document `a` and the question, computed by the engine.
     """
-    script = Path(__file__).with_name("chains_offline.py")
-    asked = json.dumps([*([names, QUESTION] for names in chains), [[], [*DOCUMENTS["a"], *QUESTION]]])
+    script = Path(__file__).with_name(script)
+    asked = json.dumps([*([names, question] for names in chains), [[], [*DOCUMENTS["a"], *question]]])
     done = subprocess.run(
         [sys.executable, script, home, model, asked, str(wrong_from)], capture_output=True, text=True, timeout=300
     )
@@ -75,6 +78,21 @@ def test_a_chain_is_answered_as_transformers_answers_after_the_same_kv(tmp_path:
         assert apart[2] < NOISE
     else:
         assert apart[2] > 100 * NOISE, "keys were rotated wrongly, and nobody could tell"
+
+
+def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path: Path) -> None:
+    """As vLLM on a GPU has it where a single token of the prompt is not in a cartridge."""
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["smollm3"]())), max_model_len=MAX_MODEL_LEN)
+    settings = Settings(home=tmp_path / "home")
+    cartridges = [write(model, settings.cartridges_dir / name, list(ids)) for name, ids in DOCUMENTS.items()]
+    for name in DOCUMENTS:
+        Registry(settings.registry_path).register(settings.cartridges_dir / name)
+    question, asked = [400], [["a"], ["a", "b"]]
+    *answers, _ = _ask(settings.home, tmp_path / "model", asked, 1000, question, "replayed_offline.py")
+    assert [cached for _, cached in answers] == [192, 320], "of the chain all but the question"
+    for names, (found, _) in zip(asked, answers, strict=True):
+        expected = model.logits_after(chain(cartridges[: len(names)]), question)[-1].log_softmax(-1)
+        assert float((found - expected).abs().max()) < NOISE
 
 
 def _apart(reply: Reply, logits: torch.Tensor) -> float:

@@ -6,6 +6,7 @@ compilation of Triton stubs when it comes too early (vLLM 0.32).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +171,13 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         self._lmcache.end_storage()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Have LMCache load what this step needs, and note what it could not."""
+        """Have LMCache load what this step needs, and note what it could not.
+
+        LMCache 0.5.6 loads nothing, and reports nothing, for a context without attention metadata, of which it reads no
+        more. vLLM replays a step as one CUDA graph outside of any, and hands the metadata over as a keyword alone.
+        """
+        if forward_context.attn_metadata is None:
+            forward_context = replace(forward_context, attn_metadata=kwargs.get("attn_metadata") or {})
         super().start_load_kv(forward_context, **kwargs)
         self._failed = self._lmcache.failed_blocks()  # vLLM may take and clear them before it has LMCache save
 
