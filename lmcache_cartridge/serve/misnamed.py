@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from .request import Refusal
 
 HEADERS = ("x-cartridges", "x-cartridges-required")
 _WORDS = ("cartridge", "cartridges")
-_MAX_EDITS = 2
+_CLOSE = 0.81
+"""Share of letters, as difflib counts them, that a slip has of the word: with two wrong ones of eleven."""
 _LONGEST = 64
 """Characters of a name that can be a slip."""
 _INNER = {"cartridge", "cartridges", "cartridgeid", "cartridgeids", "cartridgelabel"}
@@ -42,8 +44,9 @@ def find_header(names: Iterable[str]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _is_slip(name: str) -> bool:
-    words = (_letters(right) for right in HEADERS)
-    return name.lower() not in HEADERS and any(_edits(_letters(name), word) <= _MAX_EDITS for word in words)
+    return name.lower() not in HEADERS and bool(
+        get_close_matches(_letters(name), map(_letters, HEADERS), cutoff=_CLOSE)
+    )
 
 
 def parse(body: bytes, names: Collection[str]) -> Any:
@@ -103,15 +106,4 @@ def _resembles(name: str) -> bool:
 @lru_cache(maxsize=4096)
 def _sounds_like_us(name: str) -> bool:
     letters = _letters(name)
-    return "cartridge" in letters or any(_edits(letters, word) <= _MAX_EDITS for word in _WORDS)
-
-
-def _edits(a: str, b: str) -> int:
-    """Return how many insertions, deletions and replacements turn `a` into `b` (Levenshtein)."""
-    above = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y)))
-        above = row
-    return above[-1]
+    return "cartridge" in letters or bool(get_close_matches(letters, _WORDS, cutoff=_CLOSE))
