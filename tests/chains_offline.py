@@ -3,8 +3,8 @@
 python chains_offline.py HOME MODEL_DIR '[[["a", "b"], [5, 6]], ...]' [WRONG]
 
 Prints, for each chain and question, the log probability of every token that may follow and how many tokens were not
-computed. From number WRONG on, the keys of every layer are rotated, as they once were, and by the first layer's frequencies;
-latent vectors in their first elements. After a chain of none, LMCache finds nothing, so that all that follows is computed.
+computed. From number WRONG on, the keys of every layer are rotated, as they once were, and by the first layer's frequencies.
+After a chain of none, LMCache finds nothing, so that all that follows is computed.
 The engine is in this process, so that it can be made wrong.
 """
 

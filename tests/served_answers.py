@@ -90,7 +90,7 @@ def main() -> int:
     given = parser.parse_args()
     mode = given.mode
     try:
-        check_versions(unproven=True, mode=mode)
+        check_versions(unproven=True)
     except UnsupportedEngine as refused:
         print(refused)
         return 3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,7 +126,6 @@ def _of_several_engines(**values: int) -> VllmConfig:
         ),
         (_among_connectors, ["MultiConnector", "kv_both"]),
         (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
-        (lambda: vllm_config(transfer=_STOCK, enable_lora=True), ["LoRA is enabled", "tells them apart"]),
         (_of_several_prefill_ranks, ["context parallelism"]),
         (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
         (
@@ -221,17 +221,31 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
     ],
 )  # fmt: skip
 def test_one_engine_of_several_is_refused_inside_vllm(make: Callable[[], VllmConfig]) -> None:
-    engines.check_vllm(make())  # LMCache's server takes them
     with pytest.raises(UnsupportedEngine, match="data parallelism: .* --mode multiprocess"):
-        engines.check_inside(make())
+        engines.check_vllm(make())
+    beside = make()
+    beside.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/tmp/x.sock"}
+    engines.check_vllm(beside)  # LMCache's server takes them
 
 
 def test_a_pipeline_that_saves_is_refused_inside_vllm() -> None:
-    engines.check_inside(vllm_config(pipeline_parallel_size=2))
+    engines.check_vllm(vllm_config(pipeline_parallel_size=2))
     config = vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"})
+    with pytest.raises(UnsupportedEngine, match="2 pipeline stages: .* --mode multiprocess"):
+        engines.check_vllm(config)
+    config.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/tmp/x.sock"}
     engines.check_vllm(config)
-    with pytest.raises(UnsupportedEngine, match="saving in a pipeline: .* --mode multiprocess"):
-        engines.check_inside(config)
+
+
+def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM starts it in the place of the one that has our request API."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    off = vllm_config(transfer={"kv_connector_extra_config": {"cartridge.request_api": "off"}})
+    engines.check_vllm(off)
+    with pytest.raises(UnsupportedEngine, match="VLLM_USE_RUST_FRONTEND is set: .* unset it"):
+        engines.check_vllm(vllm_config())
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    engines.check_vllm(vllm_config())
 
 
 def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
@@ -256,7 +270,7 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
 )
 def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Settings, options: dict[str, Any]) -> None:
     config = lmcache_config(settings, **options)
-    engines.check_lmcache(config, lmcache_metadata(config, vllm_config()))
+    engines.check_lmcache(config)
 
 
 @pytest.mark.parametrize(
@@ -278,17 +292,8 @@ def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
 ) -> None:
     config = lmcache_config(settings, **options)
     with pytest.raises(UnsupportedEngine) as refusal:
-        engines.check_lmcache(config, lmcache_metadata(config, vllm_config()))
+        engines.check_lmcache(config)
     assert [word for word in words if word not in str(refusal.value)] == []
-
-
-def test_a_model_with_latent_attention_is_refused_on_several_ranks(settings: Settings) -> None:
-    config = lmcache_config(settings)
-    metadata = dataclasses.replace(lmcache_metadata(config, vllm_config()), use_mla=True)
-    engines.check_lmcache(config, metadata)
-    metadata = dataclasses.replace(metadata, world_size=2)
-    with pytest.raises(UnsupportedEngine, match="latent attention on several ranks"):
-        engines.check_lmcache(config, metadata)
 
 
 @pytest.mark.parametrize(
@@ -327,35 +332,18 @@ def test_a_plugin_that_loads_clears_the_reason_of_one_that_did_not(settings: Set
         assert CartridgeBackend.refusal is None
 
 
-@pytest.mark.parametrize("split", [None, 0, 2])
-def test_lmcaches_own_connector_is_refused_unless_all_caches_are_split(settings: Settings, split: int | None) -> None:
-    """Where there are no caches yet, none, and all but one of them."""
-    config = vllm_config()
-    if split is not None:
-        blocks = Blocks(config, 2)
-        for layer in list(blocks.layers.values())[:split]:
-            layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size)
-    with _refused(settings, config, StockConnector()) as kept:
-        assert "LMCache#4463" in kept
-        assert '"kv_connector": "CartridgeConnector"' in kept
-
-
-def test_lmcaches_own_connector_is_accepted_on_split_caches(settings: Settings) -> None:
-    config = vllm_config()
-    blocks = Blocks(config, 2)
-    for layer in blocks.layers.values():
-        layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size, dtype=torch.bfloat16)
-    with lmcache_engine(lmcache_config(settings), config, StockConnector()) as engine:
-        assert plugin(engine).store.engine.layout == "kv_2ltd"
+def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that raises is dropped by LMCache, and the server would answer without cartridges."""
+    ended: list[str] = []
+    monkeypatch.setattr(engines.host_inprocess, "end_process", ended.append)
+    config = vllm_config(transfer=_STOCK)
+    with set_current_vllm_config(config), pytest.raises(AttributeError):  # behind the end
+        engines.describe(None, None, SimpleNamespace(gpu_connector=StockConnector()))
+    (reason,) = ended
+    assert re.search("LMCacheConnectorV1 is not ours.*LMCache#4463.*VLLM_PLUGINS is set, name `cartridges`", reason)
 
 
 def test_the_device_tier_is_where_the_engines_blocks_are(settings: Settings) -> None:
-    """`meta` stands for another device than the CPU, of which there is none here."""
-    config = vllm_config()
-    for layer in Blocks(config, 2).layers.values():
-        layer.kv_cache = torch.zeros(2, 2, 16, 2, 16, dtype=torch.bfloat16, device="meta")
-    with lmcache_engine(lmcache_config(settings), config, StockConnector()) as engine:
-        assert plugin(engine).store.engine.device == "meta"
     ours, still = EngineWriteConnector(), settings.model_copy(update={"device_bytes": 0})
     ours.device = "cuda:1"
     with lmcache_engine(lmcache_config(still), vllm_config(), ours) as engine:

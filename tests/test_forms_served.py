@@ -24,6 +24,8 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import ServerProcess
 
+PUBLISHED = "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector"
+"""What users write, word for word, for the connector as it was published; vLLM has no such module."""
 QUESTIONS = 4
 TRACE = tempfile.gettempdir() + "/lmcache-cartridge-forms-ran"
 
@@ -81,14 +83,14 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
     s3_server.client.create_bucket(Bucket="forms")
     s3_server.client.upload_file(str(files / "kv.pt"), "forms", "team/kv.pt")
     transfer = {
-        "kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector",
-        "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        "kv_connector": "CartridgeConnector", "kv_connector_module_path": PUBLISHED, "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
     }  # fmt: skip
     command = [*server_command(str(MODEL_DIR)), *SERVER_ARGS, "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     environment = s3_server.environment | {
         "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
-        "VLLM_PLUGINS": "cartridges", "LMCACHE_CARTRIDGE_HOME": str(home), "LMCACHE_CARTRIDGE_CACHE": str(home / "cache"),
+        "LMCACHE_CARTRIDGE_HOME": str(home), "LMCACHE_CARTRIDGE_CACHE": str(home / "cache"),
     }  # fmt: skip
     launch = Launch(place / "unused.yaml", "", environment, command, {})
     with ExitStack() as stack:

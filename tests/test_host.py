@@ -200,16 +200,24 @@ def test_handlers_that_cannot_be_wrapped_are_refused() -> None:
         host_api.wrap_handlers(SimpleNamespace(serving_render=object()), client, list, list, list)
 
 
-def test_a_connector_that_vllm_does_not_know_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_takes_our_connector_where_it_is_chosen_and_its_own_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    monkeypatch.setattr(KVConnectorFactory, "_registry", {"Known": None})
-    ours = "lmcache_cartridge.engine.connector", "CartridgeConnector"
+    vllms = KVConnectorFactory.get_connector_class  # our plugin may be loaded in this process
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", getattr(vllms, "__wrapped__", vllms))
+    asked = []
+
+    def choose(transfer: KVTransferConfig) -> tuple[str, str] | None:
+        asked.append(transfer.kv_connector)
+        return None if transfer.kv_connector != "Ours" else ("lmcache_cartridge.engine.connector", "CartridgeConnector")
+
     for _ in range(2):
-        host_api.replace_connectors({"Known": ours})
-    assert KVConnectorFactory.get_connector_class_by_name("Known").__name__ == "CartridgeConnector"
-    with pytest.raises(UnsupportedEngine, match="Unknown"):
-        host_api.replace_connectors({"Unknown": ours})
+        host_api.choose_connectors(choose)
+    for name, chosen in (("Ours", "CartridgeConnector"), ("LMCacheConnectorV1", "LMCacheConnectorV1")):
+        transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        assert KVConnectorFactory.get_connector_class(transfer).__name__ == chosen
+    assert asked == ["Ours", "LMCacheConnectorV1"], "once each"
 
 
 # Where such names stand.

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from blocks import quietly
+from blocks import quietly, vllm_config
 from families import FAMILIES, chain, make_model, write
-from making import make_fingerprint, make_kv
+from making import make_fingerprint
 from safetensors import safe_open
 from transformers import DynamicCache
 
@@ -31,7 +31,9 @@ from lmcache_cartridge.sources.sources import Sources
 from lmcache_cartridge.sources.transfer import push
 
 with quietly():
-    from lmcache_cartridge.engine.inject_latent import LatentConnector, check_latents
+    from lmcache_cartridge.engine.contract import CONTROL
+    from lmcache_cartridge.engine.describe import check_vllm
+    from lmcache_cartridge.engine.latent import check_latents
 
 torch.set_num_threads(1)
 
@@ -139,7 +141,7 @@ def test_latent_attention_that_nobody_compared_is_refused_by_its_config() -> Non
 
 
 BLOCK, LATENT, SIZE = 4, 6, 10
-SHAPE = ChunkShape(1, 2, 8, SIZE, "float32", 1)
+_SHAPE = msgspec.structs.replace(make_fingerprint(layers=2, kv_heads=1, dtype="float32"), head_size=SIZE, latent=LATENT)
 
 
 class _Layer:
@@ -155,39 +157,10 @@ class _Layer:
         self.impl = SimpleNamespace(kv_lora_rank=LATENT, do_kv_cache_update=update)
 
 
-def _bound(layer: Any = None) -> tuple[LatentConnector, dict[str, torch.Tensor]]:
-    names = ["model.layers.0.attn", "model.layers.1.attn"]
-    caches = {name: torch.zeros(6, 1, BLOCK, SIZE) for name in reversed(names)}
-    connector = LatentConnector()
-    connector.bind(caches, dict.fromkeys(names, layer or _Layer()), SHAPE)
-    return connector, caches
-
-
-def _chunk(kv: torch.Tensor) -> Any:
-    raw = kv.clone().view(torch.uint8).flatten()
-    return SimpleNamespace(raw_data=raw, get_size=raw.numel)
-
-
-def test_chunks_are_written_to_their_slots_and_read_back() -> None:
-    connector, caches = _bound()
-    kv = make_kv(make_fingerprint(layers=2, kv_heads=1, head_size=SIZE, dtype="float32"), 8, 1)[0, :, :, 0]
-    slots = torch.tensor([8, 9, 10, 11, 20, 21, 22, 23])
-    connector.batched_to_gpu([_chunk(kv)], [0], [8], slot_mapping=slots, vllm_cached_tokens=3)
-    for layer in range(2):
-        rows = caches[f"model.layers.{layer}.attn"].view(-1, SIZE)
-        assert torch.equal(rows[slots[3:]], kv[layer, 3:])
-        assert rows.abs().sum(1).count_nonzero() == 5
-    connector.batched_to_gpu([_chunk(kv)], [0], [8], slot_mapping=slots)
-    back = _chunk(torch.zeros_like(kv))
-    connector.batched_from_gpu([back], [0], [8], slot_mapping=slots)
-    assert torch.equal(connector.canonical(back)[0, :, :, 0], kv)
-    assert connector.get_shape(8) == (1, 2, 8, SIZE)
-
-
-def test_a_chunk_of_another_size_is_refused() -> None:
-    connector, _ = _bound()
-    with pytest.raises(UnsupportedEngine, match="a chunk of another shape"):
-        connector.batched_to_gpu([_chunk(torch.zeros(2, 7, SIZE))], [0], [8], slot_mapping=torch.arange(8))
+def _check(layer: Any, size: int = SIZE) -> None:
+    """Have a layer of two looked at; `_SHAPE` is what they are said to write."""
+    caches = {f"model.layers.{number}.attn": torch.zeros(6, 1, BLOCK, size) for number in range(2)}
+    check_latents(caches, dict.fromkeys(caches, layer), _SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +176,11 @@ def test_a_chunk_of_another_size_is_refused() -> None:
 )
 def test_a_layer_that_does_not_write_rows_is_refused(layer: Any, reason: str) -> None:
     with pytest.raises(UnsupportedEngine, match=reason):
-        _bound(layer)
+        _check(layer)
 
 
 def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start() -> None:
-    shape = msgspec.structs.replace(
-        make_fingerprint(layers=2, kv_heads=1, dtype="float32"), head_size=SIZE, latent=LATENT
-    )
+    shape = _SHAPE
     caches = {f"model.layers.{layer}.attn": torch.zeros(6, 1, BLOCK, SIZE) for layer in range(2)}
     check_latents(caches, dict.fromkeys(caches, _Layer()), shape)
     assert not any(cache.any() for cache in caches.values()), "the engine's own blocks were written to"
@@ -221,6 +192,13 @@ def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start() -> Non
 
 
 def test_a_cache_of_other_rows_is_refused() -> None:
-    caches = {f"model.layers.{layer}.attn": torch.zeros(6, 1, BLOCK, SIZE + 1) for layer in range(2)}
     with pytest.raises(UnsupportedEngine, match=r"not float32 rows of 10; remove --kv-cache-dtype"):
-        LatentConnector().bind(caches, dict.fromkeys(caches, _Layer()), SHAPE)
+        _check(_Layer(), SIZE + 1)
+
+
+def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path: Path) -> None:
+    beside = {"kv_connector_extra_config": {CONTROL: "/nowhere"}}
+    directory = make_model(tmp_path / "model", FAMILIES["deepseek-v3"]())
+    with pytest.raises(UnsupportedEngine, match="multi-head latent attention: .*--mode multiprocess"):
+        check_vllm(vllm_config(directory, block_size=16))
+    check_vllm(vllm_config(directory, beside, block_size=16))

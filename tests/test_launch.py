@@ -137,7 +137,7 @@ def test_the_key_is_no_argument_of_any_process(tmp_path: Path) -> None:
 REFUSED = {
     "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
     '--speculative-config {"method":"eagle"}': "by eagle: other methods", "--speculative-config.method mtp": "by mtp",
-    "-sc {}": "without a method", "--spec-model x": "without a method", "--spec-method eagle3": "suffix, draft_model",
+    "-sc {}": "by no method", "--spec-model x": "by no method", "--spec-method eagle3": "suffix, draft_model",
     "--kv-cache-dtype fp8_per_token_head": "use one of fp8, fp8_e4m3, fp8_e5m2", "--kv_cache_dtype=nvfp4": "quantised",
     "--data-parallel-size 2": "--mode multiprocess", "-dp 2": "--mode multiprocess", "-dp=2": "second engine",
     "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",

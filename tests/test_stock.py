@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from serving import SERVER_ARGS, Client, difference, question_ids, stale_installation
 from waiting import until
 
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.engine.contract import PUBLISHED
+from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
@@ -44,21 +47,110 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(home, model)
 
 
-def _launch(built: Built, path: Path, yaml: str, transfer: dict[str, str] | None = TRANSFER) -> Launch:
-    command = [*server_command(str(MODEL_DIR)), *SERVER_ARGS]
-    command += [] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)]
-    environment = {"LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CARTRIDGE_HOME": str(built.home)}
-    return Launch(path, yaml, environment, command, {})
+EXTRA_CONFIG = yaml.safe_load(YAML.read_text())["extra_config"]
+REST = {name: value for name, value in yaml.safe_load(YAML.read_text()).items() if name != "extra_config"}
+"""What the shipped YAML says, apart from our plugin's settings."""
 
 
-@pytest.fixture(scope="module")
-def client(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+class Way(NamedTuple):
+    """How somebody starts vLLM for cartridges."""
+
+    yaml: str | None = YAML.read_text()
+    environment: dict[str, str] = {}
+    extra: dict[str, object] = {}
+    """In `kv_connector_extra_config`."""
+    is_literal: bool = False
+    """By `vllm serve MODEL` itself. The wheel for CPU has the script, which asks for a distribution called `vllm`: here one of
+    the test's own, without a file, is put in the path."""
+    transfers: bool = True
+
+
+ANSWER = {
+    "vllm serve and the YAML": Way(is_literal=True),
+    "variables": Way(
+        None,
+        {f"LMCACHE_{name.upper()}": json.dumps(value).strip('"') for name, value in REST.items()}
+        | {"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA_CONFIG), "LMCACHE_STORAGE_PLUGINS": "cartridge"},
+    ),
+    "kv_connector_extra_config": Way(
+        None, {}, {f"lmcache.{name}": value for name, value in {**REST, "extra_config": EXTRA_CONFIG}.items()}
+    ),
+}
+REFUSE = {
+    "a setting misspelt": (Way(YAML.read_text().replace("cpu_bytes", "cpu_byte")), "cpu_byte: no such setting"),
+    "no connector": (Way(transfers=False), "the workers have no cartridges"),
+    "a nested YAML": (
+        Way(yaml.safe_dump({**REST, "extra_config": {"storage_plugin": {"cartridge": {
+            "module_path": "lmcache_cartridge.engine.backend", "class_name": "CartridgeBackend"}}}})),
+        "or a flat key of extra_config, does not name it",
+    ),
+    "a variable that is no JSON": (Way(environment={"LMCACHE_EXTRA_CONFIG": "{"}), "LMCACHE_EXTRA_CONFIG: "),
+    "vLLM's server in Rust": (Way(environment={"VLLM_USE_RUST_FRONTEND": "1"}), "VLLM_USE_RUST_FRONTEND is set"),
+    "plugins without ours, on a GPU": (
+        Way(environment={"VLLM_PLUGINS": "as_on_a_gpu"}), "LMCacheConnectorV1 is not ours, and writes wrong KV"
+    ),
+}  # fmt: skip
+"""What starts no server, and what its log says. Under plugins without ours LMCache has no connector for CPU and drops out, so
+that nothing of ours runs there; with a connector, as it has one on a GPU, it makes our plugin."""
+
+_AS_ON_A_GPU = """
+import importlib.abc, importlib.util, sys
+from unittest.mock import MagicMock
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "lmcache.v1.gpu_connector":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+            module.CreateGPUConnector = lambda *_, **__: MagicMock(spec=GPUConnectorInterface)
+        spec.loader.exec_module = exec_module
+        return spec
+
+def register():
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def _installed(directory: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Have `directory`, in the path, say that a distribution is installed."""
+    info = directory / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+def _launch(built: Built, directory: Path, way: Way) -> Launch:
+    path, modules = directory / "lmcache.yaml", directory / "modules"
+    modules.mkdir()
+    (modules / "as_on_a_gpu.py").write_text(_AS_ON_A_GPU)
+    _installed(modules, "as-on-a-gpu", "1", "[vllm.general_plugins]\nas_on_a_gpu = as_on_a_gpu:register\n")
+    command = server_command(str(MODEL_DIR))
+    if way.is_literal:
+        _installed(modules, "vllm", f"{PROVEN['vllm']}+cpu")
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL_DIR)]
+    command += SERVER_ARGS
+    if way.transfers:
+        command += ["--kv-transfer-config", json.dumps(TRANSFER | {"kv_connector_extra_config": way.extra})]
+    environment = {"LMCACHE_CARTRIDGE_HOME": str(built.home), "PYTHONPATH": str(modules), **way.environment}
+    if way.yaml is not None:
+        environment["LMCACHE_CONFIG_FILE"] = str(path)
+    return Launch(path, way.yaml or "", environment, command, {})
+
+
+@pytest.fixture(scope="module", params=ANSWER)
+def client(built: Built, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     directory = tmp_path_factory.mktemp("stock")
-    launch = _launch(built, directory / "lmcache.yaml", YAML.read_text())
+    launch = _launch(built, directory, ANSWER[request.param])
     launch.command.append("--enable-prompt-tokens-details")  # only to count with
     assert "VLLM_PLUGINS" not in os.environ
     with ServerProcess(launch, directory / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
         yield client
+    assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in (directory / "log").read_text()
 
 
 def test_a_document_at_the_head_of_a_prompt_is_injected_and_the_answer_is_that_of_a_prefill(
@@ -85,18 +177,10 @@ def test_the_request_api_is_there_and_names_are_answered_from_the_cartridge(clie
     assert client.post({"prompt": "x", "cartridge": ["ward-a"]}).status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "transfer", "reason"),
-    [
-        ("cpu_bytes: 1GiB", "cpu_byte: 1GiB", TRANSFER, "cpu_byte: no such setting"),
-        ("", "", None, "the workers have no cartridges"),
-    ],
-)
-def test_a_server_that_would_answer_without_cartridges_does_not_start(
-    built: Built, tmp_path: Path, old: str, new: str, transfer: dict[str, str] | None, reason: str
-) -> None:
-    launch = _launch(built, tmp_path / "lmcache.yaml", YAML.read_text().replace(old, new), transfer)
-    with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log", timeout_s=240):
+@pytest.mark.parametrize("way", REFUSE)
+def test_a_server_that_would_answer_without_cartridges_does_not_start(built: Built, tmp_path: Path, way: str) -> None:
+    given, reason = REFUSE[way]
+    with pytest.raises(UnsupportedEngine), ServerProcess(_launch(built, tmp_path, given), tmp_path / "log"):
         pass
     assert reason in (tmp_path / "log").read_text()
 
@@ -139,29 +223,45 @@ def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(built: Bui
 
 
 _LOADED = """
-import os, sys
+import json, os, sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-load_general_plugins()
+from lmcache_cartridge.serve.stock import register
+register()
 assert "lmcache" not in sys.modules, "on CPU that import breaks vLLM when it comes too early"
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-print(KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1").__name__, os.environ.get("VLLM_PLUGINS"))
+chosen = []
+for transfer in json.loads(sys.argv[1]):
+    try:
+        chosen.append(KVConnectorFactory.get_connector_class(KVTransferConfig(kv_role="kv_both", **transfer)).__name__)
+    except ImportError as error:
+        chosen.append(type(error).__name__)
+print(json.dumps([chosen, os.environ.get("VLLM_PLUGINS")]))
 """
+_PUBLISHED = {"kv_connector": "CartridgeConnector", "kv_connector_module_path": PUBLISHED}
+_BY_NAME = {"kv_connector": "LMCacheConnectorV1"}
+_NAMING = {"kv_connector_extra_config": {"cartridge_path": "/a.pt"}}
+_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 
 
 @pytest.mark.parametrize("named", ["ours", "another's", "nobody's"])
-def test_the_plugin_does_nothing_unless_the_yaml_names_cartridges(tmp_path: Path, named: str) -> None:
+def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path: Path, named: str) -> None:
     file = tmp_path / "lmcache.yaml"
-    text = YAML.read_text()
-    file.write_text(
-        {"ours": text, "another's": text.replace("CartridgeBackend", "Other"), "nobody's": ": : :"}.get(named, "")
-    )
+    another = YAML.read_text().replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
+    file.write_text({"ours": YAML.read_text(), "another's": another, "nobody's": ": : :"}[named])
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | {"LMCACHE_CONFIG_FILE": str(file)}
-    done = subprocess.run([sys.executable, "-c", _LOADED], env=environment, capture_output=True, text=True, timeout=300)
+    asked = [_BY_NAME, _BY_NAME | {"kv_connector_module_path": _MODULE}, _PUBLISHED]
+    asked += [{**each, **_NAMING} for each in asked] + [{"kv_connector": "NixlConnector", **_NAMING}]
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    name, plugins = done.stdout.split()[-2:]
-    assert name == ("CartridgeConnector" if named == "ours" else "LMCacheConnectorV1")
-    assert ("cartridges" in plugins.split(",")) == (named == "ours")
+    chosen, plugins = json.loads(done.stdout.splitlines()[-1])
+    of_vllm = ["LMCacheConnectorV1", "LMCacheConnectorV1", "ModuleNotFoundError"]
+    assert chosen[:3] == (["CartridgeConnector"] * 3 if named == "ours" else of_vllm)
+    assert chosen[3:6] == ["CartridgeConnector"] * 3 and chosen[6] != "CartridgeConnector"
+    assert ("cartridges" in (plugins or "").split(",")) == (named == "ours")
 
 
 _FROZEN = """

@@ -37,9 +37,7 @@ def diagnose(settings: Settings) -> list[Check]:
 def _checks(settings: Settings) -> Iterator[Check]:
     yield _check(sys.version_info >= (3, 11), "python", sys.version.split()[0], "use Python 3.11 or later")
     found, wrong, pair = versions(), problems(), tried(versions())
-    run = ""
-    if pair is not None and pair.level(None) != "proven":
-        run = f"; {pair.inside} in-process, {pair.beside} in multiprocess mode"
+    run = "" if pair is None or pair.level == "proven" else f"; {pair.level}"
     for name, version in found.items():
         problem = wrong.get(name)
         may_run = problem is None or (settings.unproven_versions and not problem.is_final)

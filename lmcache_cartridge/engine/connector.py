@@ -46,14 +46,13 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
 
     def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         from . import host, host_inprocess
-        from .describe import check_inside, check_vllm, without_draft
+        from .describe import check_vllm, without_draft
         from .forms import configure
 
         configure(vllm_config.kv_transfer_config)
         host.start("in-process")
         kv_cache_config = without_draft(kv_cache_config) or kv_cache_config
         check_vllm(vllm_config, kv_cache_config)
-        check_inside(vllm_config)
         check_api(vllm_config, role)
         with host_inprocess.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -82,19 +81,17 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         from . import host
         from .backend import CartridgeBackend
         from .control import CartridgeWorker, offer
-        from .describe import is_split
 
         if self._lmcache.engine is None:
             raise UnsupportedEngine(f"LMCache did not start: {self._lmcache.failure}")
         host.verify("worker")
-        if not all(map(is_split, kv_caches.values())):
-            self._bind_injector(kv_caches)
+        self._bind_injector(kv_caches)
         super().register_kv_caches(kv_caches)
         if not any(isinstance(backend, CartridgeBackend) for backend in self._lmcache.backends()):
             reason = (
                 CartridgeBackend.refusal
                 or self._lmcache.failure
-                or "storage_plugins in the LMCache YAML does not name it; see `lmcache-cartridge config lmcache.yaml`"
+                or "storage_plugins, or a flat key of extra_config, does not name it; see `lmcache-cartridge config lmcache.yaml`"
             )
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
         self._check_sleep()
@@ -107,14 +104,12 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         from . import host
         from .describe import computed_dtype, own_layers, saves
         from .inject import EngineWriteConnector
-        from .inject_latent import LatentConnector
 
         engine = self._lmcache.engine
         layers, planes, tokens, heads, head_size = engine.metadata.kv_shape
         dtype = str(engine.metadata.kv_dtype).removeprefix("torch.")
-        wanted = LatentConnector if engine.metadata.use_mla else EngineWriteConnector
-        if not isinstance(engine.gpu_connector, wanted):
-            engine.gpu_connector = wanted()
+        if not isinstance(engine.gpu_connector, EngineWriteConnector):
+            engine.gpu_connector = EngineWriteConnector()
         shape = ChunkShape(heads, layers, tokens, head_size, dtype, planes)
         is_stage = self._config.parallel_config.pipeline_parallel_size > 1
         first = own_layers(self._config).start if is_stage else 0

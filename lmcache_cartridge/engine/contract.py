@@ -20,6 +20,8 @@ client's own `salt`, and whose KV it is (`adapter`): the `adapter_name` of the L
 for the base model."""
 SKIP_SAVE, MAX_OFFLOAD = "lmcache.skip_save", "lmcache.max_offload_tokens"
 """LMCache's switches of one request: save nothing of it, and save so many leading tokens at most."""
+PUBLISHED = "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector"
+"""The module under which a `CartridgeConnector` was published. vLLM has none; ours is taken where a user names it."""
 CONTROL = "cartridge.control"
 """Key in `kv_connector_extra_config` whose value is the path of the L2 adapter's socket."""
 REQUEST_API = "cartridge.request_api"
@@ -30,37 +32,6 @@ WORKER_EXTENSION = "lmcache_cartridge.engine.control.CartridgeWorker"
 """The value of `--worker-extension-cls`."""
 CONTROL_METHOD = "cartridge_control"
 """The method that it adds to vLLM's workers: it returns the path of a worker's control socket."""
-REFUSED_EXTRA = {
-    "lmcache.max_tokens_per_load": "cuts cartridges in the middle (LMCache 0.5.6)",
-    "use_native": "takes vLLM's copy of an older LMCache",
-}
-"""Keys of `kv_connector_extra_config` that may not be set, and why."""
-PLAIN_CACHES = ("auto", "float16", "bfloat16")
-"""Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
-QUANTISED_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""Those under which it holds a byte for each number, by a scale for each layer that is settled when the model is loaded."""
-QUANTISED_OTHERWISE = (
-    f"by scales that are found as KV comes, which no cartridge made ahead can have; use one of {', '.join(QUANTISED_CACHES)}, "
-    "or remove --kv-cache-dtype"
-)
-SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
-"""Methods of speculation that go with cartridges. The first three have no KV of their own. A draft model has none for what
-was injected, so it proposes less well there; the model itself decides on each token, so the answers are the same."""
-SPECULATION_OTHERWISE = (
-    f"other methods add layers to the model's own, whose KV no cartridge has; use one of {', '.join(SPECULATION)}"
-)
-SLEEP = (
-    "LMCache's server keeps handles of the KV cache, and nothing tells it when sleep mode frees that memory; serve "
-    "in-process, or without sleep mode"
-)
-"""Why an engine that may sleep is refused in multiprocess mode."""
-ONE_GROUP = "disable-hybrid-kv-cache-manager"
-"""The option of vLLM that keeps the KV of full and sliding layers in one group of equal blocks. Attention ignores what is
-beyond a window all the same."""
-SEVERAL_GROUPS = (
-    "full and sliding layers would have KV caches with blocks of their own, and a cartridge has one KV for all layers; start "
-    f"vLLM with --{ONE_GROUP}, as `serve` does"
-)
 NULL_BLOCK = 0
 """The block that vLLM gives all requests for positions that a window has left behind: what is in it is nobody's."""
 WINDOWS_RECOMPUTED = (
@@ -72,11 +43,3 @@ WINDOWS_SAVED = (
     "save what those write; have nothing saved (`serve --no-save`, or kv_role kv_consumer)"
 )
 """Why LMCache's own saving does not go with a model whose layers all have a window."""
-DATA_PARALLEL = (
-    "LMCache 0.5.6 inside vLLM does not start in the second engine of a server; use `serve --mode multiprocess`, or one "
-    "server for each engine and a router before them"
-)
-SAVING_STAGES = (
-    "LMCache inside vLLM would save what one stage computed from KV that another could not load; use `serve --mode "
-    "multiprocess`, or have nothing saved"
-)

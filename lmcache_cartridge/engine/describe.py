@@ -15,22 +15,10 @@ from ..artifact.rope import rope_kinds, rope_parameters
 from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
-from . import host, host_inprocess
-from .contract import (
-    CONTROL,
-    DATA_PARALLEL,
-    PLAIN_CACHES,
-    QUANTISED_CACHES,
-    QUANTISED_OTHERWISE,
-    REFUSED_EXTRA,
-    SAVING_STAGES,
-    SEVERAL_GROUPS,
-    SPECULATION,
-    SPECULATION_OTHERWISE,
-    WINDOWS_RECOMPUTED,
-    WINDOWS_SAVED,
-)
+from . import host, host_inprocess, refusals
+from .contract import API_PLUGIN, CONTROL, WINDOWS_RECOMPUTED, WINDOWS_SAVED
 from .forms import SKIP_SAVING
+from .refusals import QUANTISED_CACHES, SEVERAL_GROUPS
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -63,28 +51,39 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
             "without it, and answer from that later; nobody can stop them (vLLM 0.32). LMCache's own saving goes beside "
             'cartridges: name our connector alone, with "kv_role": "kv_both"'
         )
-    if config.lora_config is not None and not host.is_connector_ours(transfer):
+    refusals.check(_facts(config))
+    if config.model_config.use_mla and _is_inside(config):
         raise refuse(
-            f"LoRA is enabled, and LMCache's keys ignore the adapter; {transfer.kv_connector} would give it the base model's "
-            "KV. Our connector tells them apart: `lmcache-cartridge serve MODEL --print` shows its name"
+            "multi-head latent attention: one latent vector a token is served in multiprocess mode only; use --mode "
+            "multiprocess"
         )
-    if config.parallel_config.prefill_context_parallel_size > 1 or (
-        config.parallel_config.decode_context_parallel_size > 1
-    ):
-        raise refuse("context parallelism splits a sequence among ranks; LMCache in-process does not handle it")
-    if config.speculative_config is not None and config.speculative_config.method not in SPECULATION:
-        raise refuse(f"speculation by {config.speculative_config.method}: {SPECULATION_OTHERWISE}")
-    if (kind := config.cache_config.cache_dtype) not in PLAIN_CACHES + QUANTISED_CACHES:
-        raise refuse(f"the KV cache is quantised ({kind}) {QUANTISED_OTHERWISE}")
-    if kind in QUANTISED_CACHES and config.cache_config.kv_cache_dtype_skip_layers:
+    if config.cache_config.cache_dtype in QUANTISED_CACHES and config.cache_config.kv_cache_dtype_skip_layers:
         raise refuse(
             "some layers' KV is quantised and some is not; LMCache has one dtype. Remove --kv-cache-dtype-skip-layers"
         )
     if kv_cache_config is not None:
         _check_groups(config, kv_cache_config)
-    for key, why in REFUSED_EXTRA.items():
-        if transfer.get_from_extra_config(key, None):
-            raise refuse(f"{key} {why}; remove it from kv_connector_extra_config")
+
+
+def _facts(config: VllmConfig) -> refusals.Facts:
+    parallel, transfer, speculates = config.parallel_config, transfer_of(config), config.speculative_config
+    several = engine_number(config) or _NAME.search(_name(config))
+    return refusals.Facts(
+        in_process=_is_inside(config),
+        saves=saves(config),
+        stages=parallel.pipeline_parallel_size,
+        engines=max(parallel.data_parallel_size, 2 if several else 1),
+        split=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
+        speculation=speculates.method if speculates else None,
+        cache_dtype=config.cache_config.cache_dtype,
+        may_sleep=config.model_config.enable_sleep_mode,
+        extra=transfer.kv_connector_extra_config,
+    )
+
+
+def _is_inside(config: VllmConfig) -> bool:
+    """Whether LMCache runs in vLLM's workers, not beside as a server."""
+    return transfer_of(config).get_from_extra_config(CONTROL, None) is None
 
 
 def _check_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -98,8 +97,7 @@ def _check_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         and group.kv_cache_spec.sliding_window < config.model_config.max_model_len
         for group in groups
     ):
-        is_inside = transfer_of(config).get_from_extra_config(CONTROL, None) is None
-        if saves(config) if is_inside else transfer_of(config).kv_role != "kv_consumer":
+        if saves(config) if _is_inside(config) else transfer_of(config).kv_role != "kv_consumer":
             raise UnsupportedEngine(WINDOWS_SAVED)
         if transfer_of(config).kv_load_failure_policy != "fail":
             raise UnsupportedEngine(WINDOWS_RECOMPUTED)
@@ -129,14 +127,6 @@ def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None
     return replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
 
 
-def check_inside(config: VllmConfig) -> None:
-    """Raise `UnsupportedEngine` for what LMCache inside vLLM is not made for, and LMCache's server is."""
-    if config.parallel_config.data_parallel_size > 1 or engine_number(config) or _NAME.search(_name(config)):
-        raise UnsupportedEngine(f"data parallelism: {DATA_PARALLEL}")
-    if config.parallel_config.pipeline_parallel_size > 1 and saves(config):
-        raise UnsupportedEngine(f"saving in a pipeline: {SAVING_STAGES}")
-
-
 def saves(config: VllmConfig) -> bool:
     """Whether LMCache inside vLLM may save what it computes: as `kv_role` says, and LMCache's variable against it."""
     return transfer_of(config).kv_role != "kv_consumer" and not os.environ.get(SKIP_SAVING)
@@ -162,7 +152,7 @@ def worker_number(config: VllmConfig) -> int:
     return engine_number(config) * parallel.world_size + parallel.rank % parallel.world_size
 
 
-def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
+def check_lmcache(config: LMCacheEngineConfig) -> None:
     """Raise `UnsupportedEngine`, with the fix, for an LMCache configuration under which cartridges are not safe."""
     problems = {
         "enable_async_loading": "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)",
@@ -187,36 +177,29 @@ def check_lmcache(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> Non
             f"LMCache looks cartridges up in retrieve_locations only, {locations}, which names no storage plugin. Name "
             "the cartridge plugin there as in storage_plugins, or remove it"
         )
-    if metadata.use_mla and metadata.world_size > 1:
-        raise UnsupportedEngine(
-            "multi-head latent attention on several ranks: LMCache in-process hands on what the first rank has (0.5.6), which "
-            "was never run with cartridges. Serve it with --mode multiprocess, or on one rank"
-        )
-
-
-def is_split(kv_cache: torch.Tensor) -> bool:
-    """Whether a registered KV cache has K and V as planes of their own, which LMCache's kernels write correctly.
-
-    vLLM < 0.26 registers `[2, blocks, block, heads, size]` or `[blocks, 2, ...]`; later ones
-    `[blocks, heads, block, 2 * size]`, which LMCache 0.5.6 corrupts silently (LMCache#4463).
-    """
-    return kv_cache.dim() == 5
 
 
 def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:
     """Return what the store must know of the engine in this process.
 
-    Called while vLLM's worker registers its KV caches. Raises `UnsupportedEngine` where an injector would write
-    wrong KV, or where vLLM's configuration is out of reach.
+    Called while vLLM's worker registers its KV caches. Raises `UnsupportedEngine` for an engine under which cartridges are
+    not safe, or where vLLM's configuration is out of reach. Ends the process under another connector than ours: LMCache
+    would go on without us, and the server answer without cartridges.
     """
+    from .inject import EngineWriteConnector
+
     vllm_config = host.current_vllm_config()
     if vllm_config is None:
         raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
+    injector = engine.gpu_connector
+    if not isinstance(injector, EngineWriteConnector):
+        host_inprocess.end_process(
+            f"{transfer_of(vllm_config).kv_connector} is not ours, and writes wrong KV (LMCache#4463). Where VLLM_PLUGINS is "
+            f"set, name `{API_PLUGIN}` in it; else install lmcache-cartridge again"
+        )
     check_vllm(vllm_config)
-    check_inside(vllm_config)
-    check_lmcache(config, metadata)
+    check_lmcache(config)
     parallel = vllm_config.parallel_config
-    layout = _layout(engine, vllm_config)
     is_stage = parallel.pipeline_parallel_size > 1
     layers = own_layers(vllm_config) if is_stage else range(metadata.kv_shape[0])
     if len(layers) != metadata.kv_shape[0]:
@@ -228,14 +211,14 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         chunk_tokens=config.chunk_size,
         rank=parallel.rank % parallel.tensor_parallel_size,
         world=parallel.tensor_parallel_size,
-        layout=layout,
+        layout=injector.layout,
         hasher=host_inprocess.hasher(engine),
         pin_memory=torch.cuda.is_available(),
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
-        device=_device(engine, vllm_config),
+        device=injector.device,
         layers=layers,
         worker=worker_number(vllm_config),
-        quantiser=getattr(engine.gpu_connector, "quantiser", None),
+        quantiser=injector.quantiser,
     )
 
 
@@ -263,36 +246,6 @@ def own_layers(vllm_config: VllmConfig) -> range:
     if numbers != list(layers):
         raise UnsupportedEngine(f"this process caches layers {numbers}, which are not all layers of a stage")
     return layers
-
-
-def _layout(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
-    from .inject import EngineWriteConnector
-
-    if isinstance(engine.gpu_connector, EngineWriteConnector):
-        return engine.gpu_connector.layout
-    caches = _caches(vllm_config)
-    if caches and all(map(is_split, caches)):
-        if vllm_config.cache_config.cache_dtype in QUANTISED_CACHES:
-            raise UnsupportedEngine("quantised KV caches need vLLM >= 0.26; remove --kv-cache-dtype")
-        return "kv_2ltd"
-    raise UnsupportedEngine(
-        "LMCache's own connector writes wrong KV into this engine's fused cache layout (LMCache#4463). Use "
-        '"kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector"'
-    )
-
-
-def _caches(vllm_config: VllmConfig) -> list[torch.Tensor]:
-    layers = host.attention_layers(vllm_config).values()
-    return [layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)]
-
-
-def _device(engine: LMCacheEngine, vllm_config: VllmConfig) -> str:
-    """Return where the engine's blocks are, so that the device tier is there too: `cpu`, `cuda:0`."""
-    from .inject import EngineWriteConnector
-
-    if isinstance(engine.gpu_connector, EngineWriteConnector):
-        return engine.gpu_connector.device
-    return str(next((cache.device for cache in _caches(vllm_config)), "cpu"))
 
 
 def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | None) -> fingerprint.Fingerprint:

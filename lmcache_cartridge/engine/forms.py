@@ -10,15 +10,18 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..artifact.location import SCHEME, is_remote, parse
 from ..artifact.manifest import check_id
 from ..errors import CartridgeError, SettingsError
 from ..settings import Settings, from_mapping
 from .contract import CONTROL, REQUEST_API
-from .lmcache_file import VARIABLE, lmcache_yaml, yaml_path
+from .lmcache_file import EXTRA_VARIABLE, MODULE, VARIABLE, lmcache_yaml, yaml_path
 
 EXTRA = "kv_connector_extra_config"
 SKIP_SAVING = "LMCACHE_FORCE_SKIP_SAVE"
@@ -100,6 +103,18 @@ def extra_of(transfer: Any) -> Mapping[str, Any]:
     return extra if isinstance(extra, Mapping) else {}
 
 
+def is_named(transfer: Any) -> bool:
+    """Whether a transfer configuration, or anything else that LMCache is configured by, names cartridges.
+
+    A mention is enough, wherever it stands: where LMCache makes nothing of it our connector does not start.
+    """
+    extra = extra_of(transfer)
+    told: list[Any] = [extra, {name: value for name, value in os.environ.items() if name.startswith("LMCACHE_")}]
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        told.append(yaml.safe_load(Path(os.environ.get(VARIABLE, os.devnull)).read_text()))
+    return MODULE in str(told) or any(key in _FORMS or key.startswith(_SETTING) for key in extra)
+
+
 def configure(transfer: Any, *, in_process: bool = True) -> Settings | None:
     """Have this process, LMCache in it too, read the settings in a transfer configuration; None where it has none.
 
@@ -108,6 +123,8 @@ def configure(transfer: Any, *, in_process: bool = True) -> Settings | None:
     already.
     """
     extra = extra_of(transfer)
+    if (lmcaches := extra.get("lmcache.extra_config")) is not None:
+        os.environ[EXTRA_VARIABLE] = lmcaches if isinstance(lmcaches, str) else json.dumps(lmcaches)
     if not (values := from_forms(extra)):
         return None
     settings = from_mapping(values, f"{EXTRA}: {_SETTING}")

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import SettingsError, UnsupportedEngine
 from ..settings import Settings, from_environment
 from .contract import CONTROL_METHOD
-from .versions import PROVEN, Mode, check_versions, versions
+from .versions import PROVEN, check_versions, versions
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 Part = Literal["api", "worker", "in-process", "multiprocess", "adapter"]
 """What starts: the API server, a vLLM worker, one of the two connectors, or the adapter in LMCache's server."""
-_MODES: dict[Part, Mode] = {"in-process": "in-process", "multiprocess": "multiprocess", "adapter": "multiprocess"}
 
 
 def start(part: Part) -> None:
@@ -36,7 +35,7 @@ def start(part: Part) -> None:
         unproven = from_environment().unproven_versions
     except SettingsError:
         unproven = Settings().unproven_versions
-    check_versions(unproven=unproven, mode=_MODES.get(part))
+    check_versions(unproven=unproven)
     verify(part)
 
 
@@ -77,13 +76,6 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 # vLLM's worker.
-
-
-def is_connector_ours(transfer: KVTransferConfig) -> bool:
-    """Whether the connector that vLLM takes by this configuration is one of ours, whatever its name."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    return KVConnectorFactory.get_connector_class(transfer).__module__.startswith(f"{__package__}.")
 
 
 def add_to_workers(method: Callable[[Any], str]) -> None:
@@ -219,27 +211,8 @@ def let_go_of_hits(tracker: Any) -> None:
 
 
 def keep_from_saving(tracker: Any) -> None:
-    """Have LMCache save nothing more of a request; before 0.5.6 it takes `without_unsaved` as well."""
+    """Have LMCache save nothing more of a request."""
     tracker.max_offload_tokens = 0
-
-
-def can_limit_saving() -> bool:
-    """Whether LMCache's connector itself heeds `keep_from_saving`."""
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
-
-    return hasattr(LMCacheMPRequestTracker, "max_offload_tokens")
-
-
-def without_unsaved(stores: list[Any], tracker_of: Callable[[str], Any], *, may_save: bool) -> list[Any]:
-    """Return what is left of a step's transfers without those that save what is not to be saved.
-
-    LMCache has looked at that itself since 0.5.6, the engine's role included; 0.5.5 saves whatever was computed.
-    """
-    return [
-        one for one in stores
-        if one.direction != "STORE"
-        or (may_save and getattr(tracker_of(one.request_id), "max_offload_tokens", None) != 0)
-    ]  # fmt: skip
 
 
 def _is_asked_for_trackers(connector: Any) -> bool:
@@ -332,9 +305,6 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.renderers.online_renderer:OnlineRenderer.render_responses": callable,
     },
     "worker": {
-        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": lambda names: (
-            {"LMCacheConnectorV1", "LMCacheMPConnector"} <= set(names)
-        ),
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class": callable,
         "vllm.config:get_current_vllm_config_or_none": lambda get: get() or True,
         "vllm.model_executor.models.utils:extract_layer_index": lambda index: index("model.layers.3.attn") == 3,

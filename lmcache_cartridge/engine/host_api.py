@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
 from http import HTTPStatus
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,17 @@ def before_shutdown(engine_client: Any, wait: Callable[[float], None]) -> None:
         stop(timeout=timeout)
 
     engine_client.shutdown = shutdown
+
+
+def refuse_sleep(engine_client: Any, reason: str) -> None:
+    """Have vLLM answer whoever sends its engine to sleep with 409 and a reason."""
+    from vllm.exceptions import GracefulHTTPError
+
+    async def sleep(*_: Any, **__: Any) -> None:
+        raise GracefulHTTPError(reason, HTTPStatus.CONFLICT)
+
+    attribute(engine_client, "sleep")
+    engine_client.sleep = sleep
 
 
 def extend_models(
@@ -171,12 +184,20 @@ async def check_handlers(state: Any) -> None:
         raise changed(f"{name} and the field `cartridges` in its requests", f"it answers {reply!r:.200}")
 
 
-def replace_connectors(ours: Mapping[str, tuple[str, str]]) -> None:
-    """Have vLLM load our connectors, by module and class, under names of its own. Doing so again is no change."""
+def choose_connectors(choose: Callable[[Any], tuple[str, str] | None]) -> None:
+    """Have vLLM take the connector, by module and class, that `choose` returns for a transfer configuration; its own choice
+    where that is None. Doing so again is no change.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name, (module, class_name) in ours.items():
-        if name not in KVConnectorFactory._registry:
-            raise changed(f"the connector {name}", "vLLM does not know it")
-        del KVConnectorFactory._registry[name]
-        KVConnectorFactory.register_connector(name, module, class_name)
+    theirs = KVConnectorFactory.get_connector_class
+    if hasattr(theirs, "__wrapped__"):
+        return
+
+    @wraps(theirs)
+    def get_connector_class(cls: Any, kv_transfer_config: Any) -> Any:
+        if (ours := choose(kv_transfer_config)) is None:
+            return theirs(kv_transfer_config)
+        return getattr(import_module(ours[0]), ours[1])
+
+    KVConnectorFactory.get_connector_class = classmethod(get_connector_class)  # type: ignore[method-assign, assignment]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from .host import attribute, changed, replaced
 
@@ -111,6 +112,14 @@ def _end_storage(engine: Any) -> None:
     # Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
     if engine is not None and engine.storage_manager is not None:
         engine.storage_manager.close()
+
+
+def end_process(reason: str) -> NoReturn:
+    """End this worker, and so the server, with the reason: LMCache drops a plugin that raises, and its threads would keep a
+    process that wants to end.
+    """
+    print(f"lmcache-cartridge: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def keep_from_adopting(local_cpu: Any, is_lent: Callable[[Any], bool]) -> None:

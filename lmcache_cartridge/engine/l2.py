@@ -83,7 +83,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         if not isinstance(self._engines, int) or self._engines < 1:
             raise SettingsError("adapter_params.engines is a number from 1 on")
         settings = from_mapping(own, "adapter_params.")
-        check_versions(unproven=settings.unproven_versions, mode="multiprocess")
+        check_versions(unproven=settings.unproven_versions)
         host.verify("adapter")
         self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
         self._l1_bytes = getattr(l1_memory_desc, "size", None)

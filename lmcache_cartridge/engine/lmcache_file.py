@@ -12,8 +12,9 @@ from ..settings import Settings
 
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
-VARIABLE = "LMCACHE_CONFIG_FILE"
-"""The environment variable that names the file, for LMCache and for us."""
+MODULE = "lmcache_cartridge.engine.backend"
+VARIABLE, EXTRA_VARIABLE = "LMCACHE_CONFIG_FILE", "LMCACHE_EXTRA_CONFIG"
+"""The environment variables that name the file, and that hold over its `extra_config`, for LMCache and for us."""
 
 
 def as_parameters(settings: Settings) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int, saved_bytes: int = 0) ->
     Without these it is for nothing but cartridges.
     """
     extra = {
-        f"storage_plugin.{PLUGIN}.module_path": "lmcache_cartridge.engine.backend",
+        f"storage_plugin.{PLUGIN}.module_path": MODULE,
         f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
         **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in as_parameters(settings).items()},
     }

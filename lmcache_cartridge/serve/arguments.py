@@ -13,20 +13,8 @@ from typing import Any
 
 import yaml
 
-from ..engine.contract import (
-    DATA_PARALLEL,
-    ONE_GROUP,
-    PLAIN_CACHES,
-    QUANTISED_CACHES,
-    QUANTISED_OTHERWISE,
-    REFUSED_EXTRA,
-    SAVING_STAGES,
-    SEVERAL_GROUPS,
-    SLEEP,
-    SPECULATION,
-    SPECULATION_OTHERWISE,
-    WORKER_EXTENSION,
-)
+from ..engine import refusals
+from ..engine.contract import WORKER_EXTENSION
 from ..errors import SettingsError, UnsupportedEngine
 
 TRANSFER = "kv-transfer-config"
@@ -36,10 +24,6 @@ _SHORT = {
     "pp": "pipeline-parallel-size", "tp": "tensor-parallel-size", "dp": "data-parallel-size",
     "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size", "sc": "speculative-config",
 }  # fmt: skip
-_ONE_RANK = {
-    "prefill-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
-    "decode-context-parallel-size": "context parallelism splits a sequence among ranks, and LMCache with it",
-}
 _NEVER = {
     "worker-extension-cls": f"`serve` needs that place for {WORKER_EXTENSION}",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
@@ -104,35 +88,31 @@ class Arguments:
 
     def check(self, *, in_process: bool, saves: bool = False) -> None:
         """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
-        if in_process and saves and (size := self.get("pipeline-parallel-size")) not in (None, "1"):
-            raise UnsupportedEngine(f"--pipeline-parallel-size {size}: {SAVING_STAGES}")
-        if in_process and (size := self.get("data-parallel-size")) not in (None, "1"):
-            raise UnsupportedEngine(f"--data-parallel-size {size}: {DATA_PARALLEL}")
-        if not in_process and self.get("enable-sleep-mode") not in (None, "false", "False"):
-            raise UnsupportedEngine(f"--enable-sleep-mode: {SLEEP}")
-        if self.get(f"no-{ONE_GROUP}") is not None or self.get(ONE_GROUP) in ("false", "False"):
-            raise UnsupportedEngine(f"--no-{ONE_GROUP}: {SEVERAL_GROUPS}")
+        if self.get(f"no-{refusals.ONE_GROUP}") is not None or self.get(refusals.ONE_GROUP) in ("false", "False"):
+            raise UnsupportedEngine(f"--no-{refusals.ONE_GROUP}: {refusals.SEVERAL_GROUPS}")
         for name, why in _NEVER.items():
             if self.get(name) is not None or name in self._nested:
                 raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")
-        for name, why in _ONE_RANK.items():
-            if (size := self.get(name)) not in (None, "1"):
-                raise UnsupportedEngine(f"--{name} {size} does not go with cartridges: {why}")
-        speculation = self.mapping("speculative-config")
-        if speculation or any(
-            self.get(name) is not None for name in ("speculative-config", "spec-method", "spec-model")
-        ):
-            method = speculation.get("method") or self.get("spec-method")
-            if method not in SPECULATION:
-                what = "speculation without a method" if method is None else f"speculation by {method}"
-                raise UnsupportedEngine(f"{what}: {SPECULATION_OTHERWISE}")
-        kind = self.get("kv-cache-dtype")
-        if kind is not None and kind not in PLAIN_CACHES + QUANTISED_CACHES:
-            raise UnsupportedEngine(f"the KV cache is quantised ({kind}) {QUANTISED_OTHERWISE}")
-        extra = self.mapping(TRANSFER).get("kv_connector_extra_config") or {}
-        for key in REFUSED_EXTRA.keys() & extra.keys():
-            if extra[key]:
-                raise UnsupportedEngine(f"{key} {REFUSED_EXTRA[key]}; remove it from --{TRANSFER}")
+        is_given = any(self.get(name) is not None for name in ("speculative-config", "spec-model"))
+        speculates = self.mapping("speculative-config")
+        method = speculates.get("method") or self.get("spec-method")
+        refusals.check(
+            refusals.Facts(
+                in_process=in_process,
+                saves=saves,
+                stages=self._count("pipeline"),
+                engines=self._count("data"),
+                split=max(self._count("prefill-context"), self._count("decode-context")),
+                speculation=method or ("no method" if is_given or speculates else None),
+                cache_dtype=self.get("kv-cache-dtype") or "auto",
+                may_sleep=self.get("enable-sleep-mode") not in (None, "false", "False"),
+                extra=self.mapping(TRANSFER).get("kv_connector_extra_config") or {},
+            )
+        )
+
+    def _count(self, parallel: str) -> int:
+        size = self.get(f"{parallel}-parallel-size")
+        return int(size) if size and size.isdecimal() else 1
 
 
 def redacted(arguments: Sequence[str]) -> list[str]:

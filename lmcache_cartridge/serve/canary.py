@@ -24,7 +24,8 @@ from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
 from ..artifact.fingerprint import DTYPE_BYTES, Fingerprint
 from ..artifact.manifest import Manifest
 from ..engine.client import ControlClient
-from ..engine.contract import GRANT, QUANTISED_CACHES, SKIP_SAVE, TAG
+from ..engine.contract import GRANT, SKIP_SAVE, TAG
+from ..engine.refusals import QUANTISED_CACHES
 from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..library.registry import Registry

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ..artifact.reading import MANIFEST, load_manifest
-from ..engine.contract import API_PLUGIN, CONTROL, ONE_GROUP, WORKER_EXTENSION
+from ..engine.contract import API_PLUGIN, CONTROL, PUBLISHED, WORKER_EXTENSION
 from ..engine.forms import EXTRA, SKIP_SAVING, saves_nowhere, with_forms
 from ..engine.lmcache_file import VARIABLE, as_parameters, lmcache_yaml, yaml_path
+from ..engine.refusals import ONE_GROUP
 from ..engine.versions import check_versions
 from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
@@ -101,7 +102,7 @@ def plan(
     role = _role(given.get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process))
     is_idle = in_process and role == "kv_both" and not l1_bytes and saves_nowhere(given.get(EXTRA) or {}, os.environ)
     arguments.check(in_process=in_process, saves=role == "kv_both" and not is_idle)
-    check_versions(unproven=settings.unproven_versions, mode=mode)
+    check_versions(unproven=settings.unproven_versions)
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)
     path = yaml_path(settings, yaml)
     environment = {
@@ -247,10 +248,9 @@ def _installed_plugins() -> list[str]:
 def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the transfer configuration with what the user adds to it. Raises `UnsupportedEngine` where they differ."""
     merged = given | ours
-    stock = {"CartridgeConnector": "LMCacheConnectorV1", "CartridgeMPConnector": "LMCacheMPConnector"}
+    stock = "LMCacheMPConnector" if ours["kv_connector"] == "CartridgeMPConnector" else "LMCacheConnectorV1"
     for name in ("kv_connector", "kv_connector_module_path", "kv_role"):
-        is_stock = name == "kv_connector" and given.get(name) == stock[ours[name]]
-        if name in given and given[name] != ours[name] and not is_stock:
+        if given.get(name, ours[name]) not in (ours[name], stock, PUBLISHED):
             raise UnsupportedEngine(
                 f"--{TRANSFER} has {name} {given[name]!r}, and cartridges need {ours[name]!r}; leave it out"
             )

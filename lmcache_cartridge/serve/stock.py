@@ -1,40 +1,70 @@
-"""Stock: vLLM started by its own command serves cartridges too, where its LMCache YAML names them.
+"""Stock: vLLM started by its own command serves cartridges too, where its configuration, or LMCache's, names them.
 
-A `vllm.general_plugins` entry point, which vLLM loads in each of its processes. It does nothing unless
-`LMCACHE_CONFIG_FILE` names our storage plugin or `VLLM_PLUGINS` our request API, and imports neither vLLM nor LMCache
-until then. Without it LMCache would drop our plugin where it cannot load it, as on every CPU engine under vLLM's own
-connector, and the server would answer without cartridges.
+A `vllm.general_plugins` entry point, which vLLM loads in each of its processes. It changes nothing unless something names
+cartridges, and imports no LMCache. Without it LMCache would drop our plugin where it cannot load it, as on every CPU engine
+under vLLM's own connector, and the server would answer without cartridges.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
+import sys
+from contextlib import suppress
+from functools import cache
+from typing import Any
 
 from ..engine.contract import API_PLUGIN
-from ..settings import is_named
+from ..engine.forms import is_named
+from ..engine.host_api import choose_connectors
+from ..errors import SettingsError
+from .arguments import TRANSFER, Arguments
 
+logger = logging.getLogger("vllm.lmcache_cartridge.serve.stock")
 _CONNECTORS = {
-    "LMCacheConnectorV1": ("lmcache_cartridge.engine.connector", "CartridgeConnector"),
-    "LMCacheMPConnector": ("lmcache_cartridge.engine.mp_connector", "CartridgeMPConnector"),
+    "LMCacheConnectorV1": "lmcache_connector",
+    "LMCacheMPConnector": "lmcache_mp_connector",
+    "CartridgeConnector": "cartridge_connector",
 }
-"""vLLM's connectors, and ours, which do the same and check what cartridges need."""
+"""vLLM's connectors whose place ours take, and the one under which cartridges were published, which vLLM does not have; and
+their modules, which users may name too."""
 
 
 def register() -> None:
-    """Put our connectors in the place of vLLM's, and have vLLM load the request API. Doing so again is no change.
+    """Put our connectors in the place of vLLM's, and have vLLM load the request API, where something names cartridges.
+    Doing so again is no change.
 
     Also spare vLLM's own processes the collector's passes over what they have imported.
     """
-    if is_named():
-        from ..engine.host_api import replace_connectors
+    choose_connectors(_chosen)
+    transfer: Any = None
+    with suppress(SettingsError):  # vLLM will say so
+        transfer = Arguments(sys.argv[1:]).mapping(TRANSFER)
+    if is_named(transfer):
         from .launch import allowed_plugins
 
-        replace_connectors(_CONNECTORS)
         os.environ["VLLM_PLUGINS"] = allowed_plugins()
     if API_PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(",") and multiprocessing.parent_process() is not None:
         spare_imports()
+
+
+def _chosen(transfer: Any) -> tuple[str, str] | None:
+    """Return our connector for a transfer configuration; None where vLLM's own choice is right."""
+    name = transfer.kv_connector
+    theirs = f"vllm.distributed.kv_transfer.kv_connector.v1.{_CONNECTORS.get(name)}"
+    if name not in _CONNECTORS or transfer.kv_connector_module_path not in (None, theirs) or not is_named(transfer):
+        return None
+    _say(name)
+    if name == "LMCacheMPConnector":
+        return "lmcache_cartridge.engine.mp_connector", "CartridgeMPConnector"
+    return "lmcache_cartridge.engine.connector", "CartridgeConnector"
+
+
+@cache
+def _say(name: str) -> None:
+    logger.info("the configuration names cartridges, so lmcache-cartridge's connector takes the place of %s", name)
 
 
 def spare_imports() -> None:
