@@ -228,12 +228,12 @@ def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path: Path, dyin
         _wait(lambda: all(map(_gone, pids)))
 
 
-@pytest.mark.parametrize("status", [0, 7])
-def test_vllms_exit_status_is_the_pairs(tmp_path: Path, status: int) -> None:
+@pytest.mark.parametrize(("status", "pairs"), [(0, 1), (7, 7)])
+def test_vllms_end_by_itself_is_a_failure_with_its_own_status(tmp_path: Path, status: int, pairs: int) -> None:
     file = tmp_path / "lmcache"
     vllm = _python(_SEVEN.format(str(file)).replace("(7)", f"({status})"))
     with _pair(_python(_SLEEP.format(str(file))), vllm, [file]) as (pair, _):
-        assert pair.wait(60) == status
+        assert pair.wait(60) == pairs
 
 
 def test_the_servers_end_when_the_pair_is_killed(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from ..engine import host, host_api
-from ..engine.forms import configure
+from ..engine.contract import CONTROL
+from ..engine.forms import configure, extra_of
+from ..engine.refusals import SLEEP
 from ..errors import UnsupportedEngine
 from ..memory.loads import LOAD_SECONDS
 from ..settings import from_environment
@@ -82,4 +84,6 @@ class CartridgePlugin:
             await host_api.check_handlers(state)
         self.collector.model = admission.router.models[0]
         host_api.before_shutdown(engine_client, self._drain.wait)
+        if CONTROL in extra_of(args.kv_transfer_config):
+            host_api.refuse_sleep(engine_client, SLEEP)
         self._following = asyncio.create_task(follow(self.collector, admission.numbers))

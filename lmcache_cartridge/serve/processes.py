@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+import httpx
 
 from ..errors import SettingsError, UnsupportedEngine
 from ..settings import from_environment
@@ -81,11 +81,9 @@ class ServerProcess:
         return self._process.poll()
 
     def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", timeout=5).is_success
+        return False
 
     def _stop(self) -> None:
         """End the server and every process it started: they are all in its process group."""
@@ -99,9 +97,10 @@ class ServerProcess:
 
 
 def run_pair(lmcache: list[str], vllm: list[str]) -> int:
-    """Run LMCache's server and vLLM as children until one ends or a signal comes, and end both; return vLLM's exit status.
+    """Run LMCache's server and vLLM as children until one ends or a signal comes, and end both.
 
-    Returns 1 where vLLM did not end by itself, 0 after a signal. Blocks.
+    Returns 0 after a signal alone; else vLLM's exit status, or 1 where that is 0, as it is when its engine has died, so that
+    supervisors start both again. Blocks.
     """
     children: dict[str, subprocess.Popen] = {}
     let_go_s = {"vLLM": _LET_GO_S + float(Arguments(vllm).get("shutdown-timeout") or 0) + _drain_s()}
@@ -116,8 +115,7 @@ def run_pair(lmcache: list[str], vllm: list[str]) -> int:
             for name, child in children.items():
                 if child.poll() is not None:
                     print(f"lmcache-cartridge: {name} ended with {child.returncode}; ending", file=sys.stderr)
-                    status = children["vLLM"].poll()
-                    return 1 if status is None else status
+                    return children["vLLM"].poll() or 1
         return 0
     finally:
         for name, child in reversed(children.items()):  # vLLM first; each is the head of its process group
