@@ -29,10 +29,9 @@ cartridges-test: $(READY)
 	$(BIN)/lmcache-cartridge validate --model $(MODEL) --tier=$(TIER)
 
 # The short forms, some fifteen minutes; `python benchmarks/NAME.py --help` for the long ones. BENCH_ARGS goes to each.
-BENCHMARKS := start chunks inject mix replacement scale cold_fetch saving ttft fleet
+BENCHMARKS := replacement scale start inject chunks fleet saving cold_fetch ttft
 bench: $(READY)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
-	$(BIN)/python benchmarks/sizes.py
 
 # The tables in README and docs, figures among them; test_docs says when they are stale.
 docs: $(READY)

@@ -6,17 +6,15 @@ What is timed is what LMCache does with a backend in one retrieval: `batched_con
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
 
   cpu    resident in our cpu tier           LMCache LocalCPU; copying the same bytes once (memcpy)
-  disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies);
-                                            `preadv` into a reused buffer, direct
-                                            where the files are cold too, with and without checksums (none looks for
-                                            NaN, which ours does the first time, before what is timed)
+  disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies); `preadv`
+                                            and `aiofiles` into reused memory, and `preadv` with checksums
   s3     on S3, verified (--s3)             parallel ranged GETs of the same parts by the same client
 
 Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it)
 and, for ours, that the chunks were evicted from memory. Cached means that the page cache has the files, which
 takes the disk out of the comparison. Every contender has four threads, S3's sixteen, memory aligned as ours and written
-to before, and runs in turn with the others. Disk and S3 are read by one caller, with --full by 4 and 16 too. The S3 server
-has one half of the cores and its clients the other: on the same cores, what a client computes slows its server down.
+to before, and runs in turn with the others, by one caller, or by c at once. A retrieval that finds fewer chunks than there are
+ends the run. The S3 server has one half of the cores and its clients the other.
 """
 
 from __future__ import annotations
@@ -35,21 +33,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiofiles
 import numpy as np
 import report
 from blake3 import blake3
-from sizes import SHAPES, Shape
+from sizes import SHAPES, TINY, Shape
 
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.settings import Settings, from_mapping, parse_bytes
 
+MEASURES = ["artifact", "library", "sources", "memory", "engine/backend.py"]
 THREADS = 4
 CONCURRENCY = (1, 4, 16)
 CPU_LOOPS = 20
 """Retrievals in one sample of the cpu tier, which takes microseconds."""
-STEP_BYTES = 2 << 20
 TIERS = ("cpu", "disk cold", "disk cached")
-TINY = Shape("tiny", 2, 256, 4, 2, 64, 512, 1000)
 
 
 class Case(NamedTuple):
@@ -338,95 +336,54 @@ def warm(files: Sequence[Path]) -> None:
 
 
 class Limit:
-    """`preadv` of the payload's chunks into one reused buffer by `THREADS` threads, each chunk verified or not."""
+    """The payload's chunks into one reused buffer by `THREADS` threads, without the plugin."""
 
     def __init__(self, scene: Scene) -> None:
-        self._start = scene.manifest.payload.data_offset_bytes
-        self._path, self._bytes, self._chunks = scene.payload, scene.case.chunk_bytes, scene.case.chunks
-        self._head_bytes = scene.manifest.head_bytes(0)
+        self._start, self._path, self._case = scene.manifest.payload.data_offset_bytes, scene.payload, scene.case
         self._buffer = written(scene.case.size_bytes)
+        self._head_bytes = scene.manifest.head_bytes(0)
         self._pool = ThreadPoolExecutor(THREADS)
-        self._hashers = ThreadPoolExecutor(THREADS)
 
-    def read(self) -> None:
-        """Read only."""
-        self._each(lambda descriptor, chunk: self._read(descriptor, chunk))
+    def preadv(self, *, verified: bool = False) -> None:
+        """Read by `preadv`, and take each head's checksum where it is to be `verified`."""
 
-    def read_direct(self) -> None:
-        """Read only, past the page cache."""
-        self._each(lambda descriptor, chunk: self._read(descriptor, chunk), os.O_DIRECT)
-
-    def read_direct_and_hash_steps(self) -> None:
-        """Do `read_and_hash_steps` past the page cache. A head is a whole number of pages here."""
-        self._each(self._hash_steps, os.O_DIRECT)
-
-    def read_then_hash(self) -> None:
-        """Read a chunk, then hash it; other threads read meanwhile."""
-
-        def work(descriptor: int, chunk: int) -> None:
-            for head in self._heads(self._read(descriptor, chunk)):
-                blake3(head).digest()
-
-        self._each(work)
-
-    def read_and_hash_steps(self) -> None:
-        """Read a chunk in steps, and hash each while this core has it in its cache; other threads read meanwhile."""
-
-        self._each(self._hash_steps)
-
-    def _hash_steps(self, descriptor: int, chunk: int) -> None:
-        for head, part in enumerate(self._heads(self._place(chunk))):
-            hasher = blake3()
-            for offset in range(0, len(part), STEP_BYTES):
-                step = part[offset : offset + STEP_BYTES]
-                _read_all(descriptor, step, self._at(chunk, head) + offset)
-                hasher.update(step)
-            hasher.digest()
-
-    def read_while_hashing(self) -> None:
-        """Read a chunk in steps, and hash each step in another thread while the next one is read."""
-
-        def work(descriptor: int, chunk: int) -> None:
-            pending = None
-            for head, part in enumerate(self._heads(self._place(chunk))):
-                hasher = blake3()
-                for offset in range(0, len(part), STEP_BYTES):
-                    step = part[offset : offset + STEP_BYTES]
-                    _read_all(descriptor, step, self._at(chunk, head) + offset)
-                    if pending is not None:
-                        pending.result()
-                    pending = self._hashers.submit(hasher.update, step)
-            pending.result()
-
-        self._each(work)
-
-    def _each(self, work: Callable[[int, int], Any], flags: int = 0) -> None:
-        def run(chunk: int) -> None:
-            descriptor = os.open(self._path, os.O_RDONLY | flags)  # each its own: the kernel reads ahead by descriptor
+        def read(chunk: int) -> None:
+            place, at = self._place(chunk)
+            descriptor = os.open(self._path, os.O_RDONLY)  # each its own: the kernel reads ahead by descriptor
             try:
-                work(descriptor, chunk)
+                done = 0
+                while done < len(place):
+                    done += os.preadv(descriptor, [place[done:]], at + done)
             finally:
                 os.close(descriptor)
+            for head in range(0, len(place) if verified else 0, self._head_bytes):
+                blake3(place[head : head + self._head_bytes]).digest()
 
-        list(self._pool.map(run, range(self._chunks)))
+        list(self._pool.map(read, range(self._case.chunks)))
 
-    def _at(self, chunk: int, head: int) -> int:
-        return self._start + chunk * self._bytes + head * self._head_bytes
+    def aiofiles(self) -> None:
+        """Read by aiofiles, which hands each read to the same threads."""
 
-    def _place(self, chunk: int) -> memoryview:
-        return self._buffer[chunk * self._bytes : (chunk + 1) * self._bytes]
+        async def read(chunk: int) -> None:
+            place, at = self._place(chunk)
+            async with aiofiles.open(self._path, "rb", buffering=0, executor=self._pool) as file:
+                await file.seek(at)
+                done = 0
+                while done < len(place):
+                    done += await file.readinto(place[done:])
 
-    def _read(self, descriptor: int, chunk: int) -> memoryview:
-        _read_all(descriptor, self._place(chunk), self._start + chunk * self._bytes)
-        return self._place(chunk)
+        async def all_chunks() -> None:
+            await asyncio.gather(*map(read, range(self._case.chunks)))
 
-    def _heads(self, chunk: memoryview) -> list[memoryview]:
-        return [chunk[i : i + self._head_bytes] for i in range(0, len(chunk), self._head_bytes)]
+        asyncio.run(all_chunks())
+
+    def _place(self, chunk: int) -> tuple[memoryview, int]:
+        first = chunk * self._case.chunk_bytes
+        return self._buffer[first : first + self._case.chunk_bytes], self._start + first
 
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown()
-        self._hashers.shutdown()
 
 
 def written(size_bytes: int) -> memoryview:
@@ -438,14 +395,8 @@ def written(size_bytes: int) -> memoryview:
     return memoryview(memory)[-memory.ctypes.data % 4096 :][:size_bytes]
 
 
-def _read_all(descriptor: int, out: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(out):
-        done += os.preadv(descriptor, [out[done:]], offset + done)
-
-
-def measure_cpu(at: Scene, repeat: int) -> list[dict[str, Any]]:
-    """Return a row for each contender and concurrency with everything in memory."""
+def measure_cpu(at: Scene, repeat: int) -> list[report.Figure]:
+    """Return the figures of each contender and concurrency with everything in memory."""
     rows = []
     source, target = np.ones(at.case.size_bytes, np.uint8), np.empty(at.case.size_bytes, np.uint8)
     retrieve(at.plugin, at.keys)
@@ -470,12 +421,12 @@ def measure_cpu(at: Scene, repeat: int) -> list[dict[str, Any]]:
             },
             repeat,
         )
-        rows += make_rows(at.case, "cpu", c, samples)
+        rows += make_figures(at.case, "cpu", c, samples)
     return rows
 
 
-def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> list[dict[str, Any]]:
-    """Return a row for each contender and concurrency with the chunks in files, in the page cache or not."""
+def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> list[report.Figure]:
+    """Return the figures of each contender and concurrency with the chunks in files, in the page cache or not."""
     limit, rows = Limit(at), []
     files = {
         "cartridge": [at.payload],
@@ -489,16 +440,8 @@ def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> 
         (drop if cold else warm)(files.get(name, files["cartridge"]))
 
     reads = {
-        "preadv": limit.read,
-        "preadv, then checksum": limit.read_then_hash,
-        "preadv and checksum in steps": limit.read_and_hash_steps,
-        "preadv while checksumming": limit.read_while_hashing,
-    }
-    if cold and not at.manifest.head_bytes(0) % 4096:
-        reads |= {
-            "direct preadv": limit.read_direct,
-            "direct preadv and checksum in steps": limit.read_direct_and_hash_steps,
-        }
+        "preadv": limit.preadv, "preadv, verified": partial(limit.preadv, verified=True), "aiofiles": limit.aiofiles,
+    }  # fmt: skip
     for c in callers:
         parts = runs(at.keys, c)
 
@@ -517,7 +460,7 @@ def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> 
             contenders[name] = lambda name=name, through=through: through(name, at.rivals[name])
         if c == 1:
             contenders |= {name: (lambda name=name, limited=limited: limited(name)) for name in reads}
-        rows += make_rows(at.case, "disk cold" if cold else "disk cached", c, report.in_turns(contenders, repeat))
+        rows += make_figures(at.case, "disk cold" if cold else "disk cached", c, report.in_turns(contenders, repeat))
     limit.close()
     return rows
 
@@ -546,8 +489,8 @@ def halves() -> tuple[set[int], set[int]]:
     return set(cores[:half] or cores), set(cores[half:])
 
 
-def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for ours and for raw ranged GETs, by the same client settings."""
+def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[report.Figure]:
+    """Return the figures of ours and of raw ranged GETs, by the same client settings."""
     server, digest, keys, settings = at.s3
     from lmcache_cartridge.artifact.location import parse
     from lmcache_cartridge.library.registry import Registry
@@ -577,99 +520,44 @@ def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[dict[str,
     for c in callers:
         contenders: dict[str, Callable[[], float]] = {"cartridge": lambda c=c: ours(c)}
         if c == 1:
-            # Ours end where chunks do, so they may be smaller than the setting allows, and more.
-            ours_bytes = part // min(part, at.case.chunk_bytes) * min(part, at.case.chunk_bytes)
-            for name, size in (("ranged GETs", part), ("ranged GETs as ours", ours_bytes)):
-                work = partial(pool.map, partial(get, size=size), range(0, len(buffer), size))
-                contenders[name] = lambda work=work: report.timed(lambda: list(work()))
-        rows += make_rows(at.case, "s3", c, report.in_turns(contenders, repeat))
+            work = partial(pool.map, partial(get, size=part), range(0, len(buffer), part))
+            contenders["ranged GETs"] = lambda work=work: report.timed(lambda: list(work()))
+        rows += make_figures(at.case, "s3", c, report.in_turns(contenders, repeat))
     pool.shutdown()
     client.close()
     return rows
 
 
-def make_rows(case: Case, tier: str, c: int, samples: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return a row for each contender, its time beside ours."""
-    ours = report.Spread.of(samples["cartridge"]).median
-    rows = []
-    for name, seconds in samples.items():
-        took = report.Spread.of(seconds)
-        rows.append(
-            {
-                "model": case.shape.name,
-                "chunk": case.chunk_tokens,
-                "chunks": case.chunks,
-                "tier": tier,
-                "c": c,
-                "contender": name,
-                "us a chunk": took.text(1e6 / case.chunks),
-                "GB/s": round(case.size_bytes / took.median / report.GB, 2),
-                "ours / it": round(took.median / ours, 2),
-                "_seconds": seconds,
-            }
-        )
-    return rows
-
-
-def figures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the figures of issue 6 as lines."""
-    lines = []
-    cells = {(r["model"], r["chunk"], r["tier"], r["c"]): [] for r in rows if r["c"] == 1}
-    for row in rows:
-        if row["c"] == 1:
-            cells[row["model"], row["chunk"], row["tier"], 1].append(row)
-    for (model, chunk, tier, _), found in cells.items():
-        ratio = {row["contender"]: row["ours / it"] for row in found}
-        us = next(float(row["us a chunk"].split()[0]) for row in found if row["contender"] == "cartridge")
-        where = f"{model}, chunk {chunk}, {tier}:"
-        if tier == "cpu":
-            lines.append(
-                f"{where} {us:g} us a chunk (at most 5), {ratio['LMCache LocalCPU']:g} x LMCache LocalCPU's rate (at least 1)"
-            )
-        elif tier == "s3":
-            lines.append(
-                f"{where} {ratio['ranged GETs']:g} of raw ranged GETs (at least 0.9), {ratio['ranged GETs as ours']:g} of "
-                "such of the same sizes"
-            )
-        else:
-            limit = min(value for name, value in ratio.items() if "checksum" in name)
-            lines.append(
-                f"{where} {limit:g} of the fastest preadv with checksum (at least 0.9), {ratio['LMCache LocalDisk']:g} x "
-                f"LMCache LocalDisk (at least 2), {ratio['LMCache FS']:g} x LMCache FS (at least 1), "
-                f"preadv alone is {1 / ratio['preadv']:.2g} x ours"
-            )
-    return lines
-
-
-def panels(rows: Sequence[dict[str, Any]]) -> list[report.Panel]:
-    """Return one diagram a tier: bytes per second of each contender by model and chunk size, at c = 1."""
-    made = []
-    for tier in dict.fromkeys(row["tier"] for row in rows):
-        curves: dict[str, list[report.Point]] = {}
-        for row in rows:
-            if row["tier"] == tier and row["c"] == 1:
-                size_gb = row["GB/s"] * report.Spread.of(row["_seconds"]).median
-                rate = report.Spread.of([size_gb / s for s in row["_seconds"]])
-                curves.setdefault(row["contender"], []).append(report.Point(f"{row['model']}\n{row['chunk']}", rate))
-        made.append(report.Panel(f"{tier}, one caller", "", "GB/s", curves))
-    return made
+def make_figures(case: Case, tier: str, c: int, samples: dict[str, list[float]]) -> list[report.Figure]:
+    """Return the rate of each contender."""
+    about = {"model": case.shape.name, "chunk": case.chunk_tokens, "tier": tier, "c": c}
+    return [
+        report.Figure.of([case.size_bytes / s for s in seconds], "rate", "bytes/s", contender=name, **about)
+        for name, seconds in samples.items()
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "chunks")
-    parser.add_argument("--payload", type=parse_bytes, default=512 << 20, help="bytes of chunks in a case (512MiB)")
-    parser.add_argument(
+    bench = report.Benchmark(__file__, __doc__, MEASURES)
+    bench.parser.add_argument(
+        "--payload", type=parse_bytes, default=512 << 20, help="bytes of chunks in a case (512MiB)"
+    )
+    bench.parser.add_argument(
         "--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)"
     )
-    parser.add_argument("--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)")
-    parser.add_argument("--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable")
-    parser.add_argument("--tier", action="append", choices=TIERS, help="only this tier; repeatable")
-    parser.add_argument("--repeat", type=int, help="samples of each figure")
-    options = parser.parse_args(arguments)
+    bench.parser.add_argument(
+        "--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)"
+    )
+    bench.parser.add_argument(
+        "--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable"
+    )
+    bench.parser.add_argument("--tier", action="append", choices=TIERS, help="only this tier; repeatable")
+    bench.parser.add_argument("--repeat", type=int, help="samples of each figure")
+    options = bench.start(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     repeat = options.repeat or (1 if options.smoke else 11 if options.full else 5)
-    machine, rows = report.hardware(), []
+    figures: list[report.Figure] = []
     with contextlib.ExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-chunks-", dir=options.scratch)))
         server = start_s3(stack, base) if options.s3 else None
@@ -683,14 +571,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 with scene(case, Path(scratch), on_s3) as at:
                     for tier in options.tier or TIERS:
                         if tier == "cpu":
-                            rows += measure_cpu(at, repeat)
+                            figures += measure_cpu(at, repeat)
                         else:
-                            rows += measure_disk(at, repeat, callers, cold=tier == "disk cold")
+                            figures += measure_disk(at, repeat, callers, cold=tier == "disk cold")
                     if at.s3:
                         with on_cores(halves()[1]):
-                            rows += measure_s3(at, repeat, callers)
-    details = [{k.removeprefix("_"): v for k, v in row.items()} for row in rows]
-    report.publish("chunks", rows, options, machine, panels=panels(rows), details=details, lines=figures(rows))
+                            figures += measure_s3(at, repeat, callers)
+    bench.publish(figures)
 
 
 def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:

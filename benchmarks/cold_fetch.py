@@ -1,14 +1,17 @@
-"""What a slow cold fetch from S3 costs requests for resident cartridges: their latency with and without it, in one run.
+"""What a cold cartridge costs: hot requests beside a slow fetch from S3, and many requests for one that is cold.
 
-    python benchmarks/cold_fetch.py [--full] [--requests 400] [--slow-s 5] [--out DIR]
+    python benchmarks/cold_fetch.py [--full] [--requests 400] [--slow-s 5]
 
-A real vLLM server, a real S3 server behind a proxy that holds every answer of the cold cartridge back, both from the
-tests. Phases alternate, so that a machine that slows down does so for both.
+A real vLLM server with the shipped model, a real S3 server behind a proxy that holds every answer of the cold cartridge back,
+both from the tests. Phases alternate, so that a machine that slows down does so for both. Then, in each mode, 17 requests at
+once for one cartridge that is in no memory, LMCache's copies gone too: every client with a `cache_salt` of its own, and none
+with any, by turns.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 import threading
 import time
@@ -17,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import report  # first: it makes the tests' helpers importable
 from faulty_proxy import FaultyProxy, sound
 from recall.ward import ask, write_document
 from s3 import S3Server
-from wards import MODEL, Asker, patients, save
+from wards import MODEL, Asker, Ward, patients, register, save, write_ward
 
 from lmcache_cartridge.cli.main import main as command
 from lmcache_cartridge.make.model import CausalModel
@@ -32,40 +34,39 @@ from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK, POSITIONS, CLIENTS = 64, 1024, 2
+AT_ONCE = 17
+MODES = ("in-process", "multiprocess")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "cold_fetch")
-    parser.add_argument("--requests", type=int, help="hot requests of each kind (default 400; --full 4000)")
-    parser.add_argument("--slow-s", type=float, help="how long a cold fetch takes (default 5)")
-    options = parser.parse_args(arguments)
+    bench = report.Benchmark(__file__, __doc__, ["artifact", "library", "sources", "memory", "engine", "serve"])
+    bench.parser.add_argument("--requests", type=int, help="hot requests of each kind (default 400; --full 4000)")
+    bench.parser.add_argument("--slow-s", type=float, help="how long a cold fetch takes (default 5)")
+    bench.parser.add_argument(
+        "--mode", choices=MODES, action="append", help="only this mode, of those for one; repeatable"
+    )
+    options = bench.start(arguments)
     requests = options.requests or (4000 if options.full else 20 if options.smoke else 400)
     slow_s = options.slow_s or (1.0 if options.smoke else 5.0)
-    machine = report.hardware()
+    figures = []
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as environment:
-        times_ms, fetches = measure(Path(scratch), environment, requests, slow_s)
-    rows = [
-        {
-            "beside it": beside, "requests": len(found), "p50 ms": round(float(np.quantile(found, 0.5)), 1),
-            "p99 ms": round(float(np.quantile(found, 0.99)), 1),
-        }
-        for beside, found in times_ms.items()
-    ]  # fmt: skip
-    without, with_fetch = rows
-    lines = [
-        f"{column[:3]} with / without a cold fetch: {with_fetch[column] / without[column]:.3f} ({fetches} fetches of "
-        f"{slow_s:g} s a read)" for column in ("p50 ms", "p99 ms")
-    ]  # fmt: skip
-    curves = {"resident cartridge": [report.Point(name, report.Spread.of(found)) for name, found in times_ms.items()]}
-    panel = report.Panel("requests for a resident cartridge", "beside it", "ms", curves)
-    report.publish("cold_fetch", rows, options, machine, panels=[panel], details=times_ms, lines=lines)
+        for beside, found in measure(Path(scratch), environment, requests, slow_s).items():
+            ordered = sorted(found)
+            figures += [
+                report.Figure.of(found, "hot request", "s", beside=beside),
+                report.Figure(
+                    "hot request, p99", "s", {"beside": beside}, *3 * [ordered[int(0.99 * len(found))]], len(found)
+                ),
+            ]
+    for mode in options.mode or MODES:
+        with tempfile.TemporaryDirectory() as scratch:
+            figures += for_one(Path(scratch), mode, 20 if options.full else 1 if options.smoke else 5)
+    bench.publish(figures)
 
 
-def measure(
-    scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_s: float
-) -> tuple[dict[str, list[float]], int]:
-    """Return latencies of hot requests in ms with and without a cold fetch beside them, and how many fetches there were."""
+def measure(scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_s: float) -> dict[str, list[float]]:
+    """Return the seconds of hot requests with and without a cold fetch beside them."""
     model, server = CausalModel(MODEL), S3Server(scratch / "swift")
     server.start()
     fetching = threading.Event()
@@ -104,12 +105,12 @@ def measure(
 
 def _phases(
     asker: Asker, proxy: FaultyProxy, slow: Any, fetching: threading.Event, facts: dict[str, Any], requests: int
-) -> tuple[dict[str, list[float]], int]:
+) -> dict[str, list[float]]:
     def hot(number: int) -> float:
         fact = facts["hot"][number % len(facts["hot"])]
         started = time.perf_counter()
         asker.complete(ask(fact, 0), "hot", cache_salt=f"{random.getrandbits(64)}")
-        return 1000 * (time.perf_counter() - started)
+        return time.perf_counter() - started
 
     times: dict[str, list[float]] = {"nothing": [], "a cold fetch": []}
     fetches = 0
@@ -129,7 +130,66 @@ def _phases(
             times["a cold fetch"] += batch
             proxy.always = None
             times["nothing"] += clients.map(hot, range(len(batch)))
-    return times, fetches
+    return times
+
+
+def for_one(scratch: Path, mode: Any, rounds: int) -> list[report.Figure]:
+    """Return what requests for one cold cartridge at once cost: bytes read, and who was computed after all."""
+    model, chunk = CausalModel(MODEL), 64
+    settings = from_mapping({"home": scratch / "home", "cpu_bytes": 64 << 20, "admin": True, "ready_timeout_s": 120})
+    ward = write_ward(model, patients(0, 2), "ward", tokens=POSITIONS)
+    manifest = register(model, settings, ward.ids[:POSITIONS], name="ward", chunk_tokens=chunk)
+    size_bytes = manifest.payload_bytes - manifest.stored.data_offset_bytes
+    args = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
+    args += ["--block-size", "32"] if mode == "multiprocess" else []
+    launch = plan(MODEL, settings, chunk_tokens=chunk, mode=mode, vllm_args=args)
+    with (
+        ServerProcess(launch, scratch / "log", environment=SMALL) as vllm,
+        Asker(vllm.url) as asker,
+        ThreadPoolExecutor(AT_ONCE) as clients,
+    ):
+        asker.complete("Q", "ward")  # its canary
+        read, alone, together, answers = [], [], [], []
+        for turn in range(2 * rounds):
+            salts = ("a salt each", "no salt")[turn % 2]
+            alone.append(_at_once(asker, clients, ward, 1, salts)[0])
+            before = _read_bytes(asker)
+            took_s, found = _at_once(asker, clients, ward, AT_ONCE, salts)
+            read.append((_read_bytes(asker) - before) / size_bytes)
+            together.append(took_s)
+            answers += found
+    n, about = len(answers), {"mode": mode, "requests for one": AT_ONCE}
+    return [
+        report.Figure("bytes read / its bytes, at most", "", about, *3 * [max(read)], len(read)),
+        report.Figure.share(sum(a.cached_tokens == POSITIONS for a, _ in answers), n, "not computed", **about),
+        report.Figure.share(sum(a.text.strip() == value for a, value in answers), n, "right", **about),
+        report.Figure.of(together, "last answer", "s", **about),
+        report.Figure.of(alone, "last answer", "s", **about | {"requests for one": 1}),
+    ]
+
+
+def _at_once(asker: Asker, clients: ThreadPoolExecutor, ward: Ward, count: int, salts: str) -> tuple[float, list[Any]]:
+    """Evict, ask, and return the seconds until the last answer, and each with the right one."""
+    asker.http.post("/v1/cartridges/ward/evict").raise_for_status()
+    round_ = random.getrandbits(64)
+
+    def one(number: int) -> Any:
+        fact = ward.facts[number % len(ward.facts)]
+        extra = {"cache_salt": f"{round_}-{number}"} if salts == "a salt each" else {}
+        return asker.complete(ask(fact, 0), "ward", **extra), fact.value
+
+    started = time.perf_counter()
+    answers = list(clients.map(one, range(count)))
+    return time.perf_counter() - started, answers
+
+
+def _read_bytes(asker: Asker) -> float:
+    """Return how many bytes the workers have read from sources."""
+    time.sleep(2.5)  # the server asks its workers once a second at most
+    pattern = r'^\S*read_bytes\S*\{[^}]*tier="source"[^}]*\} (\S+)$'
+    found = re.findall(pattern, asker.http.get("/metrics").text, re.MULTILINE)
+    assert found, "no metric of bytes read from sources"
+    return sum(map(float, found))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,8 +33,6 @@ from lmcache_cartridge.serve.launch import free_port
 BLOCK = 16
 EVENT_BLOCKS = 16
 BATCHES = 1000
-WANTED = {"score + pick": ("p99", 15.0), "added by the picker": ("p50", 5.0)}
-"""At most so many ms."""
 
 
 def ids_of(number: int, positions: int) -> list[int]:
@@ -165,16 +162,6 @@ def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[
         process.wait(30)
 
 
-def row(what: str, samples: Sequence[float], **more: Any) -> dict[str, Any]:
-    """Return a row of the table."""
-    quantiles = {"p50": quantile(samples, 0.5), "p99": quantile(samples, 0.99)}
-    of, wanted = WANTED.get(what, ("", None))
-    return {
-        "what": what, "samples": len(samples), **{f"{name} ms": round(1e3 * s, 2) for name, s in quantiles.items()},
-        "wanted": f"{of} {wanted:g}" if wanted else "", **more,
-    }  # fmt: skip
-
-
 def quantile(samples: Sequence[float], share: float) -> float:
     """Return the smallest sample that so large a share of them does not exceed."""
     return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
@@ -182,12 +169,11 @@ def quantile(samples: Sequence[float], share: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "fleet")
-    parser.add_argument("--positions", type=int, default=16_384)
-    parser.add_argument("--pods", type=int, default=8)
-    options = parser.parse_args(arguments)
-    repeat = 5 if options.smoke else 5000 if options.full else 1000
-    machine, positions = report.hardware(), options.positions
+    bench = report.Benchmark(__file__, __doc__, ["fleet"])
+    bench.parser.add_argument("--positions", type=int, default=16_384)
+    bench.parser.add_argument("--pods", type=int, default=8)
+    options = bench.start(arguments)
+    repeat, positions = 5 if options.smoke else 5000 if options.full else 1000, options.positions
     ids = ids_of(0, positions)
 
     def answer(request: Request) -> Reply:
@@ -251,21 +237,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     samples["score + pick"] = [a + b for a, b in zip(samples["score"], samples["pick"], strict=True)]
     pairs = zip(samples["Envoy + picker"], samples["Envoy alone"], strict=True)
     samples["added by the picker"] = [a - b for a, b in pairs]
-    rows = [row(name, seconds) for name, seconds in samples.items()]
-    seconds = [one[0] for one in rebuilt]
-    by_pick = through.count(best) / len(through)
-    lines = [
-        f"score of {positions} token ids and pick for a cartridge of as many, over HTTP, {options.pods} servers: p99 "
-        f"{1e3 * quantile(samples['score + pick'], 0.99):.1f} ms (at most 15)",
-        f"a request of {len(body) >> 10} KiB through Envoy with the picker takes p50 "
-        f"{1e3 * statistics.median(samples['added by the picker']):.2f} ms more than through Envoy alone (at most 5); "
-        f"{by_pick:.1%} of {len(through)} reached the server that holds it, the rest where the hash says",
-        f"an index of {rebuilt[0][1]} blocks is rebuilt from {batches} batches in {statistics.median(seconds):.2f} s, "
-        f"{max(seconds):.2f} s at most (at most 2); {'equal' if all(one[2] for one in rebuilt) else 'NOT EQUAL'}",
+    about = {"servers": options.pods, "p": positions}
+    figures = [report.Figure.of(seconds, "request", "s", asked=name, **about) for name, seconds in samples.items()]
+    figures += [
+        report.Figure("request, p99", "s", {"asked": name, **about}, *3 * [quantile(seconds, 0.99)], len(seconds))
+        for name, seconds in samples.items()
     ]
-    spreads = {name: report.Spread.of(one) for name, one in samples.items()}
-    panel = report.Panel("a request", "", "s", {"median": [report.Point(*one) for one in spreads.items()]})
-    report.publish("fleet", rows, options, machine, panels=[panel], details=samples | {"rebuilt": rebuilt}, lines=lines)
+    figures += [
+        report.Figure.share(through.count(best), len(through), "reached the server that has it", **about),
+        report.Figure.of([one[0] for one in rebuilt], "index made again", "s", batches=batches),
+        report.Figure.share(sum(one[2] for one in rebuilt), len(rebuilt), "equal index", batches=batches),
+    ]
+    bench.publish(figures)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""What a machine with a GPU, torch, transformers and peft proves in ten minutes, without vLLM and LMCache.
+"""What a machine with a GPU, torch and transformers proves in ten minutes, without vLLM and LMCache.
 
     python benchmarks/gpu.py [--device cuda] [--only SECTION] [--smoke | --full]
 
-The paths are those that serve and make: the tiers with their promotions, the injector (over blocks as vLLM lays them out,
-with a stand-in for its op), int8's codec, prefill, `compact` and `train`. What is computed on the device is compared with
-the CPU, and every rate stands beside a plain copy of the same bytes in the same run. With `--device cpu` the same code runs
-where there is no GPU, and its ratios mean nothing. The exit status is 1 where something is WRONG or failed, not where
-it is slow.
+The paths are those that serve: the tiers with their promotions, the injector (over blocks as vLLM lays them out, with a
+stand-in for its op), int8's codec, and prefill. What is computed on the device is compared with the CPU, and every rate
+stands beside a plain copy of the same bytes in the same run. With `--device cpu` the same code runs where there is no GPU,
+and its ratios mean nothing. The exit status is 1 where something is WRONG or failed, not where it is slow.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpu_rows import Place, Row
@@ -31,8 +30,8 @@ PACKAGES = {
     "transformers": "transformers", "yaml": "PyYAML",
 }  # fmt: skip
 """What is imported without vLLM and LMCache, and the package it is in."""
-SECTIONS = ("slab", "blocks", "promotion", "int8", "prefill", "compact", "train")
-LEAST_S = {"prefill": 60.0, "compact": 45.0, "train": 45.0}
+SECTIONS = ("slab", "blocks", "int8", "prefill")
+LEAST_S = {"prefill": 60.0}
 """Sections that are not begun with less left of the budget."""
 
 
@@ -63,13 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import report
     import torch
 
-    parser = report.parser(__doc__, "gpu")
+    bench = report.Benchmark(__file__, __doc__, ["memory", "engine/inject.py", "make/model.py", "make/prefill.py"])
+    parser = bench.parser
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default cuda where there is one)")
     parser.add_argument("--only", action="append", choices=SECTIONS, help="only this section; repeatable")
     parser.add_argument(
         "--budget-s", type=float, default=540.0, help="seconds, after which nothing begins (%(default)s)"
     )
-    options = parser.parse_args(arguments)
+    options = bench.start(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {device}: torch {torch.__version__} finds no GPU here")
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in run(place, options.only or SECTIONS):
             report.say(f"{row.section}: {row.what}: {row.figure}: {row.verdict}")
             rows.append(row)
-    return publish(place, rows, options)
+    return publish(bench, place, rows)
 
 
 def run(place: Place, names: Sequence[str]) -> Iterator[Row]:
@@ -107,36 +107,32 @@ def run(place: Place, names: Sequence[str]) -> Iterator[Row]:
 
 def section(name: str) -> Callable[[Place], Iterator[Row]]:
     """Return what runs a section. Imports what it needs."""
-    if name in ("prefill", "compact", "train"):
-        import gpu_models as module
-    else:
-        import gpu_memory as module
-    return getattr(module, name)
+    import gpu_memory
+
+    return getattr(gpu_memory, name)
 
 
-def publish(place: Place, rows: Sequence[Row], options: object) -> int:
-    """Print and write the result; return the exit status."""
+def publish(bench: Any, place: Place, rows: Sequence[Row]) -> int:
+    """Write the result; return the exit status."""
     import report
-    import torch
     from gpu_rows import FAILED, MISSED, UNCHECKED, WRONG
 
-    name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "no GPU: ratios mean nothing"
+    figures = []
+    for row in rows:
+        case = {
+            "section": row.section,
+            "device": str(place.device),
+            "goal": row.goal,
+            "verdict": row.verdict,
+            "figure": row.figure,
+        }
+        of = row.ratio or report.Figure(row.what, "", {}, *3 * [float(not row.verdict.startswith((WRONG, FAILED)))], 1)
+        figures.append(report.Figure(row.what, of.unit, case, of.value, of.low, of.high, of.n))
+    bench.publish(figures)
     counts = {word: sum(row.verdict.startswith(word) for row in rows) for word in (WRONG, FAILED, MISSED, UNCHECKED)}
-    lines = [
-        f"device: {place.device}, {name}; torch {torch.__version__}",
-        f"{len(rows)} rows: {', '.join(f'{count} {word}' for word, count in counts.items())}",
-    ]
-    curves = {
-        section: [report.Point(row.what[:28], row.ratio) for row in rows if row.section == section and row.ratio]
-        for section in dict.fromkeys(row.section for row in rows if row.ratio)
-    }
-    panel = report.Panel(f"ours over what it stands beside, {place.device}", "", "ratio", curves)
-    shown = [
-        {"section": row.section, "what": row.what, "figure": row.figure, "goal": row.goal, "verdict": row.verdict}
-        for row in rows
-    ]
-    machine = report.hardware() | {"device": name}
-    report.publish("gpu", shown, options, machine, panels=[panel], details=[row._asdict() for row in rows], lines=lines)
+    print(f"{len(rows)} rows: {', '.join(f'{count} {word}' for word, count in counts.items())}")
+    if not place.is_gpu:
+        print("no GPU: ratios mean nothing")
     return 1 if counts[WRONG] or counts[FAILED] else 0
 
 

@@ -1,32 +1,26 @@
-"""Sections of `gpu.py` about bytes: the pinned slab, the device tier, the engine's blocks, promotion, int8."""
+"""Sections of `gpu.py`: the pinned slab, the device tier, the engine's blocks, int8, prefill."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import report
 import torch
-from chunks import finite_bytes
 from gpu_blocks import Chunk, GpuBlocks, without_hosts
-from gpu_rows import EQUAL, UNCHECKED, WRONG, Place, Row, same
-from making import sha256_hasher
+from gpu_rows import EQUAL, UNCHECKED, WRONG, Place, Row, same, within
 from sizes import SHAPES, Shape
 
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.prefill import run_canary
 from lmcache_cartridge.memory import codec
-from lmcache_cartridge.memory.described import Engine
 from lmcache_cartridge.memory.device import promotions
 from lmcache_cartridge.memory.layout import DTYPES, ChunkShape
 from lmcache_cartridge.memory.loads import one_by_one
-from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.memory.tier import MemoryTier
-from lmcache_cartridge.settings import from_mapping
 
 BLOCK = 16
 """vLLM's own default on GPUs."""
@@ -158,119 +152,6 @@ def blocks(place: Place) -> Iterator[Row]:
         tiers.close()
 
 
-def promotion(place: Place) -> Iterator[Row]:
-    """Claim a cartridge while others are promoted over and over, beside the same without; through the store."""
-    shape, chunk = shape_of(place)
-    count, chunks, home = 4, place.size(2, 16), place.scratch / "promotion"
-    settings = from_mapping({
-        "home": home, "cpu_bytes": count * chunks * chunk.size_bytes, "device_bytes": 2 * chunks * chunk.size_bytes,
-        "disk_bytes": 0, "reload_s": 0, "lookup_timeout_s": 60,
-    })  # fmt: skip
-    registry, hasher = Registry(settings.registry_path), sha256_hasher(chunk.tokens)
-    data, prompts = finite_bytes(chunk.size_bytes), {}
-    for number in range(count):
-        ids = np.random.default_rng(number).integers(0, shape.vocabulary, chunks * chunk.tokens)
-        made = report.write_artifact(home / f"doc{number}", shape.fingerprint(), ids, chunk.tokens, data)
-        registry.register(home / f"doc{number}")
-        prompts[made.digest] = list(hasher(ids.tolist()))
-    engine = Engine(
-        shape.fingerprint(), chunk.tokens, 0, 1, "heads", hasher, pin_memory=place.is_gpu, allow_trained=True,
-        device=str(place.device),
-    )  # fmt: skip
-    store, stop, problems = CartridgeStore(settings, engine), threading.Event(), list[str]()
-    try:
-        if store.device is None:
-            raise RuntimeError("the store has no device tier")
-        expected = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for hashes in prompts.values():
-            _look(store, hashes, None, problems)
-
-        def promote_on() -> None:
-            for hashes in itertools.cycle(prompts.values()):
-                if stop.is_set():
-                    return
-                _look(store, hashes, expected, problems)
-
-        digest, samples, steps = next(iter(prompts)), dict[str, list[float]](), dict[str, list[float]]()
-        product = torch.randn(place.size(64, 4096, 4096), place.size(64, 4096, 4096), device=place.device)
-        for name in ("alone", "under load"):
-            thread = threading.Thread(target=promote_on, daemon=True)
-            if name == "under load":
-                _promote_more(store, thread)
-            samples[name] = [_claimed(store, digest) for _ in range(place.size(20, 400))]
-            steps[name] = [place.timed(lambda: product @ product) for _ in range(place.size(2, 50))]
-            if thread.ident is not None:
-                stop.set()
-                thread.join()
-        for hashes in prompts.values():
-            for _ in range(2):  # what the first brings to the device the second is lent there
-                _look(store, hashes, expected, problems)
-                _settled(store)
-        promoted = store.device.stats().promoted
-        late = {name: float(np.quantile(times, 0.95)) for name, times in samples.items()}
-        yield Row(
-            "promotion", "p95 of a claim under load, and alone", f"{1e3 * late['under load']:.3g} and {1e3 * late['alone']:.3g} ms",
-            "-", "-",
-        )  # fmt: skip
-        busy, alone = (report.Spread.of(steps[name]).median for name in ("under load", "alone"))
-        yield Row(
-            "promotion", "a matrix product beside promotions, over alone", f"{alone / busy:.2f} of its speed", "-", "-"
-        )
-        wrong = "; ".join(sorted(set(problems)))
-        yield Row(
-            "promotion", f"bytes lent meanwhile, {promoted} chunks promoted", wrong or "all as stored", "as stored",
-            WRONG if problems or not promoted else EQUAL,
-        )  # fmt: skip
-    finally:
-        stop.set()
-        store.close()
-
-
-def _settled(store: CartridgeStore) -> None:
-    device = store.device
-    assert device is not None
-    _wait(lambda: not device.stats().loading, 60)
-
-
-def _promote_more(store: CartridgeStore, thread: threading.Thread) -> None:
-    """Start a thread and wait until chunks are promoted."""
-    device = store.device
-    assert device is not None
-    before = device.stats().promoted
-    thread.start()
-    _wait(lambda: device.stats().promoted > before, 60)
-
-
-def _look(store: CartridgeStore, hashes: Sequence[int], expected: torch.Tensor | None, problems: list[str]) -> None:
-    """Look a prompt up, and compare what is lent with `expected`."""
-    found = store.lookup(hashes)
-    if found < len(hashes):
-        problems.append(f"{found} of {len(hashes)} chunks were found")
-    for number, loan in enumerate(store.lend_run(hashes[:found])):
-        with loan:
-            if expected is not None and not torch.equal(loan.bytes.cpu(), expected):
-                problems.append(f"chunk {number} has other bytes")
-    for one in hashes[:found]:
-        store.release(one)
-
-
-def _claimed(store: CartridgeStore, digest: str) -> float:
-    started = time.perf_counter()
-    claim = store.claim(digest, {})
-    _wait(lambda: claim.poll().ready, 60)
-    took = time.perf_counter() - started
-    claim.close()
-    return took
-
-
-def _wait(is_so: Callable[[], bool], timeout_s: float) -> None:
-    ends = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > ends:
-            raise RuntimeError(f"nothing came of it in {timeout_s:g} s")
-        time.sleep(0)
-
-
 def int8(place: Place) -> Iterator[Row]:
     """Decode int8 records on the device, beside doing so on the CPU."""
     shape, chunk = shape_of(place)
@@ -301,3 +182,50 @@ def int8(place: Place) -> Iterator[Row]:
         "int8", "the same", {"ours": samples["ours"], "a pinned copy of as much KV": copied}, noise.nbytes, None
     )
     yield same("int8", "numbers", there, at_home)
+
+
+def prefill(place: Place) -> Iterator[Row]:
+    """Compute a document's KV on the device and on the CPU, in float32 and in bfloat16."""
+    from ttft import make_model
+
+    name, tokens = str(MODEL_DIR), place.size(48, 1024, 4096)
+    if place.form != "smoke":
+        name = str(make_model(place.scratch / "model", SHAPES["Qwen2.5-0.5B"]._replace(vocabulary=8000)))
+    ids = [5 + i * 7 % 400 for i in range(tokens)]
+    kv, took = dict[str, torch.Tensor](), dict[str, float]()
+    for here, where in (("cpu", "cpu"), ("device", str(place.device))):
+        for dtype in ("float32", "bfloat16"):
+            model = CausalModel(name, dtype=dtype, device=where)
+            if here == "device":
+                list(model.prefill(ids[:32], 32))  # the first call chooses kernels
+                place.begin()
+            started = time.perf_counter()
+            kv[f"{here} {dtype}"] = torch.cat(list(model.prefill(ids, 256)), dim=2).float()
+            took[f"{here} {dtype}"] = time.perf_counter() - started
+            if here == "device" and dtype == "bfloat16":
+                yield Row("prefill", f"memory for {tokens} tokens, bfloat16", place.memory(), "-", "-")
+            if here == "device" and dtype == "float32":
+                seen = run_canary(model, ids, kv[f"{here} {dtype}"], "what does it say?")
+                yield Row(
+                    "prefill", "first token behind the KV is that behind the document",
+                    f"logits differ by {seen.max_abs_logit_difference:.2g}", "the same", EQUAL if seen.top1_equal else WRONG,
+                )  # fmt: skip
+            del model
+    exact, noise = kv["cpu float32"], _apart(kv["cpu float32"], kv["cpu bfloat16"])
+    there = "device"
+    yield within("prefill", "float32 on the device, beside the CPU's", _apart(exact, kv[f"{there} float32"]), noise)
+    yield within(
+        "prefill", "bfloat16 on the device, beside the CPU's float32", _apart(exact, kv[f"{there} bfloat16"]), 2 * noise
+    )
+    for dtype in ("float32", "bfloat16"):
+        ratio = took[f"cpu {dtype}"] / took[f"{there} {dtype}"]
+        yield Row(
+            "prefill", f"speed of {dtype}", f"{took[f'{there} {dtype}']:.2f} s, {ratio:.1f} times the CPU's speed", "-", "-",
+            report.Figure("speed", "of the CPU's", {}, ratio, ratio, ratio, 1) if place.is_gpu else None,
+        )  # fmt: skip
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest number of its layer and plane; NaN where one is."""
+    most = one.abs().amax(dim=(2, 3, 4), keepdim=True)
+    return float(((one - other).abs() / most).max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Row(NamedTuple):
     goal: str
     verdict: str
     """One of the words above, with a reason behind it."""
-    ratio: report.Spread | None = None
+    ratio: report.Figure | None = None
     """Ours over what it is measured beside; larger is better."""
 
 
@@ -86,15 +87,15 @@ class Place:
     ) -> Row:
         """Return the row of `ours` beside another contender, by the seconds that both took for `size_bytes`."""
         ours, (other, beside) = samples.pop("ours"), samples.popitem()
-        ratio = report.Spread.of([b / a for a, b in zip(ours, beside, strict=True)])
-        rates = [f"{size_bytes / report.Spread.of(times).median / report.GB:.3g} GB/s" for times in (ours, beside)]
-        verdict = MET if goal is not None and ratio.median >= goal else MISSED
+        ratio = report.Figure.of([b / a for a, b in zip(ours, beside, strict=True)], what, f"of {other}")
+        rates = [f"{size_bytes / statistics.median(times) / 1e9:.3g} GB/s" for times in (ours, beside)]
+        verdict = MET if goal is not None and ratio.value >= goal else MISSED
         if goal is None:
             verdict = "-"
         elif not self.is_gpu or self.form == "smoke":
             verdict = f"{UNCHECKED}: {'a smoke run' if self.is_gpu else 'no GPU'}, a ratio says nothing"
         wanted = "-" if goal is None else f"at least {goal}"
-        return Row(section, what, f"{ratio.text()} of {other}: {rates[0]} beside {rates[1]}", wanted, verdict, ratio)
+        return Row(section, what, f"{ratio.value:.3g} of {other}: {rates[0]} beside {rates[1]}", wanted, verdict, ratio)
 
 
 def same(section: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> Row:

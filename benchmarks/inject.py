@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import report
-from chunks import TINY
-from sizes import SHAPES, Shape
+from sizes import SHAPES, TINY, Shape
 
 CHUNK = 256
 BLOCK = 128
@@ -87,8 +86,8 @@ def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
         yield Target(connectors, resident, objects, slots, torch.zeros_like(resident))
 
 
-def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> list[dict[str, Any]]:
-    """Return rows of both contenders for each number of threads."""
+def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> list[report.Figure]:
+    """Return the rates of both contenders for each number of threads."""
     import torch
 
     chunks = max(1, payload // (CHUNK * shape.token_bytes))
@@ -107,53 +106,27 @@ def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> 
                 for path, connector in at.connectors.items()
             }
             contenders["memcpy"] = lambda: report.timed(lambda: at.copy.copy_(at.resident))
-            samples = report.in_turns(contenders, repeat)
-            copied = report.Spread.of(samples["memcpy"]).median
-            for name, seconds in samples.items():
-                rate = report.Spread.of([at.size_bytes / s for s in seconds])
-                rows.append(
-                    {
-                        "model": shape.name,
-                        "MiB": at.size_bytes >> 20,
-                        "threads": count,
-                        "path": name,
-                        "GB/s": rate.text(1 / report.GB),
-                        "of memcpy": round(copied / report.Spread.of(seconds).median, 2),
-                        "_rate": rate,
-                    }
-                )
+            for path, seconds in report.in_turns(contenders, repeat).items():
+                rates = [at.size_bytes / s for s in seconds]
+                rows.append(report.Figure.of(rates, "rate", "bytes/s", model=shape.name, threads=count, path=path))
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "inject")
-    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], help="1 and all cores")
-    parser.add_argument("--model", action="append", choices=sorted(SHAPES), help="only this model; repeatable")
-    parser.add_argument("--repeat", type=int)
-    options = parser.parse_args(arguments)
+    bench = report.Benchmark(__file__, __doc__, ["engine/inject.py", "memory/layout.py", "memory/tiles.py"])
+    bench.parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], help="1 and all cores")
+    bench.parser.add_argument("--model", action="append", choices=sorted(SHAPES), help="only this model; repeatable")
+    options = bench.start(arguments)
     threads = options.threads or ([1] if options.smoke else sorted({1, len(os.sched_getaffinity(0))}))
     names = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")
     shapes = [TINY] if options.smoke else [SHAPES[name] for name in options.model or names]
     payload = (1 if options.smoke else 1024 if options.full else 256) << 20
-    repeat = options.repeat or (2 if options.smoke else 25 if options.full else 9)
-    machine, rows = report.hardware(), []
+    repeat, figures = 2 if options.smoke else 25 if options.full else 9, []
     for shape in shapes:
         report.say(f"{shape.name}: {payload >> 20} MiB")
-        rows += measure(shape, threads, payload, repeat)
-    curves: dict[str, list[report.Point]] = {}
-    for row in rows:
-        name = f"{row['path']}, {row['threads']} threads"
-        rate = row["_rate"]
-        scaled = report.Spread(*(value / report.GB for value in rate[:3]), rate.count)
-        curves.setdefault(name, []).append(report.Point(row["model"], scaled))
-    lines = [
-        f"{row['model']}, {row['threads']} threads: injection at {row['of memcpy']} of memcpy (at least 0.5)"
-        for row in rows
-        if row["path"] == COPY
-    ]
-    panel = report.Panel("resident chunks into the engine's blocks", "", "GB/s", curves)
-    report.publish("inject", rows, options, machine, panels=[panel], details=rows, lines=lines)
+        figures += measure(shape, threads, payload, repeat)
+    bench.publish(figures)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ after the plain prompt. Figures are the largest difference of the log probabilit
 server's plain prompt to transformers'; `cartridge` to the server's own plain prompt; `chain` and `trained` to
 transformers after the same KV; `other` after another document, which is how large a wrong answer is. A family that
 `build` or the server refuses has the reason in place of figures. Each family runs in a process of its own; what goes
-wrong in one is its row's. With `--out benchmarks`, `docs/generate.py` makes docs/models.md of what is written there.
+wrong in one is its row's. `docs/generate.py` makes docs/models.md of it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import hardware, parser, publish
+import report
 from tqdm import tqdm
-
-if __package__ is None:
-    sys.path.insert(0, str(Path(__file__).parent))
 from zoo import CONTEXT, EXPERTS, FAMILIES
 
 MODES = ("in-process", "multiprocess")
@@ -307,27 +304,30 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     return ["yes" if row.sound else "routing" if is_routing(row) else "NO" for row in rows]
 
 
-def shown(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
-    """Return the rows as they are printed."""
-    return [
-        {key: _shown(value) for key, value in row._asdict().items()} | {"sound": verdict}
-        for row, verdict in zip(rows, verdicts(rows), strict=True)
-    ]
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else f"{value:.2g}" if isinstance(value, float) else str(value)
+def figures(rows: Sequence[Row]) -> list[report.Figure]:
+    """Return every row's verdict, with what it says, and its figures."""
+    made = []
+    for row, verdict in zip(rows, verdicts(rows), strict=True):
+        case = {"model": row.family, "dtype": row.dtype, "mode": row.mode}
+        for what in ("noise", "cartridge", "chain", "trained", "other"):
+            if (value := getattr(row, what)) is not None:
+                made.append(report.Figure(what, "nats", case, value, value, value, 1))
+        said = {"sound": verdict} | ({"note": row.note} if row.note else {})
+        made.append(report.Figure("sound", "", case | said, *3 * [float(verdict != "NO")], 1))
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; exit status 1 where a figure is not at the noise."""
-    options_ = parser(__doc__ or "", "models")
-    options_.add_argument("--families", help="names with commas between them (default: all)")
-    options_.add_argument("--modes", default=",".join(MODES), help="(default %(default)s)")
-    options_.add_argument("--dtypes", default="float32", help="float32, bfloat16 or both (default %(default)s)")
-    options_.add_argument("--jobs", type=int, default=2, help="families at once (default %(default)s)")
-    options_.add_argument("--one", help=argparse.SUPPRESS)
-    options = options_.parse_args(arguments)
+    bench = report.Benchmark(
+        __file__, __doc__, ["artifact", "memory", "engine", "serve", "make/prefill.py", "make/train"]
+    )
+    bench.parser.add_argument("--families", help="names with commas between them (default: all)")
+    bench.parser.add_argument("--modes", default=",".join(MODES), help="(default %(default)s)")
+    bench.parser.add_argument("--dtypes", default="float32", help="float32, bfloat16 or both (default %(default)s)")
+    bench.parser.add_argument("--jobs", type=int, default=2, help="families at once (default %(default)s)")
+    bench.parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = bench.start(arguments)
     modes, dtypes = options.modes.split(","), options.dtypes.split(",")
     if options.one:
         with tempfile.TemporaryDirectory() as scratch:
@@ -336,23 +336,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = options.families.split(",") if options.families else ["Llama"] if options.smoke else list(FAMILIES)
     if unknown := sorted({*names} - {*FAMILIES}):
-        options_.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
-    options.out.mkdir(parents=True, exist_ok=True)
+        bench.parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     jobs = [(name, dtype) for dtype in dtypes for name in names]
     jobs += [(name, "bfloat16") for name in EXPERTS if name in names and options.full and "bfloat16" not in dtypes]
-    machine, rows = hardware(), []
+    rows = []
     with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(jobs), desc="families") as bar:
-        logs = [options.out / f"models-{''.join(c if c.isalnum() else '-' for c in '-'.join(job))}.log" for job in jobs]
-        futures = [pool.submit(in_process_of_its_own, *job, modes, log) for job, log in zip(jobs, logs, strict=True)]
+        logs = Path(tempfile.mkdtemp(prefix="cartridge-models-"))
+        named = [logs / f"{''.join(c if c.isalnum() else '-' for c in '-'.join(job))}.log" for job in jobs]
+        futures = [pool.submit(in_process_of_its_own, *job, modes, log) for job, log in zip(jobs, named, strict=True)]
         for future in futures:
             future.add_done_callback(lambda _: bar.update())
         for future in futures:
             rows += future.result()
-    found = zip(rows, verdicts(rows), strict=True)
-    wrong = [f"{row.family}, {row.dtype}, {row.mode}" for row, verdict in found if verdict == "NO"]
-    lines = [f"{len(rows) - len(wrong)} of {len(rows)} rows at the noise or refused with a reason"]
-    lines += [f"NOT at the noise: {', '.join(wrong)}"] if wrong else []
-    publish("models", shown(rows), options, machine, details=[row._asdict() for row in rows], lines=lines)
+    bench.publish(figures(rows))
+    wrong = [
+        f"{row.family}, {row.dtype}, {row.mode}" for row, said in zip(rows, verdicts(rows), strict=True) if said == "NO"
+    ]
+    print(
+        f"NOT at the noise: {', '.join(wrong)}"
+        if wrong
+        else f"all {len(rows)} rows at the noise, or refused with a reason"
+    )
     return 1 if wrong else 0
 
 

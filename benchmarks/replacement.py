@@ -3,24 +3,23 @@
     python benchmarks/replacement.py [--full]
 
 Simulated, a request at a time, over whole cartridges; whatever is asked for is loaded, as a request must have it. `ours`
-is `lmcache_cartridge/memory/replacement.py`; `tests/test_replacement.py` holds that the tier does the same. Figures are
-shares of the optimum's hits (Belady), which knows every request to come; of cartridges of unequal size shares of the
-chunks that it finds, where the optimum is an upper bound (PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on
-optimal caching with variable object sizes", 2018). `knows the odds` has the most that a policy can have where requests
-are drawn independently (Aho, Denning, Ullman, "Principles of optimal page replacement", JACM 18(1), 1971): it keeps the
-cartridges that are asked for most, and has one place for the others. Where a load is not drawn so it has none. Loads
-whose favourites change are told in percent of the requests, as what counts there is not to fall behind LRU.
+is `lmcache_cartridge/memory/replacement.py`; `tests/test_replacement.py` holds that the tier does the same. Figures are the
+share of chunks that were in memory when asked for. The optimum (Belady) knows every request to come; of cartridges of unequal
+size it is an upper bound (PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on optimal caching with variable object
+sizes", 2018). `knows the odds` has the most that a policy can have where requests are drawn independently (Aho, Denning, Ullman,
+"Principles of optimal page replacement", JACM 18(1), 1971): it keeps the cartridges that are asked for most, and has one place
+for the others. Where a load is not drawn so it has none.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import report
-from mix import belady
 
 from lmcache_cartridge.memory.replacement import Replacement
 
@@ -36,8 +35,6 @@ class Load(NamedTuple):
     room: int
     sizes: dict[int, int] | None = None
     """Chunks of each; of one chunk all where there is none."""
-    wanted: float | None = None
-    """Share of the optimum's hits."""
     is_drawn: bool = False
     """Independently, number 0 most often."""
     changes: bool = False
@@ -80,12 +77,12 @@ def loads(count: int, seed: int = SEED) -> list[Load]:
     chance = random.Random(seed)
     sizes = {number: chance.choice([1, 2, 4, 8, 16]) for number in range(40)}
     return [
-        Load("Zipf 1.0, 20 on 5", few["1.0"], 5, wanted=0.90, is_drawn=True),
-        Load("Zipf 0.6, 20 on 5", few["0.6"], 5, wanted=0.80, is_drawn=True),
-        Load("Zipf 1.4, 20 on 5", few["1.4"], 5, wanted=0.95, is_drawn=True),
-        Load("a third scans, 20 on 5", scanned(20, count, seed), 5, wanted=0.85),
-        Load("a loop, 20 on 5", [turn % 20 for turn in range(count)], 5, wanted=0.60),
-        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, seed), 10, wanted=0.88, is_drawn=True),
+        Load("Zipf 1.0, 20 on 5", few["1.0"], 5, is_drawn=True),
+        Load("Zipf 0.6, 20 on 5", few["0.6"], 5, is_drawn=True),
+        Load("Zipf 1.4, 20 on 5", few["1.4"], 5, is_drawn=True),
+        Load("a third scans, 20 on 5", scanned(20, count, seed), 5),
+        Load("a loop, 20 on 5", [turn % 20 for turn in range(count)], 5),
+        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, seed), 10, is_drawn=True),
         Load("a third scans, 100 on 10", scanned(100, count, seed), 10),
         Load("unequal sizes, 40", zipf(40, 1.0, count, seed), sum(sizes.values()) // 4, sizes),
         *[
@@ -149,67 +146,6 @@ class Odds:
         return hit
 
 
-class Sieve:
-    """SIEVE (Zhang et al., NSDI 2024): a queue that a hand goes through, sparing what was asked for since."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.queue, self.hand = room, list[int](), 0
-        self.here, self.seen = dict[int, int](), set[int]()
-
-    def ask(self, number: int, size: int) -> bool:
-        if number in self.here:
-            self.seen.add(number)
-            return True
-        while sum(self.here.values()) + size > self.room:
-            self.hand %= len(self.queue)
-            if (passed := self.queue[self.hand]) in self.seen:
-                self.seen.remove(passed)
-                self.hand += 1
-            else:
-                del self.queue[self.hand], self.here[passed]
-        self.queue.append(number)
-        self.here[number] = size
-        return False
-
-
-class S3Fifo:
-    """S3-FIFO (Yang et al., SOSP 2023): a small queue for newcomers, a large one, and a list of who left the small one."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.small_room = room, max(1, room // 10)
-        self.small, self.main = deque[int](), deque[int]()
-        self.here, self.uses, self.ghosts = dict[int, int](), dict[int, int](), OrderedDict[int, None]()
-
-    def ask(self, number: int, size: int) -> bool:
-        if number in self.here:
-            self.uses[number] = min(3, self.uses[number] + 1)
-            return True
-        while sum(self.here.values()) + size > self.room:
-            self._evict()
-        (self.main if number in self.ghosts else self.small).append(number)
-        self.ghosts.pop(number, None)
-        self.here[number], self.uses[number] = size, 0
-        return False
-
-    def _evict(self) -> None:
-        if sum(map(self.here.__getitem__, self.small)) >= self.small_room or not self.main:
-            number = self.small.popleft()
-            if self.uses[number] > 1:
-                self.main.append(number)
-                self.uses[number] = 0
-                return
-            self.ghosts[number] = None
-            if len(self.ghosts) > self.room:
-                self.ghosts.popitem(last=False)
-        else:
-            number = self.main.popleft()
-            if self.uses[number]:
-                self.main.append(number)
-                self.uses[number] -= 1
-                return
-        del self.here[number]
-
-
 class TinyLfu:
     """W-TinyLFU (Einziger et al., ACM TOS 2017) with a window of one cartridge: the one that leaves it takes the place of
     the main part's least recently used, if it was asked for more often. Counts are halved every so often.
@@ -265,14 +201,36 @@ class Ours:
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
-    "ours": Ours, "LRU": Lru, "LFU": Lfu, "SIEVE": Sieve, "S3-FIFO": S3Fifo, "W-TinyLFU": TinyLfu,
-    "W-TinyLFU, 16 x the sample": lambda room: TinyLfu(room, 160), "knows the odds": Odds,
+    "ours": Ours, "LRU": Lru, "LFU": Lfu, "W-TinyLFU": TinyLfu, "knows the odds": Odds,
 }  # fmt: skip
 
 
 def found(load: Load, policy: Policy) -> int:
     """Return how many of the chunks that were asked for a policy had, of whole cartridges only."""
     return sum(load.size(number) * policy.ask(number, load.size(number)) for number in load.requests)
+
+
+def belady(requests: Sequence[int], capacity: int) -> int:
+    """Return the hits of evicting what is needed again last: the most that any policy can have."""
+    upcoming, later = [0] * len(requests), {}
+    for i in range(len(requests) - 1, -1, -1):
+        upcoming[i] = later.get(requests[i], len(requests))
+        later[requests[i]] = i
+    cached: dict[int, int] = {}
+    furthest: list[tuple[int, int]] = []
+    hits = 0
+    for i, one in enumerate(requests):
+        if one in cached:
+            hits += 1
+        elif len(cached) == capacity:
+            while True:
+                when, victim = heapq.heappop(furthest)
+                if cached.get(victim) == -when:
+                    break
+            del cached[victim]
+        cached[one] = upcoming[i]
+        heapq.heappush(furthest, (-upcoming[i], one))
+    return hits
 
 
 def optimum(load: Load) -> int:
@@ -296,27 +254,21 @@ def optimum(load: Load) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options = report.parser(__doc__, "replacement").parse_args(arguments)
+    bench = report.Benchmark(__file__, __doc__, ["memory/replacement.py"])
+    options = bench.start(arguments)
     count = 300 if options.smoke else 100_000 if options.full else 20_000
-    machine, rows, lines = report.hardware(), [], []
-    curves: dict[str, list[report.Point]] = {}
+    figures = []
     for load in loads(count):
         report.say(load.name)
-        best, asked = optimum(load), sum(map(load.size, load.requests))
-        names = [name for name in POLICIES if name != "knows the odds" or load.is_drawn]
-        hits = {name: found(load, POLICIES[name](load.room)) for name in names}
-        scale = asked / 100 if load.changes else best
-        told = {name: round(hits[name] / scale, 1 if load.changes else 3) if name in hits else "" for name in POLICIES}
-        rows.append({"load": load.name, **told, "wanted": load.wanted or "", "optimum": f"{best / asked:.1%}"})
-        for name, chunks in hits.items():
-            share = max(100 * chunks / asked, 0.01)
-            curves.setdefault(name, []).append(report.Point(load.name, report.Spread(share, share, share, 1)))
-        if load.changes:
-            lines.append(f"{load.name}: {100 * (hits['ours'] - hits['LRU']) / asked:+.1f} points to LRU")
-        elif load.wanted:
-            lines.append(f"{load.name}: {told['ours']} of the optimum's hits, wanted {load.wanted}")
-    panel = report.Panel("chunks found in memory", "", "%", curves)
-    report.publish("replacement", rows, options, machine, panels=[panel], lines=lines)
+        asked = sum(map(load.size, load.requests))
+        hits = {"optimum": optimum(load)}
+        hits |= {
+            name: found(load, make(load.room))
+            for name, make in POLICIES.items()
+            if name != "knows the odds" or load.is_drawn
+        }
+        figures += [report.Figure.share(one, asked, "hits", load=load.name, policy=name) for name, one in hits.items()]
+    bench.publish(figures)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         note = f"; {self.note}" if self.note else ""
         return (
             f"{self.when[:10]}, {self.cores} cores of {self.machine}{memory}, others used {self.load.others:.1f} cores; "
-            f"{packages}; commit {self.commit[:9]}{note}"
+            f"{packages}; commit {self.commit[:9]}{'+' * self.commit.endswith('+')}{note}"
         )
 
 
@@ -245,9 +245,11 @@ def _commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
-    return git("rev-parse", "HEAD").strip() + (
-        "+" if git("status", "--porcelain", "lmcache_cartridge", "benchmarks") else ""
-    )
+    try:
+        changed = git("status", "--porcelain", "lmcache_cartridge", "benchmarks/*.py")
+        return git("rev-parse", "HEAD").strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _busy_s() -> tuple[float, float]:

@@ -32,11 +32,10 @@ ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes",
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "saving")
-    parser.add_argument("--prompts", type=int, help="prompts asked of each server (default 40; --full 200)")
-    options = parser.parse_args(arguments)
+    bench = report.Benchmark(__file__, __doc__, ["engine", "memory", "serve"])
+    bench.parser.add_argument("--prompts", type=int, help="prompts asked of each server (default 40; --full 200)")
+    options = bench.start(arguments)
     prompts = options.prompts or (200 if options.full else 2 if options.smoke else 40)
-    machine = report.hardware()
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         ours = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
         other = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
@@ -47,19 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             server = ServerProcess(launch, Path(scratch) / f"{name}.log", environment=environment)
             url = stack.enter_context(server).url
             clients[name] = stack.enter_context(httpx.Client(base_url=url, timeout=120))
-        times_ms = measure(clients, prompts)
-    rows = [
-        {"server": name, "prompts": prompts}
-        | {f"{kind} ms": report.Spread.of(found[name]).text() for kind, found in times_ms.items()}
-        for name in clients
-    ]
-    medians = {(kind, name): report.Spread.of(found[name]).median for kind, found in times_ms.items() for name in found}
-    lines = [
-        f"{kind}: {name} / {ALONE} {medians[kind, name] / medians[kind, ALONE]:.3f}, medians of {prompts}"
-        for kind in times_ms
-        for name in (OURS, INSIDE)
-    ]
-    report.publish("saving", rows, options, machine, details=times_ms, lines=lines)
+        times_s = measure(clients, prompts)
+    bench.publish(
+        [
+            report.Figure.of(seconds, "request", "s", doing=doing, server=name)
+            for doing, found in times_s.items()
+            for name, seconds in found.items()
+        ]
+    )
 
 
 def stock(launch: Launch) -> Launch:
@@ -79,7 +73,7 @@ def stock(launch: Launch) -> Launch:
 
 
 def measure(clients: dict[str, httpx.Client], prompts: int) -> dict[str, dict[str, list[float]]]:
-    """Return the times in ms of the first and the second request for each prompt, by server."""
+    """Return the times in s of the first and the second request for each prompt, by server."""
     rng = random.Random(1)
     times: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in clients} for kind in ("save", "load")}
     for number in range(-2, prompts):  # the first two warm up
@@ -87,25 +81,25 @@ def measure(clients: dict[str, httpx.Client], prompts: int) -> dict[str, dict[st
         order = rng.sample(list(clients), len(clients))
         for kind in times:
             for name in order:
-                elapsed_ms, cached = ask(clients[name], ids, whole=kind == "load")
+                elapsed_s, cached = ask(clients[name], ids, whole=kind == "load")
                 assert cached == (TOKENS - 1 if kind == "load" else 0), (name, kind, cached)
                 if number >= 0:
-                    times[kind][name].append(elapsed_ms)
+                    times[kind][name].append(elapsed_s)
     return times
 
 
 def ask(client: httpx.Client, ids: list[int], *, whole: bool) -> tuple[float, int]:
-    """Return how long a prompt took in ms and how many of its tokens were cached; asks again until it was `whole`."""
+    """Return how long a prompt took and how many of its tokens were cached; asks again until it was `whole`."""
     while True:
         while not client.post("/reset_prefix_cache").is_success:
             time.sleep(0.01)
         start = time.perf_counter()
         reply = client.post("/v1/completions", json={"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0})
-        elapsed_ms = 1000 * (time.perf_counter() - start)
+        elapsed_s = time.perf_counter() - start
         usage = reply.raise_for_status().json()["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
         if not whole or cached:
-            return elapsed_ms, cached
+            return elapsed_s, cached
 
 
 if __name__ == "__main__":

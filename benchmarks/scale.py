@@ -17,14 +17,13 @@ import hashlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -100,7 +99,7 @@ def engine_of() -> Engine:
     return Engine(SHAPE, CHUNK, 0, 1, "heads", chain, pin_memory=False, allow_trained=True)
 
 
-def prepare(home: Path, count: int) -> dict[str, Any]:
+def prepare(home: Path, count: int) -> dict[str, list[float]]:
     """Make and register `count` cartridges under `home`, and start a store with them for the first time."""
     from lmcache_cartridge.memory.store import CartridgeStore
 
@@ -128,16 +127,10 @@ def prepare(home: Path, count: int) -> dict[str, Any]:
         time.sleep(0.01)
     first_start_s = time.perf_counter() - started
     store.close()
-    rows = list((settings.cache_dir / "index").glob("*.sqlite"))
-    return {
-        "count": count,
-        "register_s": register_s,
-        "first_start_s": first_start_s,
-        "rows_bytes": sum(path.stat().st_size for path in rows),
-    }
+    return {"register one": [register_s], "first start": [first_start_s]}
 
 
-def measure(home: Path, count: int) -> dict[str, Any]:
+def measure(home: Path, count: int) -> dict[str, list[float]]:
     """Return the figures of the `count` cartridges that were prepared under `home`. Run once in a process."""
     from lmcache_cartridge.memory.store import CartridgeStore
 
@@ -162,18 +155,12 @@ def measure(home: Path, count: int) -> dict[str, Any]:
     registry.register(write(home / "artefacts", count // 2, 2, payload_file, payload))
     reload_s = report.timed(store.refresh)
     assert len(store.names()) == count + 1
-    idle_s = statistics.median([report.timed(store.refresh) for _ in range(20)])
-    numbers_s = statistics.median([report.timed(store.numbers) for _ in range(20)])
+    idle_s = [report.timed(store.refresh) for _ in range(20)]
     store.close()
     return {
-        "start_s": start_s,
-        "memory_bytes": grown,
-        "first_lookup_s": lookups[: len(prompts)],
-        "lookup_s": lookups[len(prompts) :],
-        "numbers_s": numbers_s,
-        "reload_s": reload_s,
-        "idle_refresh_s": idle_s,
-    }
+        "start": [start_s], "memory": [grown], "first lookup": lookups[: len(prompts)], "lookup": lookups[len(prompts) :],
+        "reload of one": [reload_s], "reload of none": idle_s,
+    }  # fmt: skip
 
 
 def register_rest(path: Path, roots: Sequence[Path]) -> None:
@@ -193,9 +180,9 @@ def register_rest(path: Path, roots: Sequence[Path]) -> None:
     db.close()
 
 
-def in_own_process(count: int, scratch: Path) -> dict[str, Any]:
+def in_own_process(count: int, scratch: Path) -> dict[str, list[float]]:
     """Return what `prepare` and `measure` do, each in a fresh process."""
-    found = {}
+    found: dict[str, list[float]] = {}
     for step in ("prepare", "measure"):
         command = [sys.executable, __file__, f"--{step}", str(count), str(scratch / str(count))]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -204,61 +191,26 @@ def in_own_process(count: int, scratch: Path) -> dict[str, Any]:
     return found
 
 
+UNITS = {"memory": "bytes"}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = report.parser(__doc__, "scale")
-    parser.add_argument("--counts", type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--scratch", type=Path, help="where the artefacts are made (a temporary directory)")
-    options = parser.parse_args(arguments)
-    counts = options.counts or ([20] if options.smoke else [100, 1000, 10_000])
-    if options.full and not options.counts:
-        counts.append(100_000)
-    machine, found = report.hardware(), []
+    bench = report.Benchmark(__file__, __doc__, ["artifact", "library", "memory"])
+    bench.parser.add_argument("--counts", type=lambda text: [int(n) for n in text.split(",")])
+    bench.parser.add_argument("--scratch", type=Path, help="where the artefacts are made (a temporary directory)")
+    options = bench.start(arguments)
+    counts = options.counts or ([20] if options.smoke else [100, 10_000, *([100_000] if options.full else [])])
+    figures = []
     with tempfile.TemporaryDirectory(prefix="cartridge-scale-", dir=options.scratch) as scratch:
         for count in counts:
             report.say(f"{count} cartridges")
-            found.append(in_own_process(count, Path(scratch)))
-    rows = [
-        {
-            "cartridges": one["count"],
-            "registered a second": round(1 / one["register_s"]),
-            "first start s": round(one["first_start_s"], 2),
-            "rows MiB": round(one["rows_bytes"] / 2**20, 1),
-            "start-up s": round(one["start_s"], 3),
-            "memory MiB": round(one["memory_bytes"] / 2**20, 1),
-            "first lookup us": report.Spread.of(one["first_lookup_s"]).text(1e6),
-            "lookup us": report.Spread.of(one["lookup_s"]).text(1e6),
-            "reload of one ms": round(1000 * one["reload_s"], 2),
-            "refresh, no change ms": round(1000 * one["idle_refresh_s"], 2),
-            "metrics ms": round(1000 * one["numbers_s"], 2),
-        }
-        for one in found
-    ]
-    first, last = found[0], found[-1]
-    lookup = statistics.median(last["lookup_s"]) / statistics.median(first["lookup_s"])
-    lines = [
-        f"{last['count']} cartridges: start-up {last['start_s']:.2f} s (at most 3 at 100,000), "
-        f"{(last['memory_bytes'] - first['memory_bytes']) / 1e6:.0f} MB more memory (at most 400), lookup median {lookup:.2f} x that with "
-        f"{first['count']} (at most 1.5)"
-    ]
-
-    def curve(name: str, scale: float) -> list[report.Point]:
-        return [
-            report.Point(one["count"], report.Spread(one[name] * scale, one[name] * scale, one[name] * scale, 1))
-            for one in found
-        ]
-
-    panels = [
-        report.Panel(
-            "start-up", "cartridges", "s", {"first": curve("first_start_s", 1), "later": curve("start_s", 1)}
-        ),
-        report.Panel("memory", "cartridges", "MiB", {"the store": curve("memory_bytes", 2**-20)}),
-        report.Panel(
-            "lookup of 16 chunks", "cartridges", "us",
-            {"lookup": [report.Point(o["count"], report.Spread.of([1e6 * s for s in o["lookup_s"]])) for o in found]},
-        ),
-    ]  # fmt: skip
-    report.publish("scale", rows, options, machine, panels=panels, details=found, lines=lines)
+            found = in_own_process(count, Path(scratch))
+            figures += [
+                report.Figure.of(samples, what, UNITS.get(what, "s"), cartridges=count)
+                for what, samples in found.items()
+            ]
+    bench.publish(figures)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""How many bytes a cartridge has, by model and positions, computed from each model's shape.
-
-    python benchmarks/sizes.py [--markdown]
+"""How many bytes a cartridge has, by model and positions, computed from each model's shape: what docs/memory.md has.
 
 A position takes 2 planes x layers x KV heads x head size x 2 bytes of bfloat16; nothing else grows with p but checksums.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import NamedTuple
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
-from lmcache_cartridge.cli.show import size, table
+from lmcache_cartridge.cli.show import size
 
 POSITIONS = (256, 1024, 4096, 8192, 16_384, 32_768)
 
@@ -75,6 +72,10 @@ SHAPES = {
 }
 
 
+TINY = Shape("tiny", 2, 256, 4, 2, 64, 512, 2000)
+"""For the smallest form of a benchmark."""
+
+
 def rows() -> list[dict[str, str]]:
     """Return one row for each model: bytes of a position, and of cartridges of some sizes."""
     return [
@@ -92,15 +93,3 @@ def markdown(made: list[dict[str, str]]) -> str:
     heading = list(made[0])
     lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *([row[h] for h in heading] for row in made)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def main() -> None:
-    """Print the table."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--markdown", action="store_true", help="as it stands in docs/memory.md")
-    made = rows()
-    print(markdown(made) if options.parse_args().markdown else table(made))
-
-
-if __name__ == "__main__":
-    main()

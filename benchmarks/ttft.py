@@ -41,7 +41,7 @@ import httpx
 import numpy as np
 import report
 from chunks import drop, finite_bytes, push, start_s3
-from sizes import SHAPES, Shape
+from sizes import SHAPES, TINY, Shape
 
 from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.library.registry import Registry
@@ -53,7 +53,7 @@ QUESTION = 32
 ANSWER = 16
 SMALL = 1024
 """The largest p that is computed for several requests at once, but for `--full`."""
-TINY = Shape("tiny", 2, 128, 2, 2, 64, 256, 2000)
+
 SETTLE_S = 2.0
 """Pause before a request to the other server, and before one that loads. For a second after each request vLLM's workers wait
 for more in a loop, which keeps a core and their Python interpreter from what loads."""

@@ -140,13 +140,17 @@ def compared(result: Result, peers: Peers) -> str:
             if one.what == peers.what
         )
     )
-    shown = []
-    for ours, peer in peers.pairs:
-        cells = [_ratio(result, peers, dict(case), ours, peer) for case in cases]
-        if any(cells):
-            shown.append([f"{ours} / {peer}", *cells])
-    heading = ["", *(", ".join(f"{key} = {_shown(value)}" for key, value in case) or "ratio" for case in cases)]
-    return table(heading, shown) if shown else ""
+    rows = [[_case(dict(case)), *(_ratio(result, peers, dict(case), *pair) for pair in peers.pairs)] for case in cases]
+    heading = ["", *(f"{ours} / {peer}" for ours, peer in peers.pairs)]
+    kept = [n for n in range(len(heading)) if not n or any(row[n] for row in rows)]
+    cells = [[row[n] for n in kept] for row in [heading, *(row for row in rows if any(row[1:]))]]
+    if len(cells) <= 8:  # numbers of requests at once side by side
+        cells = list(map(list, zip(*cells, strict=True)))
+    return table(cells[0], cells[1:]) if len(kept) > 1 else ""
+
+
+def _case(case: Case) -> str:
+    return ", ".join(f"{key} = {_shown(value)}" for key, value in case.items()) or "ratio"
 
 
 def _ratio(result: Result, peers: Peers, case: Case, ours: str, peer: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SECTIONS = ["slab", "blocks", "promotion", "int8", "prefill", "compact", "train"]
+SECTIONS = ["slab", "blocks", "int8", "prefill"]
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +40,16 @@ def test_every_section_runs_on_a_bare_machine_and_no_ratio_is_judged_without_a_g
     judged = [row for row in sound["rows"] if row["goal"].startswith("at least")]
     assert len(judged) == 4 and all("no GPU" in row["verdict"] for row in judged)
     assert "ratios mean nothing" in found["printed"]
-    assert (Path(found["out"]) / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("wrong", "sections"),
     [
-        ("promotion", ["slab", "promotion"]), ("injection", ["blocks"]), ("scale", ["int8"]), ("prefill", ["prefill"]),
-        ("compact", ["compact"]), ("answers", ["compact"]), ("train", ["train"]),
+        ("promotion", ["slab"]), ("injection", ["blocks"]), ("scale", ["int8"]), ("prefill", ["prefill"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_ends_with_status_1(found: dict[str, Any], wrong: str, sections: list[str]) -> None:
-    """A byte flipped on its way to the device or into the blocks, a scale doubled, other KV, other answers."""
+    """A byte flipped on its way to the device or into the blocks, a scale doubled, other KV."""
     assert found[wrong]["status"] == 1
     for section in sections:
         assert "WRONG" in _verdicts(found[wrong], section), found[wrong]["rows"]

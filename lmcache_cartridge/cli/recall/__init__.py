@@ -3,7 +3,7 @@
 No weights can be downloaded where this project is built and tested, and random weights cannot show that a
 cartridge *answers*. This model (1.23 M parameters) was trained here, on synthetic ward fact sheets, to answer
 `Q: blood of Tehor? A:` from the sheet before the question, and to know nothing without it. `benchmarks/recall/`
-of the source tree has the training script, and in `FIGURES.md` how well the model does.
+of the source tree has the training script.
 
 Importing this package loads no torch and reads no file; `load_sheet` reads two small ones.
 """
