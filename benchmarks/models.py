@@ -202,7 +202,7 @@ class Made:
 
     def served(self, family: str, dtype: str, mode: str, *, saves: bool = True) -> Row:
         """Serve the cartridges and compare. Raises whatever keeps the server from answering."""
-        from lmcache_cartridge.artifact.rope import check_shift
+        from lmcache_cartridge.artifact.model import check_shift
         from lmcache_cartridge.errors import UnsupportedModel
 
         notes = [*self.notes, *([] if saves else ["with --no-save"])]

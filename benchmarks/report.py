@@ -37,8 +37,8 @@ import numpy as np
 from sizes import markdown
 
 from lmcache_cartridge import __version__
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.show import table
 from lmcache_cartridge.make.machine import gpus, machine

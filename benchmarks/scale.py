@@ -30,8 +30,8 @@ import numpy as np
 import report
 from blake3 import blake3
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import FORMAT, Manifest, Payload, Provenance, Tokens, content_digest
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping

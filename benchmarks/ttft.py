@@ -43,7 +43,7 @@ import report
 from chunks import drop, finite_bytes, push, start_s3
 from sizes import SHAPES, TINY, Shape
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 

@@ -38,7 +38,7 @@ def main(home: str, model: str, asked: str, wrong: str = "1000") -> None:
     answers = []
     for number, (cartridges, question) in enumerate(json.loads(asked)):
         if number == int(wrong):
-            loader.shift_keys = lambda keys, shape, offset: rotate(keys, shape.rope, offset)
+            loader.shift_keys = lambda keys, shape, offset: rotate(keys, shape.rope[0], offset)
         if not cartridges:
             from lmcache_cartridge.engine.backend import CartridgeBackend  # vLLM does not start with it imported
 

@@ -37,7 +37,7 @@ from transformers import (
 )  # fmt: skip
 
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.artifact.rope import Rope
+from lmcache_cartridge.artifact.model import Rope
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.layout import ChunkShape, heads_view
@@ -219,7 +219,6 @@ def chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) ->
 def _rotating(rope: Rope, layers: tuple[int, ...]) -> Rope:
     """Return what rotates `layers`: where kinds of them have rotations of their own, each those of its kind."""
     replace = msgspec.structs.replace
-    if rope.others is msgspec.UNSET:
-        return replace(rope, layers=layers)
-    first, *others = (replace(each, layers=tuple(set(each.layers) & set(layers))) for each in rope.rotations)
-    return replace(first, others=tuple(others))
+    if len(rope) == 1:
+        return (replace(*rope, layers=layers),)
+    return tuple(replace(each, layers=tuple(set(each.layers) & set(layers))) for each in rope)

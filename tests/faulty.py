@@ -48,7 +48,7 @@ def break_kv() -> None:
 
     def everywhere(keys: Any, shape: Any, offset: int) -> Any:
         if _fault("rotate") and offset:
-            return rope.rotate(keys, shape.rope, offset)
+            return rope.rotate(keys, shape.rope[0], offset)
         return shift(keys, shape, offset)
 
     tiles.pack, loader.shift_keys, loader.ChunkLoader.load_run = unpacked, everywhere, slow

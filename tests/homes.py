@@ -11,7 +11,7 @@ import pytest
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
 from waiting import Clock, until
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
 from lmcache_cartridge.library.catalog import Catalog
 from lmcache_cartridge.library.registry import Registry

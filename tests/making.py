@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 
 from lmcache_cartridge.artifact.check import ChunkCheck
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
-from lmcache_cartridge.artifact.rope import Rope
+from lmcache_cartridge.artifact.model import Fingerprint, Rotation
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.index import Hasher
 
@@ -37,14 +36,14 @@ class Made(NamedTuple):
     kv: torch.Tensor
 
 
-def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: float = 1.0) -> Rope:
+def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: float = 1.0) -> Rotation:
     """Return plain RoPE with theta 10000."""
     inv_freq = tuple(10000.0 ** (-i / rotary_dim) for i in range(0, rotary_dim, 2))
-    return Rope(kind, rotary_dim, inv_freq, attention_factor, {"rope_theta": 10000.0, "rope_type": kind})
+    return Rotation(kind, inv_freq, attention_factor, {"rope_theta": 10000.0, "rope_type": kind})
 
 
 def make_fingerprint(
-    *, layers: int = 3, kv_heads: int = 2, head_size: int = 64, dtype: str = "bfloat16", rope: Rope | None = None
+    *, layers: int = 3, kv_heads: int = 2, head_size: int = 64, dtype: str = "bfloat16", rope: Rotation | None = None
 ) -> Fingerprint:
     """Return the fingerprint of a small Llama, all of whose layers rotate where it is known how."""
     rope = rope or make_rope(rotary_dim=head_size)
@@ -57,7 +56,7 @@ def make_fingerprint(
         head_size=head_size,
         dtype=dtype,
         vocab_size=VOCABULARY,
-        rope=rope,
+        rope=(rope,),
         config_digest="c0" * 32,
         weights_digest="d1" * 32,
     )

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from wards import MODEL, prefill
 
-from lmcache_cartridge.artifact.lora import CONFIG, WEIGHTS, adapter_digest
 from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.artifact.weights import CONFIG, WEIGHTS, adapter_digest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.library import catalog

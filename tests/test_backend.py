@@ -31,7 +31,7 @@ from making import Made, heads_bytes, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import backend

@@ -27,7 +27,7 @@ from transformers import (
 )  # fmt: skip
 
 from lmcache_cartridge.artifact.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
-from lmcache_cartridge.artifact.manifest import check
+from lmcache_cartridge.artifact.manifest import decode
 from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
@@ -116,7 +116,7 @@ def passes_behind_itself(model: CausalModel, kv: torch.Tensor, canary: ServedCan
 def rotated(kv: torch.Tensor, model: CausalModel, layers: Any, offset: int) -> torch.Tensor:
     """Return the KV with the keys of some layers rotated by `offset` positions."""
     moved = kv.clone()
-    inv_freq = torch.tensor(model.fingerprint.rope.inv_freq)
+    inv_freq = torch.tensor(model.fingerprint.rope[0].inv_freq)
     size = 2 * len(inv_freq)
     cos, sin = (offset * inv_freq).cos(), (offset * inv_freq).sin()
     for layer in layers:
@@ -179,12 +179,12 @@ def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_mo
     assert passes_behind_itself(tiny.exact, twice, tiny.canary)
     for layer in range(shape.layers):
         wrong = twice.clone()
-        rotates = layer in shape.rope.layers
+        rotates = layer in shape.rope[0].layers
         wrong[0, layer, POSITIONS:] = (tiny.kv if rotates else rotated(tiny.kv, tiny.model, [layer], POSITIONS))[
             0, layer
         ]
         assert not passes_behind_itself(tiny.model, wrong, tiny.canary), layer
-    if shape.rope.layers != tuple(range(shape.layers)):  # every layer rotated, as releases before did
+    if shape.rope[0].layers != tuple(range(shape.layers)):  # every layer rotated, as releases before did
         wrong = torch.cat([tiny.kv, rotated(tiny.kv, tiny.model, range(shape.layers), POSITIONS)], dim=2)
         assert not passes_behind_itself(tiny.model, wrong, tiny.canary)
 
@@ -299,8 +299,7 @@ CANARY = ServedCanary((Asked((3, 4), EXPECTED),), 2.0)
 def test_a_canary_is_no_part_of_the_digest(tmp_path: Path) -> None:
     plain = make_artifact(tmp_path / "a", positions=40).manifest
     with_canary = msgspec.structs.replace(plain, canary=CANARY)
-    check(with_canary, "here")
-    assert msgspec.json.decode(with_canary.encode(), type=type(plain)) == with_canary
+    assert decode(with_canary.encode(), "here") == with_canary
 
 
 def test_describe_says_whether_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,19 +315,32 @@ def test_describe_says_whether_there_is_one(tmp_path: Path, capsys: pytest.Captu
     assert found[1] == {"questions": 1, "in_a_chain": 0, "sensitivity": 2.0}
 
 
+_ASKED = msgspec.to_builtins(CANARY.after[0])
+_WIDE = {
+    **_ASKED,
+    "answer": {
+        **_ASKED["answer"],
+        "tokens": [[1000]] * len(EXPECTED.tokens),
+        "logprobs": [[-1.0]] * len(EXPECTED.tokens),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    "canary",
-    [ServedCanary((), 1.0), ServedCanary((Asked((), EXPECTED),), 1.0), ServedCanary((Asked((1000,), EXPECTED),), 1.0),
-     ServedCanary((Asked((3,), Expected(((5, 7),), ((-0.1,),), 0.1)),), 1.0), ServedCanary((Asked((3,), Expected((), (), 0.1)),), 1.0),
-     ServedCanary((Asked((3,), Expected(((),), ((),), 0.1)),), 1.0), ServedCanary((Asked((3,), EXPECTED),) * 5, 1.0),
-     ServedCanary((Asked((3,), msgspec.structs.replace(EXPECTED, noise=math.inf)),), 1.0), ServedCanary((Asked((3,) * 65, EXPECTED),), 1.0),
-     ServedCanary((Asked((3,), EXPECTED),), 1.0, (Asked((3,), Expected(((1000,),), ((-1.0,),), 0.1)),)),
-     ServedCanary((Asked((3,), EXPECTED),), 1.0, (Asked((3,), EXPECTED),) * 5)],
+    "change",
+    [
+        {"after": []}, {"after": [_ASKED] * 5}, {"behind": [_ASKED] * 5}, {"behind": [_WIDE]}, {"behind_positions": 0},
+        *({"after": [{**_ASKED, "question": ids}]} for ids in ([], [1000], [-1], [3] * 65)),
+        *({"after": [{**_ASKED, "answer": {**_ASKED["answer"], **answer}}]} for answer in (
+            {"logprobs": [[-0.1]]}, {"tokens": [], "logprobs": []}, {"tokens": [[]], "logprobs": [[]]}, {"noise": 0}, {"noise": 100},
+        )),
+    ],
+    ids=str,
 )  # fmt: skip
-def test_a_canary_that_cannot_be_asked_is_refused(tmp_path: Path, canary: ServedCanary) -> None:
-    plain = make_artifact(tmp_path / "a", positions=40).manifest
-    with pytest.raises(ManifestError, match="its canary cannot be asked"):
-        check(msgspec.structs.replace(plain, canary=canary), "here")
+def test_a_canary_that_cannot_be_asked_is_refused(tmp_path: Path, change: dict) -> None:
+    plain = json.loads(make_artifact(tmp_path / "a", positions=40).manifest.encode())
+    with pytest.raises(ManifestError, match="canary|outside the model's vocabulary"):
+        decode(json.dumps(plain | {"canary": msgspec.to_builtins(CANARY) | change}).encode(), "here")
 
 
 def test_a_router_that_answers_two_things_is_rounded_too(tmp_path: Path) -> None:

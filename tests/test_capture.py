@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import Manifest
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.engine.contract import CAPTURE

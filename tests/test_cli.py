@@ -15,7 +15,7 @@ import pytest
 from making import files_under, flip_bit, make_artifact
 
 from lmcache_cartridge import __version__
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.quarantine import Quarantine

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint, rotation_of
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine.backend import CartridgeBackend
@@ -426,7 +426,7 @@ def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(
     assert author.config_digest == engine.config_digest
     assert author.kv_heads == config.model_config.get_total_num_kv_heads()
     if name == "smollm3":
-        assert engine.rope.layers == ROTATING[name], "vLLM's own config says so too"
+        assert engine.rope[0].layers == ROTATING[name], "vLLM's own config says so too"
 
 
 def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_each_kind_of_layers_with(
@@ -439,7 +439,7 @@ def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_each_kind_of_la
             get_rope(HEAD_SIZE, 512, True, read.rope_parameters[kind], torch.float32) for kind in read.layer_types
         ]
     rope = _fingerprint(settings, config).rope
-    angles = [torch.outer(torch.arange(512.0), torch.tensor(rope.of_layer(n).inv_freq)) for n in range(4)]
+    angles = [torch.outer(torch.arange(512.0), torch.tensor(rotation_of(rope, n).inv_freq)) for n in range(4)]
     for layer, own in enumerate(rotary):
         same = [torch.allclose(own.cos_sin_cache, torch.cat([a.cos(), a.sin()], 1), atol=1e-4) for a in angles]
         assert same == [read.layer_types[layer] == kind for kind in read.layer_types]
@@ -452,7 +452,7 @@ def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_with(
     config = vllm_config(_model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]}))
     with set_current_vllm_config(config), quietly():
         rotary = get_rope(64, 8192, True, config.model_config.hf_text_config.rope_parameters, torch.float32)
-    rope = _fingerprint(settings, config).rope
+    (rope,) = _fingerprint(settings, config).rope
     positions = torch.tensor([0, 1, 7, 300, 2047])
     angles = torch.outer(positions.float(), torch.tensor(rope.inv_freq))
     expected = torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor

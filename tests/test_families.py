@@ -26,11 +26,11 @@ from transformers import (
     Zamba2Config,
 )
 
-from lmcache_cartridge.artifact import fingerprint
 from lmcache_cartridge.artifact.cartridge import Cartridge
-from lmcache_cartridge.artifact.fingerprint import Fingerprint, config_fields
-from lmcache_cartridge.artifact.rope import check_shift
+from lmcache_cartridge.artifact.hf_config import config_fields, of_config
+from lmcache_cartridge.artifact.model import Fingerprint, check_shift, rotating_layers
 from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
+from lmcache_cartridge.make import model as make_model_module
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.document import check_fits
 from lmcache_cartridge.make.model import CausalModel
@@ -90,7 +90,7 @@ def test_the_layers_that_rotate_are_found_by_trying(family: Family, dtype: str) 
         if dtype == "float32"
         else CausalModel(str(family.directory), dtype=dtype, max_model_len=MAX_MODEL_LEN)
     )
-    assert model.fingerprint.rope.rotating == ROTATING[family.name]
+    assert rotating_layers(model.fingerprint.rope) == ROTATING[family.name]
 
 
 def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
@@ -109,10 +109,10 @@ def test_a_layer_rotated_by_the_other_kinds_frequencies_is_far_off(tmp_path: Pat
     cartridges = [write(model, tmp_path / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
     expected = _own(model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
     rope = model.fingerprint.rope
-    assert [each.layers for each in rope.rotations] == [(0, 1, 3), (2,)]
+    assert [each.layers for each in rope] == [(0, 1, 3), (2,)]
     swap, replace = [(0, 1, 2), (3,)], msgspec.structs.replace
-    first, other = (replace(each, layers=layers) for each, layers in zip(rope.rotations, swap, strict=True))
-    wrong = replace(cartridges[1].manifest.fingerprint, rope=replace(first, others=(other,)))
+    swapped = tuple(replace(each, layers=layers) for each, layers in zip(rope, swap, strict=True))
+    wrong = replace(cartridges[1].manifest.fingerprint, rope=swapped)
     cartridges[1] = cartridges[1]._replace(manifest=replace(cartridges[1].manifest, fingerprint=wrong))
     errors = _errors(chain(cartridges)[0][:, len(DOCUMENTS[0]) :], expected)
     assert min(errors[2:]) > 0.1
@@ -166,15 +166,14 @@ def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_mo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def swapped(shape: Fingerprint) -> Fingerprint:
-        if shape.rope is None:
+        if not shape.rope:
             return shape
-        replace, (first, other) = msgspec.structs.replace, shape.rope.rotations
-        wrong = replace(other, layers=first.layers, others=(replace(first, layers=other.layers, others=msgspec.UNSET),))
-        return replace(shape, rope=wrong)
+        replace, (first, other) = msgspec.structs.replace, shape.rope
+        return replace(shape, rope=(replace(other, layers=first.layers), replace(first, layers=other.layers)))
 
     _misread(monkeypatch, swapped)
     rope = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]()))).fingerprint.rope
-    assert [each.pairing for each in rope.rotations] == [None, None]
+    assert [each.pairing for each in rope] == [None, None]
     with pytest.raises(UnsupportedModel, match="rotate together"):
         check_shift(rope)
 
@@ -221,8 +220,8 @@ def test_a_document_of_llama4_ends_where_its_attention_depends_on_the_engine(tmp
 
 def test_cartridges_whose_keys_are_of_other_pairs_than_the_engines_are_told_apart(tmp_path: Path) -> None:
     shape = CausalModel(str(make_model(tmp_path / "model", FAMILIES["llama4"]()))).fingerprint
-    assert shape.rope.pairing == "half"
-    once = msgspec.structs.replace(shape, rope=msgspec.structs.replace(shape.rope, pairing="interleaved"))
+    assert shape.rope[0].pairing == "half"
+    once = msgspec.structs.replace(shape, rope=(msgspec.structs.replace(*shape.rope, pairing="interleaved"),))
     assert once.differences(shape) == ["rope pairs of dimensions: interleaved, not half"]
 
 
@@ -231,13 +230,13 @@ def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path: P
     for name, value in (("factor", 3.0), ("attention_factor", 1.5)):
         given = config_fields(config) | {"rope_parameters": config.rope_parameters | {name: value}}
         with pytest.raises(UnsupportedModel, match="longrope with a"):
-            fingerprint.of_config(given, dtype="float32", inv_freq=None)
+            of_config(given, dtype="float32")
     with pytest.raises(UnsupportedModel, match="longrope without original_max_position_embeddings"):
         given = {
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
             "original_max_position_embeddings": None,
         }
-        fingerprint.of_config(config_fields(config) | given, dtype="float32", inv_freq=None)
+        of_config(config_fields(config) | given, dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon alibi"])
@@ -258,7 +257,7 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
         return (given[0] + 100 * learned(named["position_ids"]), *given[1:]), named
 
     model.model.model.layers[3].register_forward_pre_hook(add, with_kwargs=True)
-    assert model.rotation(model.fingerprint.rope) == (None, msgspec.UNSET)
+    assert model.rotation(model.fingerprint.rope) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -312,17 +311,17 @@ def test_no_code_of_a_models_own_is_run_or_asked_about(tmp_path: Path) -> None:
 
 def _misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Fingerprint], Fingerprint]) -> None:
     """Have configs read as they were not meant."""
-    read = fingerprint.of_config
-    monkeypatch.setattr(fingerprint, "of_config", lambda *config, **known: change(read(*config, **known)))
+    read = of_config
+    monkeypatch.setattr(make_model_module, "of_config", lambda *config, **known: change(read(*config, **known)))
 
 
 def test_layers_that_the_config_says_rotate_otherwise_are_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace = msgspec.structs.replace
-    _misread(monkeypatch, lambda shape: replace(shape, rope=shape.rope and replace(shape.rope, layers=(0, 1, 2, 3))))
+    _misread(monkeypatch, lambda shape: replace(shape, rope=tuple(replace(r, layers=(0, 1, 2, 3)) for r in shape.rope)))
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["smollm3"]())))
-    assert model.fingerprint.rope.layers is msgspec.UNSET
+    assert model.fingerprint.rope[0].layers is None
 
 
 def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(

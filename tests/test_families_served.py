@@ -73,7 +73,7 @@ def test_a_chain_is_answered_as_transformers_answers_after_the_same_kv(tmp_path:
     assert computed == 0
     assert from_dense < NOISE
     assert max(apart[:2]) < NOISE
-    alike = len(ROTATING[name]) == model.fingerprint.layers and len(model.fingerprint.rope.rotations) == 1
+    alike = len(ROTATING[name]) == model.fingerprint.layers and len(model.fingerprint.rope) == 1
     if alike and model.fingerprint.planes == 2:
         assert apart[2] < NOISE
     else:

@@ -21,11 +21,11 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.bytesource import Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.check import checksum
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.int8 import is_finite, record
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
 from lmcache_cartridge.artifact.manifest import decode as decode_manifest
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
 from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, WrongShape
 from lmcache_cartridge.memory.codec import decode, encode

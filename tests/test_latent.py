@@ -16,9 +16,9 @@ from making import make_fingerprint
 from safetensors import safe_open
 from transformers import DynamicCache
 
-from lmcache_cartridge.artifact import fingerprint, reading
+from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.artifact.fingerprint import config_fields
+from lmcache_cartridge.artifact.hf_config import config_fields, of_config
 from lmcache_cartridge.artifact.manifest import decode
 from lmcache_cartridge.errors import CartridgeError, ManifestError, UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
@@ -137,7 +137,7 @@ def test_latent_attention_that_nobody_compared_is_refused_by_its_config() -> Non
         ({"model_type": "minicpm3"}, "as in minicpm3, which was never compared"), ({"rope_interleave": False}, "interleaved"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedModel, match=reason):
-            fingerprint.of_config(config | change, dtype="float32", inv_freq=None)
+            of_config(config | change, dtype="float32")
 
 
 BLOCK, LATENT, SIZE = 4, 6, 10

@@ -438,7 +438,7 @@ def test_stages_have_together_what_one_engine_has_in_a_chain_too(
 ) -> None:
     """Layers that rotate are known by their number in the model, whichever stage has them."""
     rope = msgspec.structs.replace(make_rope(), pairing="half", layers=rotating)
-    model, root = msgspec.structs.replace(make_fingerprint(layers=4), rope=rope), tmp_path / "doc"
+    model, root = msgspec.structs.replace(make_fingerprint(layers=4), rope=(rope,)), tmp_path / "doc"
     made = make_artifact(root, positions=POSITIONS, chunk_tokens=16, fingerprint=model)
     cartridge = Cartridge(made.manifest, root, str(root))
     chain = [Segment(cartridge, 0), Segment(cartridge, POSITIONS)]

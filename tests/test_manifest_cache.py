@@ -18,8 +18,8 @@ from making import Made, files_under, make_artifact, make_fingerprint
 from s3 import S3Server, both
 from waiting import run_threads, until
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
 from lmcache_cartridge.artifact.manifest import FORMAT, Manifest, Provenance, Tokens, content_digest
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, load_manifest, load_token_ids
 from lmcache_cartridge.errors import (
     ArtifactError,

@@ -10,8 +10,7 @@ from homes import Home, assert_served, prompt_for
 from making import VOCABULARY
 from quantising import FORMS, quantised
 
-from lmcache_cartridge.artifact import fingerprint
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.make.light import ConfigModel
@@ -63,7 +62,7 @@ def test_the_quantisation_alone_decides_where_weights_have_no_digest(
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     assert_served(home.open(fingerprint=engine, settings={"accept_weights": True}), made, prompt)
 
-    monkeypatch.setattr(fingerprint, "_quantisation_differences", lambda mine, theirs: [])
+    monkeypatch.setattr(Fingerprint, "differences", lambda mine, theirs, weights=True: [])
     assert_served(home.open(fingerprint=engine), made, prompt)
 
 

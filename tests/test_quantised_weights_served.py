@@ -14,7 +14,7 @@ from quantising import quantised
 from serving import SERVER_ARGS, Client, Reply, difference, question_ids
 from waiting import until
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry

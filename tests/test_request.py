@@ -23,7 +23,7 @@ from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Tokens, Training
-from lmcache_cartridge.artifact.rope import Rope
+from lmcache_cartridge.artifact.model import Rope
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
@@ -611,15 +611,15 @@ def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home: 
 @pytest.mark.parametrize(
     ("rope", "reason"),
     [
-        (None, "has no rotary embedding"),
-        (make_rope(), "not known which layers"),
-        (msgspec.structs.replace(make_rope(), layers=(0, 1, 2)), "not known which dimensions"),
-        (msgspec.structs.replace(make_rope(), layers=()), "has no rotary embedding"),
+        ((), "has no rotary embedding"),
+        ((make_rope(),), "not known which layers"),
+        ((msgspec.structs.replace(make_rope(), layers=(0, 1, 2)),), "not known which dimensions"),
+        ((msgspec.structs.replace(make_rope(), layers=()),), "has no rotary embedding"),
     ],
 )
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(
-    home: Home, rope: Rope | None, reason: str, kind: str
+    home: Home, rope: Rope, reason: str, kind: str
 ) -> None:
     shape = msgspec.structs.replace(SHAPE, rope=rope)
     root = home.settings.home / "c/still"
@@ -759,7 +759,7 @@ def test_the_newest_cartridges_come_first(home: Home) -> None:
 def test_ids_that_the_engine_cannot_use_are_not_read(
     home: Home, s3_credentials: S3Server, bucket: str, tmp_path: Path, where: str, fault: str
 ) -> None:
-    shape = msgspec.structs.replace(SHAPE, layers=4, rope=None) if fault == "another model" else SHAPE
+    shape = msgspec.structs.replace(SHAPE, layers=4) if fault == "another model" else SHAPE
     root = tmp_path / "allowed/huge"
     make_artifact(root, positions=128, cartridge_id="huge", fingerprint=shape)
     changed = {"buckets": [bucket], "s3_endpoint_url": s3_credentials.endpoint}

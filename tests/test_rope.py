@@ -20,8 +20,7 @@ from transformers import (
     StableLmConfig,
 )  # fmt: skip
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
-from lmcache_cartridge.artifact.rope import Rope, check_shift
+from lmcache_cartridge.artifact.model import Fingerprint, Rotation, check_shift
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
@@ -91,7 +90,7 @@ def _made_at(model: CausalModel, ids: list[int], start: int) -> tuple[torch.Tens
     )
 
 
-def _of(rope: Rope | None) -> Fingerprint:
+def _of(*rope: Rotation) -> Fingerprint:
     """Return the fingerprint of a model with such RoPE, exactly."""
     return msgspec.structs.replace(make_fingerprint(), rope=rope)
 
@@ -121,7 +120,7 @@ def test_a_stored_prefill_moved_chunk_by_chunk_is_the_whole_one_moved(shipped: C
 
 def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: tuple[CausalModel, str, int]) -> None:
     model, pairing, rotary_dim = made
-    rope = model.fingerprint.rope
+    (rope,) = model.fingerprint.rope
     assert (rope.pairing, rope.rotary_dim) == (pairing, rotary_dim)
     ids = list(range(5, 205))
     keys, _ = _made_at(model, ids, 0)
@@ -135,7 +134,7 @@ def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, i
     wrong = "half" if pairing == "interleaved" else "interleaved"
     keys, _ = _made_at(model, list(range(5, 205)), 0)
     there, _ = _made_at(model, list(range(5, 205)), 1000)
-    moved = shift_keys(keys, _of(msgspec.structs.replace(model.fingerprint.rope, pairing=wrong)), 1000)
+    moved = shift_keys(keys, _of(msgspec.structs.replace(*model.fingerprint.rope, pairing=wrong)), 1000)
     assert _error(moved, there) > 5000 * FP32_NOISE
     assert _error(keys, there) > 5000 * FP32_NOISE
     assert _error(shift_keys(keys, model.fingerprint, 1001), there) > 5000 * FP32_NOISE, "one position beside"
@@ -160,7 +159,7 @@ def test_a_latent_vector_before_a_rotary_key_is_copied_bit_for_bit() -> None:
 
 def test_no_offset_returns_the_same_numbers_in_a_tensor_of_its_own() -> None:
     keys = torch.randn(2, 5, 64)
-    moved = shift_keys(keys, _of(None), 0)
+    moved = shift_keys(keys, _of(), 0)
     assert torch.equal(moved, keys)
     assert moved.data_ptr() != keys.data_ptr()
 
@@ -170,9 +169,9 @@ def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) 
         **{k: v for k, v in NEOX.items() if k != "intermediate_size"}, ffn_dim=96, word_embed_proj_dim=64
     )
     rope = _made(tmp_path / "opt", config).fingerprint.rope
-    assert rope is None
+    assert rope == ()
     with pytest.raises(UnsupportedModel, match="no rotary embedding"):
-        shift_keys(torch.zeros(2, 5, 64), _of(rope), 1)
+        shift_keys(torch.zeros(2, 5, 64), _of(*rope), 1)
 
 
 def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
@@ -188,7 +187,7 @@ def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("known", "reason"),
     [
-        ({"pairing": "half", "layers": msgspec.UNSET}, "not known which layers"),
+        ({"pairing": "half", "layers": None}, "not known which layers"),
         ({"pairing": "half", "layers": ()}, "no rotary embedding"),
         ({"pairing": None, "layers": (0, 1)}, "rotate together"),
     ],
@@ -198,4 +197,4 @@ def test_keys_are_not_moved_where_it_is_not_known_how(known: dict, reason: str) 
     with pytest.raises(UnsupportedModel, match=reason):
         shift_keys(torch.zeros(2, 5, 64), _of(rope), 1)
     with pytest.raises(UnsupportedModel, match=reason):
-        check_shift(rope)
+        check_shift((rope,))

@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 from waiting import until
 
-from lmcache_cartridge.artifact.fingerprint import Fingerprint
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.capture import captured

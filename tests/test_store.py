@@ -160,7 +160,7 @@ def test_other_weights_are_served_where_the_setting_accepts_them_and_nothing_els
 def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_served(home: Home) -> None:
     made = home.make()
     rope = msgspec.structs.replace(make_rope(), inv_freq=tuple(f * (1 + 1e-7) for f in make_rope().inv_freq))
-    engine = msgspec.structs.replace(make_fingerprint(), rope=rope, weights_digest=None)
+    engine = msgspec.structs.replace(make_fingerprint(), rope=(rope,), weights_digest=None)
     assert_served(home.open(fingerprint=engine), made, prompt_for(home, made))
 
 

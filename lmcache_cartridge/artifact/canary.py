@@ -16,8 +16,8 @@ it chose another token. So what fp8 does to each question is measured with the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -29,17 +29,23 @@ IN_FP8, UNMEASURED = 1.5, 40.0
 """How much of what fp8 was measured to do is taken for noise: a question's own KV, which is fp8 in the engine, was not in
 the measure; and what is taken for the measure where there is none, in units of the noise: the most that was seen, 37."""
 MAX_QUESTIONS, MAX_TOKENS = 4, 64
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+_Few = msgspec.Meta(min_length=1, max_length=MAX_TOKENS)
 
 
 class Expected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The likeliest tokens at each position of an answer."""
 
-    tokens: tuple[tuple[int, ...], ...]
+    tokens: Annotated[tuple[Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)], ...], _Few]
     """At each position, the likeliest first: that one is the answer's own."""
     logprobs: tuple[tuple[float, ...], ...]
     """Of each of them."""
-    noise: float
+    noise: Annotated[float, msgspec.Meta(gt=0, lt=100)]
     """Mean difference of these logprobs that rounding makes."""
+
+    def __post_init__(self) -> None:
+        if list(map(len, self.tokens)) != list(map(len, self.logprobs)):
+            raise ValueError("its tokens and logprobs do not go together")
 
     @property
     def bound(self) -> float:
@@ -50,7 +56,7 @@ class Expected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One question, and the answer that is expected."""
 
-    question: tuple[int, ...]
+    question: Annotated[tuple[TokenId, ...], _Few]
     """Token ids that follow the cartridge."""
     answer: Expected
     int8: float | None = None
@@ -70,35 +76,23 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 class ServedCanary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a server asks of its engine before it answers from a cartridge."""
 
-    after: tuple[Asked, ...]
+    after: Annotated[tuple[Asked, ...], msgspec.Meta(min_length=1, max_length=MAX_QUESTIONS)]
     """Asked after the cartridge."""
     sensitivity: float
     """How many bounds the answers move when one chunk is damaged: of the chunks tried, the one that shows least. Below
     1, damage of a single chunk may go unseen."""
-    behind: tuple[Asked, ...] = ()
+    behind: Annotated[tuple[Asked, ...], msgspec.Meta(max_length=MAX_QUESTIONS)] = ()
     """Asked after the cartridge and, behind it, itself: only there its keys are rotated, as in every chain. Empty where
     the model's context has no room for that, or its keys cannot be moved."""
-    behind_positions: int | None = None
+    behind_positions: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """How many leading positions of both stand before the questions of `behind`; None for all of them. Whole chunks:
     what does not fill one an engine computes, and having seen the first copy it has other KV than the second."""
 
-    def problem(self, vocabulary: int) -> str | None:
-        """Return what is wrong with it, None if nothing is."""
-        asked = [*self.after, *self.behind]
-        if not self.after or max(len(self.after), len(self.behind)) > MAX_QUESTIONS:
-            return f"it has {len(self.after)} and {len(self.behind)} questions; 1 to {MAX_QUESTIONS} can be asked"
-        if not all(0 < len(ids) <= MAX_TOKENS for each in asked for ids in (each.question, each.answer.tokens)):
-            return f"a question or an answer has no tokens or more than {MAX_TOKENS}"
-        if not all(0 <= i < vocabulary for each in asked for ids in (each.question, *each.answer.tokens) for i in ids):
-            return "it has a token id outside the model's vocabulary"
-        for tokens, logprobs, noise in ((e.answer.tokens, e.answer.logprobs, e.answer.noise) for e in asked):
-            if list(map(len, tokens)) != list(map(len, logprobs)) or not all(tokens):
-                return "its tokens and logprobs do not go together"
-            if not 0 < noise < 100:
-                return f"a noise of {noise}"
-        if self.behind_positions is not None and self.behind_positions < 1:
-            return f"{self.behind_positions} positions behind each other"
-        return None
+    def token_ids(self) -> Iterator[int]:
+        """Iterate over every token id of the questions and answers."""
+        for each in (*self.after, *self.behind):
+            for ids in (each.question, *each.answer.tokens):
+                yield from ids
 
 
 class Comparison(NamedTuple):

@@ -8,12 +8,13 @@ cartridge's. `build` tries that it is the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from .canary import TokenId
+
 MAX_MESSAGES = 256
-MAX_PREFIX = 1 << 16
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,9 +27,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A conversation's beginning, as short as a server needs it."""
 
-    messages: tuple[Message, ...]
+    messages: Annotated[tuple[Message, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     """For each message of the cartridge the end of its text."""
-    prefix: tuple[int, ...]
+    prefix: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=1 << 16)]
     """The ids that a prompt of `messages` and others begins with, in the place of the cartridge's."""
     arguments: dict[str, Any] = {}
     """Of the template, as `chat_template_kwargs` of a request are."""
@@ -42,13 +43,3 @@ class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos and self.prefix[:2] != (bos, bos):
             ids = ids[1:]
         return list(ids[size:]) if tuple(ids[:size]) == self.prefix else None
-
-    def problem(self, vocabulary: int) -> str | None:
-        """Return why no server could use this, None if it can."""
-        if not 0 < len(self.messages) <= MAX_MESSAGES:
-            return f"{len(self.messages)} messages"
-        if not 0 < len(self.prefix) <= MAX_PREFIX:
-            return f"a prefix of {len(self.prefix)} tokens"
-        if not all(0 <= token < vocabulary for token in self.prefix):
-            return "a token id is outside the model's vocabulary"
-        return None

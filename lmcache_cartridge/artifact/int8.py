@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .fingerprint import Fingerprint
+from .model import Fingerprint
 
 _LARGEST = {"bfloat16": 255 * 2.0**120, "float16": 65504.0, "float32": float(np.finfo("<f4").max)}
 _LEAST_CODE = 128

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import msgspec
 from blake3 import blake3
 
 from ..errors import ManifestError
-from .canary import ServedCanary
+from .canary import ServedCanary, TokenId
 from .chat import Chat
-from .fingerprint import DTYPE_BYTES, Fingerprint
-from .rope import Rope
+from .model import DTYPE_BYTES, Count, Fingerprint
 
-FORMAT = "1.0"
+FORMAT = "2.0"
 """Format of artefacts written here. A reader accepts its own major version and refuses others."""
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
@@ -26,12 +25,13 @@ CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
 ENCODINGS = ("plain", "int8")
 """How a payload holds KV: in the model's dtype, or as `int8.py` says."""
+_ID = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
+_Checksum = Annotated[str, msgspec.Meta(min_length=2 * CHECKSUM_BYTES, max_length=2 * CHECKSUM_BYTES)]
+_TokenCount = Annotated[int, msgspec.Meta(gt=0, lt=MAX_TOKENS)]
 
 Kind = Literal["prefill", "trained", "tokens"]
 """`prefill`: KV computed by a plain forward pass over the ids. `trained`: optimised KV, identity tokens. `tokens`: a
 prompt prefix without KV, which the engine computes once and its own caches keep."""
-
-_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class Canary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,10 +127,10 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Token ids; many of them lie in a file beside the manifest."""
 
-    count: int
+    count: _TokenCount
     blake3: str
     """Digest of the ids as little-endian uint32."""
-    inline: tuple[int, ...] | None = None
+    inline: tuple[TokenId, ...] | None = None
     file: Literal["token_ids.npy", "document_ids.npy"] | None = None
 
 
@@ -144,12 +144,12 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     file: Literal["payload.safetensors"]
     size_bytes: int
-    data_offset_bytes: int
+    data_offset_bytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 30)]
     """Where the first tensor starts; chunks follow each other without gaps."""
-    chunk_tokens: int
-    checksums: tuple[tuple[str, ...], ...]
+    chunk_tokens: Count
+    checksums: tuple[tuple[_Checksum, ...], ...]
     """Hex blake3 of each head of each chunk as it is stored: `checksums[chunk][kv_head]`."""
-    encoding: str = "plain"
+    encoding: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(ENCODINGS)})$")] = "plain"
     """One of `ENCODINGS`. Left out of the file where it is "plain"."""
 
 
@@ -157,12 +157,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identity, geometry and provenance of one version of a cartridge."""
 
     format: str
-    id: str
-    version: int
+    id: Annotated[str, msgspec.Meta(pattern=_ID)]
+    version: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
     digest: str
     """blake3 over everything that decides an answer: kind, model, p, tokens, checksums, chat. Not the id or provenance."""
     kind: Kind
-    positions: int
+    positions: _TokenCount
     """p, the number of KV positions."""
     fingerprint: Fingerprint
     tokens: Tokens
@@ -255,11 +255,16 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         major = _decode_versioned(data).format.partition(".")[0]
         if major != FORMAT.partition(".")[0]:
-            raise ManifestError(f"{where}: format {major}.x; this release reads {FORMAT}. Upgrade lmcache-cartridge")
+            raise ManifestError(
+                f"{where}: format {major}.x, and this release reads {FORMAT}: an older one is made anew from its document, for "
+                "a newer one upgrade lmcache-cartridge"
+            )
         manifest = _decode_manifest(data)
+        problem = next(_problems(manifest), None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"{where}: not a cartridge manifest: {error}") from error
-    check(manifest, where)
+        raise ManifestError(f"{where}: not a cartridge manifest that this release knows: {error}") from error
+    if problem is not None:
+        raise ManifestError(f"{where}: {problem}")
     return manifest
 
 
@@ -272,96 +277,51 @@ _decode_versioned, _decode_manifest = msgspec.json.Decoder(_Versioned).decode, m
 
 def check_id(cartridge_id: str) -> str:
     """Return the id if it may name a cartridge; raise `ManifestError` with the rule otherwise."""
-    if not _ID.fullmatch(cartridge_id):
+    if not re.search(_ID, cartridge_id):
         raise ManifestError(
             f"{cartridge_id!r} cannot be a cartridge id: 1 to 128 of A-Z a-z 0-9 . _ - and no leading . or -"
         )
     return cartridge_id
 
 
-def check(manifest: Manifest, where: str) -> None:
-    """Raise `ManifestError` unless every field agrees with every other and with the digest."""
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Yield where fields contradict each other or the digest."""
     shape, payload = manifest.fingerprint, manifest.payload
-
-    def need(condition: bool, problem: str) -> None:
-        if not condition:
-            raise ManifestError(f"{where}: {problem}")
-
-    check_id(manifest.id)
-    need(0 < manifest.version < 1 << 31, f"version {manifest.version} is out of range")
-    need(shape.dtype in DTYPE_BYTES, f"dtype {shape.dtype} is not one of {', '.join(DTYPE_BYTES)}")
-    if shape.latent is not msgspec.UNSET:
-        need(0 < shape.latent < shape.head_size, f"a latent vector of {shape.latent} in {shape.head_size} elements")
-        need(shape.kv_heads == 1, f"latent vectors of {shape.kv_heads} heads; they have one")
-    for name in ("layers", "kv_heads", "head_size", "vocab_size"):
-        need(0 < getattr(shape, name) < 1 << 24, f"{name} {getattr(shape, name)} is out of range")
-    if shape.rope is not None:
-        _check_layers(shape.rope, shape.layers, need)
-    need(0 < manifest.positions < MAX_TOKENS, f"p = {manifest.positions} is out of range")
-    need((payload is None) == (manifest.kind == "tokens"), f"a payload does not go with kind {manifest.kind}")
-    need(manifest.document is None or manifest.kind == "trained", f"document ids do not go with kind {manifest.kind}")
-    need(manifest.tokens.count == manifest.positions, f"{manifest.tokens.count} token ids for p = {manifest.positions}")
+    if shape.latent is not None and not (shape.latent < shape.head_size and shape.kv_heads == 1):
+        yield f"a latent vector of {shape.latent} in {shape.kv_heads} heads of {shape.head_size} elements"
+    named = [layer for each in shape.rope for layer in each.layers or ()]
+    in_order = all(list(each.layers or ()) == sorted(each.layers or ()) for each in shape.rope)
+    if not in_order or len(named) != len(set(named)) or not all(0 <= layer < shape.layers for layer in named):
+        yield f"the layers that rotate are not some of {shape.layers}, in order"
+    if len(shape.rope) > 1 and any(each.layers is None for each in shape.rope):
+        yield "kinds of layers have RoPE of their own, and not all name their layers"
+    if (payload is None) != (manifest.kind == "tokens"):
+        yield f"a payload does not go with kind {manifest.kind}"
+    if manifest.document is not None and manifest.kind != "trained":
+        yield f"document ids do not go with kind {manifest.kind}"
+    if manifest.tokens.count != manifest.positions:
+        yield f"{manifest.tokens.count} token ids for p = {manifest.positions}"
     if payload is not None:
-        _check_payload(manifest, payload, need)
+        if payload.encoding == "int8" and shape.planes != 2:
+            yield "latent vectors are not stored in int8"
+        if len(payload.checksums) != manifest.chunks or {shape.kv_heads} != set(map(len, payload.checksums)):
+            yield f"checksums do not cover {manifest.chunks} chunks of {shape.kv_heads} heads"
+        if payload.encoding == "int8" and (of_head := manifest.head_bytes(0)) >= 1 << 31:
+            yield f"a head of an int8 chunk has {of_head} bytes, over 2 GiB"
+        if payload.size_bytes != (size := payload.data_offset_bytes + manifest.data_bytes):
+            yield f"payload of {payload.size_bytes} bytes; its geometry needs {size}"
+    ids = [*(manifest.canary.token_ids() if manifest.canary else ()), *(manifest.chat.prefix if manifest.chat else ())]
     for tokens, file in ((manifest.tokens, "token_ids.npy"), (manifest.document, "document_ids.npy")):
         if tokens is not None:
-            need(0 < tokens.count < MAX_TOKENS, f"{tokens.count} token ids are out of range")
-            need(
-                (tokens.inline is None and tokens.file == file)
-                or (tokens.file is None and tokens.inline is not None and len(tokens.inline) == tokens.count),
-                "token ids must be inline, all of them, or in their file",
-            )
-            need(
-                all(0 <= token < shape.vocab_size for token in tokens.inline or ()),
-                "a token id is outside the model's vocabulary",
-            )
-    if manifest.canary is not None:
-        problem = manifest.canary.problem(shape.vocab_size)
-        need(problem is None, f"its canary cannot be asked: {problem}")
-        need(payload is not None, "a canary does not go with a cartridge of tokens only")
-    if manifest.chat is not None:
-        problem = manifest.chat.problem(shape.vocab_size)
-        need(problem is None, f"its chat cannot be gone on with: {problem}")
-    need(manifest.digest == content_digest(manifest), "the digest is not the digest of this manifest")
-
-
-def _check_layers(rope: Rope, layers: int, need: Callable[[bool, str], None]) -> None:
-    if rope.others is not msgspec.UNSET:
-        several = [each for other in rope.others for each in other.rotations]
-        need(len(several) == len(rope.others) > 0, "the RoPE of other kinds of layers is not a list of such")
-        need(
-            rope.rotating is not msgspec.UNSET, "kinds of layers have RoPE of their own, and not all name their layers"
-        )
-    named = [layer for each in rope.rotations for layer in each.layers or ()]
-    in_order = all(list(each.layers or ()) == sorted(each.layers or ()) for each in rope.rotations)
-    need(
-        in_order and len(named) == len(set(named)) and all(0 <= layer < layers for layer in named),
-        f"the layers that rotate are not some of {layers}, in order",
-    )
-
-
-def _check_payload(manifest: Manifest, payload: Payload, need: Callable[[bool, str], None]) -> None:
-    shape = manifest.fingerprint
-    need(
-        payload.encoding in ENCODINGS,
-        f"payload encoding {payload.encoding!r:.40} is not one of {', '.join(ENCODINGS)}; a newer lmcache-cartridge may "
-        "read it",
-    )
-    need(payload.encoding == "plain" or shape.planes == 2, "latent vectors are not stored in int8")
-    need(0 < payload.chunk_tokens < 1 << 24, f"chunk_tokens {payload.chunk_tokens} is out of range")
-    need(
-        len(payload.checksums) == manifest.chunks and all(len(c) == shape.kv_heads for c in payload.checksums),
-        f"checksums do not cover {manifest.chunks} chunks of {shape.kv_heads} heads",
-    )
-    need(
-        all(len(digest) == 2 * CHECKSUM_BYTES for chunk in payload.checksums for digest in chunk),
-        f"a checksum is not {CHECKSUM_BYTES} bytes of hex",
-    )
-    of_head = manifest.head_bytes(0)
-    need(payload.encoding == "plain" or of_head < 1 << 31, f"a head of an int8 chunk has {of_head} bytes, over 2 GiB")
-    size = payload.data_offset_bytes + manifest.data_bytes
-    need(0 < payload.data_offset_bytes < 1 << 30, f"data_offset_bytes {payload.data_offset_bytes} is out of range")
-    need(payload.size_bytes == size, f"payload of {payload.size_bytes} bytes; its geometry needs {size}")
+            if (tokens.file, len(tokens.inline or ())) not in ((file, 0), (None, tokens.count)):
+                yield "token ids must be inline, all of them, or in their file"
+            ids += tokens.inline or ()
+    if max(ids, default=0) >= shape.vocab_size:
+        yield "a token id is outside the model's vocabulary"
+    if manifest.canary is not None and payload is None:
+        yield "a canary does not go with a cartridge of tokens only"
+    if manifest.digest != content_digest(manifest):
+        yield "the digest is not the digest of this manifest"
 
 
 def content_digest(manifest: Manifest) -> str:
@@ -370,15 +330,14 @@ def content_digest(manifest: Manifest) -> str:
     A trained cartridge's token ids are derived from its digest, so its ids are no part of it.
     """
     payload = manifest.payload
-    encoding = () if payload is None or payload.encoding == "plain" else (payload.encoding,)
     content = (
         manifest.format.partition(".")[0],
         manifest.kind,
         manifest.fingerprint,
         manifest.positions,
-        payload and (payload.chunk_tokens, payload.checksums, *encoding),
+        payload and (payload.chunk_tokens, payload.checksums, payload.encoding),
         None if manifest.kind == "trained" else manifest.tokens.blake3,
         manifest.document and manifest.document.blake3,
-        *(() if manifest.chat is None else (manifest.chat,)),
+        manifest.chat,
     )
     return blake3(msgspec.json.encode(content)).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,12 +29,14 @@ from ..errors import (
 )
 from .bytesource import ByteRange, Seen
 from .check import ChunkCheck
-from .fingerprint import Fingerprint
 from .local import LocalSource, open_regular
 from .manifest import MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
+from .model import Fingerprint
 
 MANIFEST = "manifest.json"
 PAYLOAD: Final = "payload.safetensors"
+_NPY_BYTES = 4096
+"""More than NumPy's header of an array has."""
 _SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -108,12 +111,8 @@ def check_size(manifest: Manifest, size_bytes: int, where: str, remedy: str) -> 
 
 def id_files(manifest: Manifest) -> dict[str, int]:
     """Return the files of token ids that the manifest names, and how many bytes each may have at most."""
-    listed = (manifest.tokens, manifest.document)
-    return {tokens.file: _most_bytes(tokens) for tokens in listed if tokens is not None and tokens.file is not None}
-
-
-def _most_bytes(tokens: Tokens) -> int:
-    return 4 * tokens.count + 4096  # numpy's header has some hundred bytes
+    listed = [tokens for tokens in (manifest.tokens, manifest.document) if tokens is not None]
+    return {tokens.file: 4 * tokens.count + _NPY_BYTES for tokens in listed if tokens.file is not None}
 
 
 def load_token_ids(manifest: Manifest, root: Path) -> np.ndarray:
@@ -132,13 +131,13 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     else:
         path, size = root / tokens.file, 4 * tokens.count
         try:
-            data = _read_at_most(path, _most_bytes(tokens))
+            data = _read_at_most(path, size + _NPY_BYTES)
         except OSError as error:
             raise ArtifactError(f"cartridge {manifest.name}: {path}: {error.strerror}") from error
         # The digest vouches for the ids, so the .npy header before them is not parsed: hostile ones break np.load.
         sound = data.startswith(np.lib.format.MAGIC_PREFIX) and len(data) > size
         ids = np.frombuffer(data[-size:] if sound else b"", dtype="<u4")
-    if ids.shape != (tokens.count,) or blake3(ids.tobytes()).hexdigest() != tokens.blake3:
+    if blake3(ids.tobytes()).hexdigest() != tokens.blake3 or len(ids) != tokens.count:
         raise ArtifactError(f"cartridge {manifest.name}: token ids do not have the digest its manifest names")
     if ids.max() >= manifest.fingerprint.vocab_size:
         raise ArtifactError(f"cartridge {manifest.name}: token id {ids.max()} is outside the model's vocabulary")
@@ -166,7 +165,7 @@ def verify(root: Path, read: Read | None = None, where: str | None = None) -> It
     load_document_ids(manifest, root)
     if manifest.payload is None:
         return
-    read, where = read or _reader(root / manifest.payload.file), where or str(root / manifest.payload.file)
+    read, where = read or partial(_read, root / PAYLOAD), where or str(root / PAYLOAD)
     check_header(manifest, read, where)
     heads = range(manifest.fingerprint.kv_heads)
     buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
@@ -180,8 +179,7 @@ def verify(root: Path, read: Read | None = None, where: str | None = None) -> It
 def check_local_header(manifest: Manifest, root: Path) -> None:
     """Do `check_header` for a payload beside its manifest; no change without a payload."""
     if manifest.payload is not None:
-        path = root / manifest.payload.file
-        check_header(manifest, _reader(path), str(path))
+        check_header(manifest, partial(_read, root / PAYLOAD), str(root / PAYLOAD))
 
 
 def check_header(manifest: Manifest, read: Read, where: str) -> None:
@@ -197,29 +195,22 @@ def check_header(manifest: Manifest, read: Read, where: str) -> None:
     if found == expected:
         return
     try:
-        header = json.loads(found[8 : 8 + int.from_bytes(found[:8], "little")])
-        tensors = {
-            name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        tensors = {}
-    for name, tensor in json.loads(expected[8:]).items():
-        dtype, shape = tensors.get(name, (tensor["dtype"], tensor["shape"]))
-        if dtype != tensor["dtype"]:
-            raise WrongDtype(f"{about}: {name} has dtype {dtype}, its manifest says {tensor['dtype']}")
-        if shape != tensor["shape"]:
-            raise WrongShape(f"{about}: {name} has shape {shape}, its manifest says {tensor['shape']}")
+        tensors = json.loads(found[8 : 8 + int.from_bytes(found[:8], "little")])
+        for name, tensor in json.loads(expected[8:]).items():
+            given = tensors.get(name, tensor)
+            for field, error in (("dtype", WrongDtype), ("shape", WrongShape)):
+                if given[field] != tensor[field]:
+                    raise error(f"{about}: {name} has {field} {given[field]}, its manifest says {tensor[field]}")
+    except (UnicodeDecodeError, json.JSONDecodeError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
     raise ArtifactError(f"{about} has a header that its manifest does not describe")
 
 
-def _reader(path: Path) -> Read:
-    def read(where: ByteRange, out: memoryview, seen: Seen | None) -> None:
-        try:
-            LocalSource().read_into(str(path.parent), path.name, where, out, seen)
-        except SourceError as error:
-            raise ArtifactError(str(error)) from error
-
-    return read
+def _read(path: Path, where: ByteRange, out: memoryview, seen: Seen | None) -> None:
+    try:
+        LocalSource().read_into(str(path.parent), path.name, where, out, seen)
+    except SourceError as error:
+        raise ArtifactError(str(error)) from error
 
 
 def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, encoding: str) -> bytes:

@@ -18,9 +18,9 @@ from . import files
 from .canary import ServedCanary
 from .chat import Chat
 from .check import checksum
-from .fingerprint import Fingerprint
 from .identity import Identity
 from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode, head_bytes
+from .model import Fingerprint
 from .reading import MANIFEST, PAYLOAD, payload_header
 
 TOKENS: Final = "token_ids.npy"

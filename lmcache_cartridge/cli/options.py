@@ -12,8 +12,8 @@ from ..artifact.location import is_remote
 from ..errors import ArtifactError, CartridgeError
 
 if TYPE_CHECKING:
-    from ..artifact.fingerprint import Fingerprint
     from ..artifact.manifest import Manifest
+    from ..artifact.model import Fingerprint
     from ..library.registry import Registry
     from ..make.model import CausalModel
     from ..settings import Settings
@@ -198,7 +198,7 @@ def load_model(arguments: argparse.Namespace, made: Fingerprint | None = None) -
         options = ("dtype", "device", "lora", "max_model_len")
         given = {name: value for name in options if (value := getattr(arguments, name, None)) is not None}
         if made is not None:
-            given |= {"dtype": made.dtype, "max_model_len": made.rope and made.rope.max_model_len}
+            given |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
         return CausalModel(arguments.model, **given)
 
 
@@ -235,8 +235,8 @@ def check_numbers(
 
 def check_made(arguments: argparse.Namespace, *files: Path | None) -> None:
     """Check the options of `add_made` before torch is loaded. Raises `ArtifactError`, also for files that are not there."""
-    from ..artifact.fingerprint import DTYPE_BYTES
     from ..artifact.manifest import check_id
+    from ..artifact.model import DTYPE_BYTES
 
     check_id(arguments.id)
     check_numbers(arguments, at_least_one=("chunk_size",))

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from ..artifact.cartridge import Place
-from ..artifact.fingerprint import ONLINE
+from ..artifact.model import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
 from ..memory.claim import Claim
 from ..memory.readiness import Readiness

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..artifact import fingerprint
-from ..artifact.rope import rope_kinds, rope_parameters
+from ..artifact.hf_config import config_fields, of_config, quantisation_of, rope_kinds, rope_parameters
+from ..artifact.model import ONLINE, Fingerprint
+from ..artifact.weights import model_directory, weights_digest
 from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
@@ -248,25 +249,23 @@ def own_layers(vllm_config: VllmConfig) -> range:
     return layers
 
 
-def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | None) -> fingerprint.Fingerprint:
+def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | None) -> Fingerprint:
     """Return what vLLM runs, with KV of `dtype`, in all its stages.
 
     Raises `UnsupportedModel`, also where `layers`, those that this engine caches, are not the model's. A stage of several
     gives None.
     """
     model = vllm_config.model_config
-    fields = fingerprint.config_fields(model.hf_text_config)
-    kinds = rope_kinds(fields)
-    inv_freq, attention_factor = (None, 1.0) if kinds else _rope_frequencies(model.hf_text_config, model.max_model_len)
-    directory = fingerprint.model_directory(model.model)
-    found = fingerprint.of_config(
+    fields = config_fields(model.hf_text_config)
+    directory = model_directory(model.model)
+    found = of_config(
         fields | {"architectures": model.hf_config.architectures},
         dtype=str(dtype).removeprefix("torch."),
-        inv_freq=inv_freq,
-        attention_factor=attention_factor,
-        weights=fingerprint.weights_digest(directory) if directory else None,
+        frequencies={
+            kind: _frequencies(model.hf_text_config, kind, model.max_model_len) for kind in rope_kinds(fields)
+        },
+        weights=weights_digest(directory) if directory else None,
         quantisation=_quantisation(model),
-        of_kinds={kind: _frequencies(model.hf_text_config, kind, model.max_model_len) for kind in kinds},
         max_model_len=model.max_model_len,
     )
     if layers is not None and layers != range(found.layers):
@@ -280,20 +279,13 @@ def _quantisation(model: Any) -> str | None:
         (c for m in (model.hf_config, model.hf_text_config) if (c := getattr(m, "quantization_config", None))), None
     )
     if stated is not None:
-        return fingerprint.quantisation_of(stated if isinstance(stated, dict) else stated.to_dict())
-    return None if model.quantization is None else f"{fingerprint.ONLINE}{model.quantization}"
-
-
-def _rope_frequencies(config: Any, max_model_len: int) -> tuple[Sequence[float] | None, float]:
-    """Return the frequencies and attention factor that transformers derives from a config; None without RoPE."""
-    if not rope_parameters(fingerprint.config_fields(config)):
-        return None, 1.0
-    return _frequencies(config, None, max_model_len)
+        return quantisation_of(stated if isinstance(stated, dict) else stated.to_dict())
+    return None if model.quantization is None else f"{ONLINE}{model.quantization}"
 
 
 def _frequencies(config: Any, kind: str | None, max_model_len: int) -> tuple[Sequence[float], float]:
     """Return the frequencies and attention factor that transformers derives from a config, for layers of a `kind`."""
-    fields = fingerprint.config_fields(config)
+    fields = config_fields(config)
     rope_type = rope_parameters(fields, kind)["rope_type"]
     if rope_type == "default":
         return default_frequencies(fields, kind), 1.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.model import Fingerprint
 from ..errors import UnsupportedEngine
 from . import host
 

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.model import Fingerprint
 from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser

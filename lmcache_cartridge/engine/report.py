@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from ..artifact.fingerprint import Fingerprint
 from ..artifact.lru import Lru
+from ..artifact.model import Fingerprint
 from ..errors import UnsupportedEngine
 from ..memory.quantise import Quantiser
 from . import frames

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Place, Segment
-from ..artifact.fingerprint import Fingerprint
 from ..artifact.location import is_remote
 from ..artifact.lru import Lru
-from ..artifact.rope import check_shift
+from ..artifact.model import Fingerprint, check_shift
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, ChunkSizeMismatch
 from .entries import Entries, Entry
 from .index import ChunkKey, Hasher, KeyIndex

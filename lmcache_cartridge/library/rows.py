@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Place
-from ..artifact.fingerprint import Fingerprint
 from ..artifact.location import is_remote
 from ..artifact.manifest import Kind
+from ..artifact.model import Fingerprint
 from ..errors import ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
 from .index import KeyIndex
 from .manifest_cache import ManifestCache

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary, compare
+from ..artifact.model import rotating_layers
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift
@@ -103,9 +104,8 @@ def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], rea
     None where the model cannot have that, or where nothing of the second copy is left.
     """
     positions, layers, rope = kv.shape[2], kv.shape[1], model.fingerprint.rope
-    if rope is None or not _fits(model, 2 * positions) or reach <= positions:
+    if not rope or not _fits(model, 2 * positions) or reach <= positions:
         return []
-    rotating = () if rope.rotating is msgspec.UNSET else rope.rotating
     try:
         behind = shift(kv, model.fingerprint, positions)
         moved = torch.cat([kv, behind], dim=2)[:, :, :reach]
@@ -117,7 +117,7 @@ def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], rea
         for layer in layers_tried:
             damaged = moved.clone()
             # A layer that rotates is left where it was, one that does not is rotated.
-            wrong = kv[0, layer] if layer in rotating else rotate(kv[0, layer], rope, positions)
+            wrong = kv[0, layer] if layer in (rotating_layers(rope) or ()) else rotate(kv[0, layer], rope[0], positions)
             damaged[0, layer, positions:] = wrong[: reach - positions]
             yield damaged
 

@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from ..artifact.chat import Chat
-from ..artifact.fingerprint import Fingerprint, from_plain
 from ..artifact.manifest import Manifest, Provenance
+from ..artifact.model import Fingerprint, from_plain
 from ..engine.contract import CAPTURE
 from ..errors import ArtifactError, SourceError
 from ..memory.layout import DTYPES

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
-from ..artifact.caches import ALIKE
+from ..artifact.hf_config import ALIKE
 from ..errors import UnsupportedModel
 
 ARGUMENTS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

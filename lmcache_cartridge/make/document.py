@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from ..artifact.caches import reach
 from ..artifact.chat import Chat
+from ..artifact.hf_config import reach
 from ..errors import ArtifactError
 from .model import CausalModel
 
@@ -95,8 +95,7 @@ def check_fits(model: CausalModel, path: Path, ids: list[int]) -> None:
 def _hint(model: CausalModel) -> str:
     if reach(model.fingerprint.architecture) is not None:
         return ", beyond which engines differ in how they scale its attention"
-    rope = model.fingerprint.rope
-    if rope is None or rope.parameters.get("factors") != "short":
+    if not any(each.parameters.get("factors") == "short" for each in model.fingerprint.rope):
         return ""
     return (
         ", by longrope's short factors; give --max-model-len as the engine that will serve it has it, which is more, for the "

@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..artifact import fingerprint
-from ..artifact.caches import engine_pairing
-from ..artifact.fingerprint import Fingerprint
-from ..artifact.lora import adapter_digest
-from ..artifact.rope import rope_kinds, rope_parameters
+from ..artifact.hf_config import config_fields, engine_pairing, of_config, rope_kinds, rope_parameters
+from ..artifact.model import Fingerprint
+from ..artifact.weights import adapter_digest, model_directory, weights_digest
 from ..errors import UnsupportedModel
 from ..memory.rope import default_frequencies
 from .checkpoint import read_config, read_tokenizer
@@ -30,7 +28,7 @@ class ConfigModel(CausalModel):
 
     def __init__(self, name: str, *, dtype: str = "auto", lora: Path | None = None) -> None:
         """Reads the config, the tokenizer and a few MiB of the weights' file. Raises `UnsupportedModel` as `CausalModel`."""
-        directory = fingerprint.model_directory(name)
+        directory = model_directory(name)
         if directory is None:
             raise UnsupportedModel(
                 f"{name} is neither a directory nor a model in the local Hub cache; download it first"
@@ -45,7 +43,7 @@ class ConfigModel(CausalModel):
     @property
     def reorders(self) -> bool:
         """Whether engines have the elements of a key in another order than transformers, by the model's type."""
-        return engine_pairing(fingerprint.config_fields(self._config.get_text_config())) is not None
+        return engine_pairing(config_fields(self._config.get_text_config())) is not None
 
     @property
     def context_tokens(self) -> int | None:
@@ -54,21 +52,21 @@ class ConfigModel(CausalModel):
 
     def _described(self, directory: Path, dtype: str) -> Fingerprint:
         text = self._config.get_text_config()
-        fields = fingerprint.config_fields(text) | {"architectures": self._config.architectures}
-        if rope_kinds(fields):
+        fields = config_fields(text) | {"architectures": self._config.architectures}
+        if any(kinds := rope_kinds(fields)):
             raise UnsupportedModel("its kinds of layers have RoPE of their own, which only the model itself tells")
         saved = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-        inv_freq, factor, kind = None, 1.0, rope_parameters(fields).get("rope_type")
-        if kind == "default":
-            inv_freq = default_frequencies(fields)
-        elif kind is not None:
-            inverse, factor = ROPE_INIT_FUNCTIONS[kind](text, device="cpu")
-            inv_freq = inverse.tolist()
-        found = fingerprint.of_config(
-            fields, dtype=saved if dtype == "auto" else dtype, inv_freq=inv_freq, attention_factor=factor,
-            weights=fingerprint.weights_digest(directory),
+        frequencies: dict[str | None, tuple[list[float], float]] = {}
+        if kinds:
+            kind, frequencies[None] = rope_parameters(fields)["rope_type"], (default_frequencies(fields), 1.0)
+            if kind != "default":
+                inverse, factor = ROPE_INIT_FUNCTIONS[kind](text, device="cpu")
+                frequencies[None] = inverse.tolist(), factor
+        found = of_config(
+            fields, dtype=saved if dtype == "auto" else dtype, frequencies=frequencies,
+            weights=weights_digest(directory),
         )  # fmt: skip
-        if found.rope is None or fields.get("model_type") not in _HALF:
+        replace, every = msgspec.structs.replace, tuple(range(found.layers))
+        if fields.get("model_type") not in _HALF:
             return found
-        rope = msgspec.structs.replace(found.rope, pairing="half", layers=tuple(range(found.layers)))
-        return msgspec.structs.replace(found, rope=rope)
+        return replace(found, rope=tuple(replace(each, pairing="half", layers=every) for each in found.rope))

@@ -6,8 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..artifact.fingerprint import tensor_digests
-from ..artifact.lora import WEIGHTS
+from ..artifact.weights import WEIGHTS, tensor_digests
 from ..errors import UnsupportedModel
 
 

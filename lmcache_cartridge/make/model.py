@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,12 +22,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .. import __version__
-from ..artifact import fingerprint
-from ..artifact.caches import reach
-from ..artifact.fingerprint import Fingerprint
-from ..artifact.lora import adapter_digest
+from ..artifact.hf_config import (
+    config_fields,
+    of_config,
+    quantisation_of,
+    reach,
+    rope_kinds,
+    rope_parameters,
+    takes_long_factors,
+)
 from ..artifact.manifest import Provenance
-from ..artifact.rope import Rope, rope_kinds, rope_parameters, takes_long_factors
+from ..artifact.model import Fingerprint, Pairing, Rope, rotating_layers, rotation_of
+from ..artifact.weights import adapter_digest, model_directory, weights_digest
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import default_frequencies, rotate
@@ -72,12 +78,12 @@ class CausalModel:
     ) -> None:  # fmt: skip
         """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in.
 
-        `max_model_len` is the engine's, by which longrope is settled: see `artifact.rope.takes_long_factors`.
+        `max_model_len` is the engine's, by which longrope is settled: see `artifact.hf_config.takes_long_factors`.
         With `lora`, a directory, it computes with that PEFT LoRA adapter in all it does. Raises `UnsupportedModel` when
         there is no such model or adapter here, or its KV cannot be a cartridge.
         """
         digest = None if lora is None else adapter_digest(lora)
-        directory = fingerprint.model_directory(name)
+        directory = model_directory(name)
         if directory is None:
             raise UnsupportedModel(
                 f"{name} is neither a directory nor a model in the local Hub cache; download it first"
@@ -100,25 +106,23 @@ class CausalModel:
         self._copies = self._copies_of_heads()
         self._order: list[int] | None = None
         """Which of a rotary key's elements transformers has where engines have the first, second, ...; None for the same."""
-        if (rope := self.fingerprint.rope) is not None:
+        if rope := self.fingerprint.rope:
             self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=self._found(rope))
 
     def _found(self, rope: Rope) -> Rope:
         """Return how this model's keys rotate with what can be found out by trying only."""
-        replace = msgspec.structs.replace
         pairing, layers = self.rotation(rope)
-        if rope.pairing is not None and rope.pairing != pairing:  # of_config knows which it is in engines
+        (first, *others), known = rope, rotating_layers(rope)
+        if first.pairing is not None and first.pairing != pairing:  # of_config knows which it is in engines
             if pairing is None:
                 raise UnsupportedModel("its keys do not rotate as its config says")
-            pairs = torch.arange(rope.rotary_dim)
+            pairs = torch.arange(first.rotary_dim)
             apart = pairs.view(2, -1).T if pairing == "half" else pairs.view(-1, 2).T
-            self._order, pairing = apart.flatten().tolist(), rope.pairing
-        if msgspec.UNSET not in (rope.rotating, layers) and rope.rotating != layers:
-            pairing, layers = None, msgspec.UNSET  # the config says otherwise, which is what an engine goes by
-        if rope.others is msgspec.UNSET:
-            return replace(rope, pairing=pairing, layers=layers)
-        others = tuple(replace(each, pairing=pairing) for each in rope.others)
-        return replace(rope, pairing=pairing, others=others)  # whose layers are of which kind, the config says
+            self._order, pairing = apart.flatten().tolist(), first.pairing
+        if None not in (known, layers) and known != layers:
+            pairing, layers = None, None  # the config says otherwise, which is what an engine goes by
+        replaced = {"pairing": pairing} if others else {"pairing": pairing, "layers": layers}
+        return tuple(msgspec.structs.replace(each, **replaced) for each in rope)  # of which kind, the config says
 
     @property
     def reorders(self) -> bool:
@@ -142,7 +146,7 @@ class CausalModel:
     def _load(directory: Path, dtype: Any, options: dict[str, str]) -> Any:
         """Raises `UnsupportedModel` for a quantised model that transformers cannot compute here, or where weights are missing."""
         config = read_config(directory)
-        quantised = fingerprint.quantisation_of(config.to_dict().get("quantization_config"))
+        quantised = quantisation_of(config.to_dict().get("quantization_config"))
         auto: Any = AutoModelForImageTextToText if config.model_type in _SEEING else AutoModelForCausalLM
         try:
             model, found = auto.from_pretrained(
@@ -170,7 +174,7 @@ class CausalModel:
         """
         whole = read_config(directory)
         config = whole.get_text_config()
-        fingerprint.of_config(fingerprint.config_fields(config), dtype="float32", inv_freq=None)
+        of_config(config_fields(config), dtype="float32")
         if whole.model_type not in _SEEING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModel(
                 f"{whole.model_type} is none of the models that read images or sound beside text whose answers to text were "
@@ -181,37 +185,29 @@ class CausalModel:
 
     def _fingerprint(self, directory: Path) -> Fingerprint:
         config = self.model.config
-        fields = fingerprint.config_fields(config.get_text_config()) | {"architectures": config.architectures}
-        inv_freq, factor, kinds = None, 1.0, rope_kinds(fields)
-        if kinds:
-            pass
-        elif rotary := [m for m in self._text.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]:
-            inv_freq, factor = rotary[0].inv_freq.tolist(), getattr(rotary[0], "attention_scaling", 1.0)
-        elif rope_parameters(fields).get("rope_type") == "default":  # GPT-J keeps a table of sines
-            inv_freq = default_frequencies(fields)
-        return fingerprint.of_config(
+        fields = config_fields(config.get_text_config()) | {"architectures": config.architectures}
+        return of_config(
             fields,
             dtype=str(self.model.dtype).removeprefix("torch."),
-            inv_freq=inv_freq,
-            attention_factor=factor,
-            weights=fingerprint.weights_digest(directory),
-            of_kinds={kind: self._frequencies(fields, kind) for kind in kinds},
+            frequencies={kind: self._frequencies(fields, kind) for kind in rope_kinds(fields)},
+            weights=weights_digest(directory),
             max_model_len=self.max_model_len,
         )
 
-    def _frequencies(self, config: dict[str, Any], kind: str) -> tuple[list[float], float]:
-        """Return the frequencies of layers of one of several kinds, and their attention factor, as the model keeps them."""
+    def _frequencies(self, config: dict[str, Any], kind: str | None) -> tuple[list[float], float]:
+        """Return the frequencies of layers of a kind, and their attention factor, as the model keeps them."""
+        prefix = f"{kind}_" if kind else ""
         for module in self._text.modules():
-            if isinstance(inv_freq := getattr(module, f"{kind}_inv_freq", None), torch.Tensor):
-                return inv_freq.tolist(), float(getattr(module, f"{kind}_attention_scaling", 1.0))
-        raise UnsupportedModel(
-            f"{config['architectures'][0]} keeps the RoPE frequencies of its kinds of layers in a place that is not known"
-        )
+            if isinstance(inv_freq := getattr(module, f"{prefix}inv_freq", None), torch.Tensor):
+                return inv_freq.tolist(), float(getattr(module, f"{prefix}attention_scaling", 1.0))
+        if kind is None and rope_parameters(config)["rope_type"] == "default":  # GPT-J keeps a table of sines
+            return default_frequencies(config), 1.0
+        raise UnsupportedModel(f"{config['architectures'][0]} keeps its RoPE frequencies in a place that is not known")
 
     def _settle_rope(self) -> None:
         """Let longrope rotate every prompt by the factors that the engine takes, whatever the prompt's length."""
         config = self.model.config.get_text_config()
-        is_long = takes_long_factors(fingerprint.config_fields(config), self.max_model_len)
+        is_long = takes_long_factors(config_fields(config), self.max_model_len)
         for module in self.model.modules() if is_long is not None else ():
             if getattr(module, "rope_type", None) == "longrope":
                 tokens = self.max_model_len if is_long else None
@@ -230,7 +226,7 @@ class CausalModel:
         found = {plane.shape[1::2] for layer in cache.layers for plane in (layer.keys, layer.values)}
         copies = cache.layers[0].keys.shape[1] // shape.kv_heads
         expected = {(copies * shape.kv_heads, shape.head_size)}
-        if shape.latent is not msgspec.UNSET:
+        if shape.latent is not None:
             expected = {(1, shape.latent), (1, shape.head_size - shape.latent)}
         if len(cache.layers) != shape.layers or found != expected:
             raise UnsupportedModel(
@@ -240,7 +236,7 @@ class CausalModel:
         return copies
 
     @torch.inference_mode()
-    def rotation(self, rope: Rope) -> tuple[Literal["half", "interleaved"] | None, tuple[int, ...] | msgspec.UnsetType]:
+    def rotation(self, rope: Rope) -> tuple[Pairing | None, tuple[int, ...] | None]:
         """Return which dimensions of keys rotate together and in which layers, found by trying.
 
         Attention knows relative positions only, so a prompt that is moved as a whole has the same hidden states, and
@@ -249,7 +245,8 @@ class CausalModel:
         """
         offset = max(1, min(1000, (self.context_tokens or 2000) - len(_IDS)))
         here, there = self._keys(0), self._keys(offset)
-        tried = [rope.of_layer(layer) or rope for layer in range(len(here))] if rope.others else [rope] * len(here)
+        several = len(rope) > 1
+        tried = [several and rotation_of(rope, layer) or rope[0] for layer in range(len(here))]
         for pairing in ("half", "interleaved"):
             ways = [msgspec.structs.replace(each, pairing=pairing) for each in tried]
             moved = [rotate(keys, way, offset) for keys, way in zip(here, ways, strict=True)]
@@ -258,7 +255,7 @@ class CausalModel:
                 return None, ()
             if None not in rotates:
                 return pairing, tuple(layer for layer, does in enumerate(rotates) if does)
-        return None, msgspec.UNSET
+        return None, None
 
     def _keys(self, start: int) -> torch.Tensor:
         """Return the keys `[L, T, H * D]` of a few tokens at `start` and the positions after it."""
@@ -307,7 +304,7 @@ class CausalModel:
     def _cached(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what transformers caches of canonical KV: keys and values, or latent vectors and rotary keys."""
         order = ... if self._order is None else torch.tensor(self._order, device=kv.device).argsort()
-        if self.fingerprint.latent is not msgspec.UNSET:
+        if self.fingerprint.latent is not None:
             latent, keys = kv[0].tensor_split([self.fingerprint.latent], dim=-1)
             return latent, keys[..., order]
         keys, values = kv.repeat_interleave(self._copies, dim=3)
@@ -399,7 +396,7 @@ class CausalModel:
     def context_tokens(self) -> int | None:
         """Positions the model was made for; None where its config does not say. Of longrope those its factors are for."""
         config, rope = self.model.config.get_text_config(), self.fingerprint.rope
-        if rope is not None and rope.parameters.get("factors") == "short":
+        if rope and rope[0].parameters.get("factors") == "short":
             return int(config.rope_parameters["original_max_position_embeddings"])
         given = getattr(config, "max_position_embeddings", None)
         most = reach(self.fingerprint.architecture)

@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from ..artifact import int8, reading
-from ..artifact.fingerprint import Fingerprint
 from ..artifact.manifest import Manifest
+from ..artifact.model import Fingerprint
 from ..errors import ArtifactError, ModelMismatch
 from ..memory import codec
 from ..memory.layout import DTYPES, to_heads

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..artifact import int8
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.model import Fingerprint
 from ..errors import NonFiniteKV
 from .layout import DTYPES
 

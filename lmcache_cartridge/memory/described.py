@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.model import Fingerprint
 from ..library.index import Hasher
 from .quantise import Quantiser
 

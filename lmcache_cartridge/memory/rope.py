@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
-from ..artifact.caches import head_size
-from ..artifact.fingerprint import Fingerprint
-from ..artifact.rope import Rope, check_shift, rope_parameters
+from ..artifact.hf_config import head_size, rope_parameters
+from ..artifact.model import Fingerprint, Rope, Rotation, check_shift
 
 
 def default_frequencies(config: Mapping[str, Any], kind: str | None = None) -> list[float]:
@@ -34,8 +32,7 @@ def shift_keys(keys: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Ten
     if offset == 0:
         return keys.clone()
     check_shift(shape.rope)
-    assert shape.rope is not None, "check_shift refuses everything else"
-    if shape.latent is msgspec.UNSET:
+    if shape.latent is None:
         return _rotated(keys, shape.rope, offset)
     return torch.cat([keys[..., : shape.latent], _rotated(keys[..., shape.latent :], shape.rope, offset)], dim=-1)
 
@@ -49,16 +46,16 @@ def shift(kv: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Tensor:
 
 
 def _rotated(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:
-    if rope.layers == tuple(range(len(keys))):
-        return rotate(keys, rope, offset)
+    if rope[0].layers == tuple(range(len(keys))):
+        return rotate(keys, rope[0], offset)
     moved = keys.clone()
-    for each in rope.rotations:
+    for each in rope:
         rotating = list(each.layers or ())
         moved[rotating] = rotate(keys[rotating], each, offset)
     return moved
 
 
-def rotate(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:
+def rotate(keys: torch.Tensor, rope: Rotation, offset: int) -> torch.Tensor:
     """Return keys `[..., head_size]` of layers that rotate as `rope` itself says, moved by `offset`; new, same dtype.
 
     A stored key is R(j) k, and R(offset) R(j) k = R(j + offset) k (Su et al. 2021, arXiv:2104.09864, eq. 14): a

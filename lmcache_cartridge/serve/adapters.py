@@ -8,8 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..artifact.fingerprint import model_directory
-from ..artifact.lora import CONFIG, WEIGHTS, adapter_digest
+from ..artifact.weights import CONFIG, WEIGHTS, adapter_digest, model_directory
 from ..errors import UnsupportedModel
 from .request import Refusal
 from .resolve import Selection

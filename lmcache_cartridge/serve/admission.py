@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
-from ..artifact.fingerprint import from_plain, model_directory
+from ..artifact.model import from_plain
+from ..artifact.weights import model_directory
 from ..engine import host_api
 from ..engine.client import ControlClient
 from ..errors import UnsupportedEngine

@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 
 from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
-from ..artifact.fingerprint import DTYPE_BYTES, Fingerprint
 from ..artifact.manifest import Manifest
+from ..artifact.model import DTYPE_BYTES, Fingerprint
 from ..engine.client import ControlClient
 from ..engine.contract import GRANT, SKIP_SAVE, TAG
 from ..engine.refusals import QUANTISED_CACHES

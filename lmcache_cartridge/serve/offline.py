@@ -14,8 +14,8 @@ from vllm.logger import init_logger
 
 from ..artifact.canary import Comparison
 from ..artifact.chat import Chat
-from ..artifact.fingerprint import from_plain
 from ..artifact.manifest import Manifest
+from ..artifact.model import from_plain
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
 from ..engine.salts import adapter_name

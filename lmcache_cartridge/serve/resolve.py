@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from ..artifact import reading
-from ..artifact.caches import reach
 from ..artifact.chat import Chat
-from ..artifact.fingerprint import Fingerprint
+from ..artifact.hf_config import reach
 from ..artifact.location import allowed, is_remote
 from ..artifact.lru import Lru
 from ..artifact.manifest import MAX_TOKENS, Manifest
-from ..artifact.rope import check_shift
+from ..artifact.model import Fingerprint, check_shift
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,

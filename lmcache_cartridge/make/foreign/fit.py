@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...artifact.fingerprint import Fingerprint
+from ...artifact.model import Fingerprint
 from ...errors import ForeignFormatError, ModelMismatch
 from ...memory.layout import DTYPES
 from .formats import Foreign, Pairs

@@ -40,7 +40,7 @@ def chains(ground: Ground) -> str:
     """Ask chains of two in both orders, and of three: each has the keys of later ones moved to their new positions."""
     maker = _maker(ground, "what follows a chain is known from the model alone")
     held = ground.held
-    if len(held) < 3 or maker.model.fingerprint.rope is None:
+    if len(held) < 3 or not maker.model.fingerprint.rope:
         return _refused(ground)
     orders = [(held[1], held[2]), (held[2], held[1]), (held[1], held[1])]
     found = []

@@ -11,13 +11,9 @@ import torch
 from making import make_fingerprint
 from safetensors.torch import save_file
 
-from lmcache_cartridge.artifact.fingerprint import (
-    Fingerprint,
-    config_fields,
-    model_directory,
-    of_config,
-    weights_digest,
-)
+from lmcache_cartridge.artifact.hf_config import config_fields, of_config
+from lmcache_cartridge.artifact.model import Fingerprint, from_plain, rotating_layers, rotation_of
+from lmcache_cartridge.artifact.weights import model_directory, weights_digest
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.memory.rope import default_frequencies
 
@@ -30,13 +26,20 @@ INV_FREQ = [1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7]
 
 
 def _of(inv_freq: list[float] | None = INV_FREQ, attention_factor: float = 1.0, **changes: Any) -> Any:
-    return of_config({**CONFIG, **changes}, dtype="bfloat16", inv_freq=inv_freq, attention_factor=attention_factor)
+    return of_config(
+        {**CONFIG, **changes}, dtype="bfloat16", frequencies=inv_freq and {None: (inv_freq, attention_factor)}
+    )
 
 
 def test_a_config_gives_its_geometry() -> None:
     found = _of()
     assert (found.architecture, found.layers, found.kv_heads, found.head_size) == ("LlamaForCausalLM", 3, 2, 16)
-    assert (found.dtype, found.vocab_size, found.rope.kind, found.rope.rotary_dim) == ("bfloat16", 1000, "default", 16)
+    assert (found.dtype, found.vocab_size, found.rope[0].kind, found.rope[0].rotary_dim) == (
+        "bfloat16",
+        1000,
+        "default",
+        16,
+    )
     assert found.token_bytes == 2 * 3 * 2 * 16 * 2
 
 
@@ -44,7 +47,7 @@ def test_a_config_without_optional_fields_means_their_defaults() -> None:
     assert _of(head_dim=32).head_size == 32
     assert _of(num_key_value_heads=None).kv_heads == 4
     assert _of(architectures=None).architecture == "llama"
-    assert _of(inv_freq=None).rope is None
+    assert _of(inv_freq=None).rope == ()
 
 
 def test_a_fingerprint_does_not_differ_from_itself() -> None:
@@ -73,7 +76,7 @@ def test_a_config_field_that_leaves_k_and_v_alone_makes_no_difference(noise: dic
         ({"architectures": ["Other"]}, "architecture: LlamaForCausalLM, not Other"),
         ({"inv_freq": [2.0, *INV_FREQ[1:]]}, "rope frequencies"),
         ({"inv_freq": INV_FREQ[:7]}, "rope rotary_dim: 16, not 14"),
-        ({"inv_freq": None}, "rope: default, not None"),
+        ({"inv_freq": None}, "rope: default, not none"),
         ({"attention_factor": 1.5}, "rope attention_factor: 1.0, not 1.5"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope kind: default, not linear"),
     ],
@@ -96,23 +99,23 @@ def test_frequencies_may_differ_by_rounding_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
-        ({}, msgspec.UNSET),
+        ({}, None),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1]}, (0, 2)),
         ({"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (0,)),
-        ({"model_type": "exaone4", "layer_types": ["full_attention"] * 3}, msgspec.UNSET),
-        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, msgspec.UNSET),
+        ({"model_type": "exaone4", "layer_types": ["full_attention"] * 3}, None),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, None),
     ],
 )  # fmt: skip
 def test_the_layers_that_rotate_are_named_where_the_config_names_them(config: dict, layers: tuple) -> None:
-    assert _of(**config).rope.layers == layers
+    assert _of(**config).rope[0].layers == layers
 
 
 def test_layers_that_rotate_count_where_both_sides_know_them() -> None:
     known, other, unknown = (
-        msgspec.structs.replace(_of(), rope=msgspec.structs.replace(_of().rope, layers=layers))
-        for layers in ((0, 1), (0, 1, 2), msgspec.UNSET)
+        msgspec.structs.replace(_of(), rope=(msgspec.structs.replace(*_of().rope, layers=layers),))
+        for layers in ((0, 1), (0, 1, 2), None)
     )
-    assert known.differences(other) == ["rope layers: [0, 1], not [0, 1, 2]"]
+    assert known.differences(other) == ["rope of layers 2: none, not default"]
     assert known.differences(unknown) == unknown.differences(known) == []
 
 
@@ -157,17 +160,6 @@ def test_who_accepts_other_weights_still_refuses_another_model() -> None:
     assert awq.differences(wider, weights=False) == ["head_size: 16, not 32"]
 
 
-def test_an_older_releases_cartridge_of_a_quantised_checkpoint_is_known_by_its_weights_alone() -> None:
-    engine = msgspec.structs.replace(_of(quantization_config=AWQ), weights_digest="aa")
-    older = msgspec.structs.replace(engine, quantisation=msgspec.UNSET)
-    assert older.differences(engine) == engine.differences(older) == []
-    assert b"quantisation" not in msgspec.json.encode(older), "as the older release wrote it, and reads it"
-    online = msgspec.structs.replace(older, quantisation="online fp8")
-    assert older.differences(online) == ["quantisation: none, not online fp8"], "the checkpoint is the same file"
-    unknown = msgspec.structs.replace(older, weights_digest=None)
-    assert unknown.differences(engine) == ["quantisation: none, not awq 4"]
-
-
 def test_weights_count_where_both_sides_know_theirs() -> None:
     known, other, unknown = (msgspec.structs.replace(_of(), weights_digest=d) for d in ("aa", "bb", None))
     assert known.differences(other) == ["weights_digest: aa, not bb"]
@@ -184,7 +176,7 @@ def test_rope_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rope_whose_frequencies_are_fixed_is_accepted(kind: str) -> None:
-    rope = _of(rope_parameters={"rope_type": kind, "rope_theta": 5e5, "factor": 2.0}).rope
+    (rope,) = _of(rope_parameters={"rope_type": kind, "rope_theta": 5e5, "factor": 2.0}).rope
     assert rope.kind == kind
     assert rope.parameters == {"factor": 2.0, "rope_theta": 5e5, "rope_type": kind}
 
@@ -206,7 +198,7 @@ def test_latent_attention_and_strange_dtypes_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="latent"):
         _of(kv_lora_rank=512)
     with pytest.raises(UnsupportedModel, match="float8_e4m3fn"):
-        of_config(CONFIG, dtype="float8_e4m3fn", inv_freq=INV_FREQ)
+        of_config(CONFIG, dtype="float8_e4m3fn")
 
 
 def _weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -266,17 +258,17 @@ LOCAL, GLOBAL = INV_FREQ, [f / 9 for f in INV_FREQ]
 
 def _of_kinds(local: list[float] = LOCAL, full: list[float] = GLOBAL, **changes: Any) -> Any:
     of_kinds = {"full_attention": (full, 1.0), "sliding_attention": (local, 1.0)}
-    return of_config({**CONFIG, **KINDS, **changes}, dtype="bfloat16", inv_freq=None, of_kinds=of_kinds)
+    return of_config({**CONFIG, **KINDS, **changes}, dtype="bfloat16", frequencies=of_kinds)
 
 
 def test_kinds_of_layers_rotate_each_by_its_own_frequencies() -> None:
     rope = _of_kinds().rope
-    assert [(each.kind, each.layers, list(each.inv_freq)) for each in rope.rotations] == [
+    assert [(each.kind, each.layers, list(each.inv_freq)) for each in rope] == [
         ("default", (0, 1, 3), LOCAL), ("linear", (2,), GLOBAL),
     ]  # fmt: skip
-    assert rope.rotating == (0, 1, 2, 3)
-    assert [rope.of_layer(layer).kind for layer in range(4)] == ["default", "default", "linear", "default"]
-    assert rope.rotations[1].parameters == {"factor": 8.0, "rope_theta": 1e6, "rope_type": "linear"}
+    assert rotating_layers(rope) == (0, 1, 2, 3)
+    assert [rotation_of(rope, layer).kind for layer in range(4)] == ["default", "default", "linear", "default"]
+    assert rope[1].parameters == {"factor": 8.0, "rope_theta": 1e6, "rope_type": "linear"}
 
 
 def test_how_transformers_4_says_that_kinds_of_layers_have_rope_of_their_own_is_read() -> None:
@@ -291,7 +283,7 @@ def test_differences_between_kinds_of_layers_are_told_by_layer() -> None:
     mine = _of_kinds()
     assert mine.differences(_of_kinds()) == []
     assert mine.differences(_of_kinds(full=[f / 2 for f in GLOBAL])) == [
-        f"rope of layers 2: frequencies: {mine.rope.rotations[1].parameters}, not {mine.rope.rotations[1].parameters}"
+        f"rope of layers 2: frequencies: {mine.rope[1].parameters}, not {mine.rope[1].parameters}"
     ]
     parameters = KINDS["rope_parameters"]
     told = mine.differences(
@@ -306,8 +298,8 @@ def test_differences_between_kinds_of_layers_are_told_by_layer() -> None:
     assert [line.partition(":")[0] for line in one.differences(mine) if line.startswith("rope")] == [
         "rope of layers 0, 1, 3"
     ] * 2
-    nowhere = msgspec.structs.replace(one, rope=msgspec.structs.replace(one.rope, layers=(0, 2)))
-    assert [line for line in nowhere.differences(mine) if "None" in line] == ["rope of layers 1, 3: None, not default"]
+    nowhere = msgspec.structs.replace(one, rope=(msgspec.structs.replace(*one.rope, layers=(0, 2)),))
+    assert [line for line in nowhere.differences(mine) if "none" in line] == ["rope of layers 1, 3: none, not default"]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -316,7 +308,7 @@ def test_one_kind_of_layers_whose_frequencies_depend_on_the_length_is_refused(ki
     with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
         _of_kinds(rope_parameters=rope)
     with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):  # before the weights are read
-        of_config({**CONFIG, **KINDS, "rope_parameters": rope}, dtype="bfloat16", inv_freq=None)
+        of_config({**CONFIG, **KINDS, "rope_parameters": rope}, dtype="bfloat16")
 
 
 def test_rope_of_kinds_that_no_layer_is_said_to_be_of_is_refused() -> None:
@@ -324,35 +316,32 @@ def test_rope_of_kinds_that_no_layer_is_said_to_be_of_is_refused() -> None:
         _of_kinds(layer_types=None)
 
 
-def test_what_was_written_before_there_were_kinds_is_read_and_compared_as_it_was() -> None:
-    old = _of()
-    text = msgspec.json.encode(old)
-    assert b"others" not in text, "digests of cartridges that there are would change"
-    read = msgspec.json.decode(text, type=Fingerprint)
-    assert read == old
-    assert read.differences(old) == []
-    kinds = _of_kinds()
-    assert msgspec.json.decode(msgspec.json.encode(kinds), type=Fingerprint) == kinds
+def test_a_fingerprint_that_was_sent_is_the_same() -> None:
+    for shape in (_of(), _of_kinds(), _of(quantization_config=AWQ), _of(inv_freq=None)):
+        assert msgspec.json.decode(msgspec.json.encode(shape), type=Fingerprint) == shape
+        assert from_plain(msgspec.to_builtins(shape)) == shape
 
 
 def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names() -> None:
     from transformers import GPT2Config
 
-    found = of_config(
-        config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32", inv_freq=None
-    )
-    assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, None)
+    found = of_config(config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32")
+    assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, ())
 
 
 def test_a_config_that_names_rotating_dimensions_alone_has_rope() -> None:
     from transformers import GPTJConfig
 
     config = config_fields(GPTJConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, rotary_dim=8))
-    found = of_config(config, dtype="float32", inv_freq=default_frequencies(config))
-    assert (found.rope.kind, found.rope.rotary_dim, found.rope.parameters["rope_theta"]) == ("default", 8, 10000.0)
-    assert found.rope.inv_freq == pytest.approx((1.0, 0.1, 0.01, 0.001))
+    found = of_config(config, dtype="float32", frequencies={None: (default_frequencies(config), 1.0)})
+    assert (found.rope[0].kind, found.rope[0].rotary_dim, found.rope[0].parameters["rope_theta"]) == (
+        "default",
+        8,
+        10000.0,
+    )
+    assert found.rope[0].inv_freq == pytest.approx((1.0, 0.1, 0.01, 0.001))
 
 
 def test_a_config_without_layers_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="num_hidden_layers, num_attention_heads, vocab_size"):
-        of_config({"model_type": "strange"}, dtype="float32", inv_freq=None)
+        of_config({"model_type": "strange"}, dtype="float32")
