@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blocks import quietly
 from making import make_artifact
 
 from lmcache_cartridge.cli import doctor
@@ -21,6 +23,9 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ENGINE
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import HOME_VARIABLE, Settings
+
+with quietly():
+    import lmcache_cartridge.engine.backend  # noqa: F401  of others' warnings, as they are imported
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -31,16 +36,61 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def _checks() -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor.diagnose(Settings())}
+
+
+def test_the_name_of_lmcaches_own_connector_is_said_to_work() -> None:
+    """It is what users write; our connector takes its place."""
+    assert "also where LMCacheConnectorV1 is named" in _checks()["KV injection"].finding
+
+
 @pytest.mark.parametrize(
-    ("version", "fused"),
-    [("0.32.0", True), ("0.33rc1", True), ("0.26", True), ("0.25.1", False), ("1.0.dev3+cu130", True),
-     ("unknown", True)],
+    ("name", "value", "told"),
+    [
+        ("VLLM_PLUGINS", "other", "has no `cartridges`: vLLM loads nothing of ours"),
+        ("VLLM_PLUGINS", "", "has no `cartridges`"),
+        ("VLLM_PLUGINS", "other,cartridges", None),
+        ("VLLM_USE_RUST_FRONTEND", "1", "no request API"),
+        ("VLLM_USE_RUST_FRONTEND", "0", None),
+    ],
+)
+def test_what_keeps_vllm_from_loading_ours_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str | None
+) -> None:
+    monkeypatch.setenv(name, value)
+    found = _checks().get(name)
+    assert (found is None) if told is None else (found.status == "FAIL" and told in found.finding)
+
+
+EXTRA = {
+    "storage_plugin.cartridge.module_path": "lmcache_cartridge.engine.backend",
+    "storage_plugin.cartridge.class_name": "CartridgeBackend",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "nothing names cartridges"),
+        ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache-stock-connector.yaml")}, "names cartridges: storage_plugins"),
+        ({"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA)}, "pre_caching_hash_algorithm is builtin"),
+        ({"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA), "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor",
+          "LMCACHE_SAVE_UNFULL_CHUNK": "False"}, "storage_plugins names no plugin"),
+        ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "LMCACHE_EXTRA_CONFIG": "{"}, "LMCACHE_EXTRA_CONFIG: "),
+        ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "LMCACHE_USE_LAYERWISE": "True"}, "use_layerwise is on"),
+    ],
 )  # fmt: skip
-def test_any_form_of_a_version_is_read(monkeypatch: pytest.MonkeyPatch, version: str, fused: bool) -> None:
-    monkeypatch.setattr(doctor, "versions", lambda: {"vllm": version, "lmcache": None})
-    monkeypatch.setattr(doctor, "_version", {}.get)
-    (check,) = [check for check in doctor.diagnose(Settings()) if check.name == "KV injection"]
-    assert ("LMCacheConnectorV1 is refused" in check.finding) is fused
+def test_lmcaches_configuration_is_looked_at_as_lmcache_reads_it(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], told: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith("LMCACHE_") and name != HOME_VARIABLE]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = _checks()["LMCache's configuration"]
+    assert told in found.finding
+    assert (found.status == "ok") == ("names cartridges" in told)
 
 
 def _no_version(name: str) -> str:
@@ -51,7 +101,7 @@ def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(metadata, "version", _no_version)
     for name in ("vllm", "lmcache"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / "lmcache.yaml").write_text("chunk_size: 256")
+    (tmp_path / "lmcache.yaml").write_text("lmcache_cartridge.engine.backend: no plugin")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
     fixes = " ".join(check.fix for check in doctor.diagnose(Settings()))
     assert ENGINE in fixes

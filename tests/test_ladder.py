@@ -34,7 +34,7 @@ from lmcache_cartridge.cli.shelf import shelf
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound, SettingsError
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.ladder import cards, changes, climb, faults, texts
+from lmcache_cartridge.make.ladder import cards, changes, climb, faults, known, texts
 from lmcache_cartridge.make.ladder.client import Client, Reply
 from lmcache_cartridge.make.ladder.ground import Ground, Unchecked, Wrong, existing
 from lmcache_cartridge.make.ladder.held import Held, parts
@@ -416,6 +416,25 @@ def test_what_a_rung_did_not_expect_fails_it_and_ends_nothing(ground: Ground) ->
     assert [(row.result, row.found) for row in climb.climb(ladder, ground)] == [
         (climb.FAIL, "KeyError: 'id'"), (climb.PASS, "all"),
     ]  # fmt: skip
+
+
+def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU vLLM replays that step as one CUDA graph, whose loads begin in another place."""
+    asked, ask = [], ground.client.ask
+
+    def noted(question: Any, cartridges: Any = (), **fields: Any) -> Reply:
+        asked.append((len(question), list(cartridges)))
+        return ask(question, cartridges, **fields)
+
+    maker = SimpleNamespace(model=None, trained=lambda one: one.name)
+    monkeypatch.setattr(ground, "maker", maker)
+    monkeypatch.setattr(ground.client, "ask", noted)
+    monkeypatch.setattr(ground, "bound", lambda *_: 1.0)
+    monkeypatch.setattr(Held, "whole", property(lambda held: len(held.ids)))
+    assert known.trained(ground).startswith("7 of 7")
+    assert (1, [ground.held[0].name]) in asked
 
 
 def test_what_was_not_checked_is_never_passed() -> None:

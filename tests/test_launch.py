@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from lmcache_cartridge.cli.demo import SERVER_ARGS
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
-from lmcache_cartridge.serve.launch import CPU_KV_BYTES, plan
+from lmcache_cartridge.make.ladder import own
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, plan
 from lmcache_cartridge.settings import from_environment, from_extra_config, from_mapping
 
 
@@ -281,3 +287,59 @@ def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
 def test_an_unknown_setting_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["serve", "m", "--home", str(tmp_path), "--set", "on_mis=document", "--print"]) == 1
     assert "on_mis: no such setting" in capsys.readouterr().err
+
+
+def test_a_missing_model_or_a_taken_port_is_one_line_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class Started(Exception):
+        pass
+
+    def become(launch: Launch) -> None:
+        raise Started
+
+    monkeypatch.setattr(Launch, "become", become)
+    home = ["--home", str(tmp_path / "home")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for mode in ("in-process", "multiprocess"):
+            for wrong, told in (
+                ([f"{tmp_path}/none", "--port", str(free_port())], "none: there is no such model"),
+                ([str(tmp_path), "--port", port], f"port {port} is taken; name another by --port"),
+            ):
+                assert main(["serve", *wrong, *home, "--mode", mode]) == 1
+                error = capsys.readouterr().err
+                assert told in error and error.count("\n") == 1
+    assert not (tmp_path / "home").exists()
+    for options, is_told in (([], True), (["--enforce-eager"], False)):
+        with pytest.raises(Started):
+            main(["serve", str(tmp_path), "--port", str(free_port()), *home, *options])
+        assert ("compiles it, which takes minutes" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_servers_of_our_own_have_cuda_graphs_where_users_have_them(
+    monkeypatch: pytest.MonkeyPatch, is_cpu: bool
+) -> None:
+    monkeypatch.setattr(own, "on_cpu", lambda: is_cpu)
+    assert own.eager() == (["--enforce-eager"] if is_cpu else [])
+    assert not [word for word in SERVER_ARGS if "eager" in word]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "taken"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu")]
+)
+def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, given: str, has_gpu: bool, taken: str
+) -> None:
+    class Moved(Exception):
+        pass
+
+    def to(model: object, device: torch.device) -> None:
+        raise Moved(str(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(CausalModel, "_load", lambda *_: None)
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    with pytest.raises(Moved, match=f"^{taken}$"):
+        CausalModel(str(MODEL_DIR), device=given)

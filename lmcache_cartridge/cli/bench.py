@@ -72,7 +72,7 @@ def add(verb: Verb) -> None:
     )  # fmt: skip
     option(
         "--vllm", default="", metavar="OPTIONS",
-        help="vLLM's options for a server that is started: --vllm='--max-model-len 8192' (default --enforce-eager)",
+        help="vLLM's options for a server that is started: --vllm='--max-model-len 8192' (default on CPU --enforce-eager)",
     )  # fmt: skip
     option("--chunk-size", type=int, default=256, help="tokens a chunk, as the server's (default 256)")
     option("--dtype", default="auto", help="of the cartridges, as the engine's (default auto)")
@@ -172,7 +172,7 @@ def _own(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Maker
     from ..make.bench import places
     from ..make.bench.target import Target
     from ..make.ladder.maker import Home
-    from ..make.ladder.own import OwnServer
+    from ..make.ladder.own import OwnServer, eager
     from ..settings import Settings
 
     class Own(OwnServer):
@@ -182,7 +182,7 @@ def _own(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Maker
             return super().settings.model_copy(update={"admin": True, "cpu_bytes": room})
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
-    vllm = shlex.split(arguments.vllm) or ["--enforce-eager"]
+    vllm = shlex.split(arguments.vllm) or eager()
     loaded = _load(arguments)
     if not any(word.partition("=")[0] == "--dtype" for word in vllm):
         vllm += ["--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits

@@ -17,7 +17,7 @@ from .recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from .show import say, show, table
 
 SHEET = "ward-a"
-SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+SERVER_ARGS = ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20)]
 """vLLM flags that start the tiny model fast: no compilation, a small KV cache."""
 
 
@@ -98,11 +98,13 @@ def _prepare(home: Path) -> None:
 def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[TimedAnswer]]:
     from openai import OpenAI
 
+    from ..make.ladder.own import eager
     from ..serve.launch import plan
     from ..serve.processes import ServerProcess
     from ..settings import from_mapping
 
-    launch = plan(str(MODEL_DIR), from_mapping({"home": home.absolute(), "cpu_bytes": 64 << 20}), vllm_args=SERVER_ARGS)
+    settings = from_mapping({"home": home.absolute(), "cpu_bytes": 64 << 20})
+    launch = plan(str(MODEL_DIR), settings, vllm_args=[*SERVER_ARGS, *eager()])
     say("2/3 starting vLLM (tens of seconds)")
     with ServerProcess(launch, scratch / "server.log") as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)

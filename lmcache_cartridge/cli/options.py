@@ -102,7 +102,9 @@ def add_s3(parser: Any) -> None:
 
 def add_device(parser: Any, when: str = "") -> None:
     """Add the option that says where torch computes."""
-    parser.add_argument("--device", default="cpu", help=f"{when}where to compute: cpu, cuda, cuda:1 (default cpu)")
+    parser.add_argument(
+        "--device", default="auto", help=f"{when}where to compute: cpu, cuda, cuda:1 (default: cuda where there is one)"
+    )
 
 
 def add_length(parser: Any, option: str, *, required: bool) -> None:

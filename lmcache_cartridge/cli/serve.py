@@ -6,12 +6,17 @@ import argparse
 import json
 import logging
 import os
+import socket
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CartridgeError, SettingsError
 from .options import Verb, settings_of
-from .show import show, working
+from .show import say, show, working
+
+if TYPE_CHECKING:
+    from ..serve.arguments import Arguments
 
 
 def add(verb: Verb) -> None:
@@ -127,22 +132,18 @@ def _add_serve(verb: Verb) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int | None:
-    from ..serve.arguments import redacted
+    from ..serve.arguments import Arguments, redacted
     from ..serve.launch import plan
 
     values = {
         name: value
-        for name in ("cpu_bytes", "disk_bytes", "library")
-        if (value := getattr(arguments, name)) is not None
+        for name in ("cpu_bytes", "disk_bytes", "library", "unproven_versions", "accept_weights")
+        if (value := getattr(arguments, name)) not in (None, False)
     }
     for name, value in map(_assignment, arguments.set):
         if name in values or (name == "home" and arguments.home is not None):
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
         values[name] = value
-    if arguments.unproven_versions:
-        values["unproven_versions"] = True
-    if arguments.accept_weights:
-        values["accept_weights"] = True
     launch = plan(
         arguments.model, settings_of(arguments, **values), chunk_tokens=arguments.chunk_size, mode=arguments.mode,
         on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
@@ -155,6 +156,7 @@ def _serve(arguments: argparse.Namespace) -> int | None:
     show(plain, str(launch), arguments.format)
     if arguments.print:
         return None
+    _look_before(arguments.model, Arguments(launch.command))
     launch.write()
     if launch.lmcache is None:
         launch.become()
@@ -162,6 +164,18 @@ def _serve(arguments: argparse.Namespace) -> int | None:
 
     os.environ.update(launch.environment)
     return run_pair(launch.lmcache, launch.command)
+
+
+def _look_before(model: str, options: Arguments) -> None:
+    """Raise `SettingsError` for what vLLM would end with after it has loaded itself; say what the start will take."""
+    if model.startswith((".", "/", "~")) and not Path(model).exists():
+        raise SettingsError(f"{model}: there is no such model")
+    port = options.get("port") or "8000"
+    if options.get("uds") is None:
+        with suppress(OSError), socket.create_connection((options.get("host") or "127.0.0.1", int(port)), 1):
+            raise SettingsError(f"port {port} is taken; name another by --port")
+    if options.get("enforce-eager") is None:
+        say("the first start of a model compiles it, which takes minutes; not with --enforce-eager")
 
 
 def _bytes(option: str, text: str) -> int:

@@ -65,7 +65,7 @@ def add(verb: Verb) -> None:
         "--vllm",
         default="",
         metavar="OPTIONS",
-        help="vLLM's options for servers that are started: --vllm='--max-model-len 8192' (default --enforce-eager)",
+        help="vLLM's options for servers that are started: --vllm='--max-model-len 8192' (default on CPU --enforce-eager)",
     )
     option(
         "--modes", default="in-process,multiprocess", metavar="MODE,MODE",
@@ -201,7 +201,7 @@ class _Setting:
         arguments = self._arguments
         say(f"making cartridges of generated text with {model}", arguments.format)
         loaded = _load(model, dtype)
-        args = shlex.split(arguments.vllm) or ([] if arguments.gpu else ["--enforce-eager"])
+        args = shlex.split(arguments.vllm) or own.eager()
         if not any(word.partition("=")[0] == "--dtype" for word in args):
             args += ["--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
         server = own.OwnServer(

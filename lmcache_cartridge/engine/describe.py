@@ -172,6 +172,8 @@ def check_lmcache(config: LMCacheEngineConfig) -> None:
             f"pre_caching_hash_algorithm is {algorithm}, whose hashes differ from process to process, so no cartridge "
             "would ever be found. Set `pre_caching_hash_algorithm: sha256_cbor` in the LMCache YAML"
         )
+    if not config.storage_plugins:
+        raise UnsupportedEngine("storage_plugins names no plugin, so LMCache loads none of those in extra_config")
     locations = config.retrieve_locations
     if locations is not None and not set(locations) & set(config.storage_plugins or ()):
         raise UnsupportedEngine(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedEngine
-from .contract import REQUEST_API
+from .contract import API_PLUGIN, REQUEST_API
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
@@ -55,6 +55,20 @@ class Facts(NamedTuple):
     """`kv_connector_extra_config`."""
 
 
+_RUST = "VLLM_USE_RUST_FRONTEND"
+_WITHOUT_API = "vLLM's server in Rust has no request API, and would answer without the cartridges that requests name"
+
+
+def keeping_away() -> dict[str, str]:
+    """Return by variable what keeps vLLM from loading what is ours; under its own connector nobody notices."""
+    found, plugins = {}, os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and API_PLUGIN not in plugins.split(","):
+        found["VLLM_PLUGINS"] = f"{plugins!r} has no `{API_PLUGIN}`: vLLM loads nothing of ours, and may answer without"
+    if os.environ.get(_RUST, "0") != "0":
+        found[_RUST] = _WITHOUT_API
+    return found
+
+
 _REFUSED: tuple[tuple[Callable[[Facts], Any], str], ...] = (
     (
         lambda engine: engine.in_process and engine.saves and engine.stages > 1,
@@ -93,9 +107,8 @@ _REFUSED: tuple[tuple[Callable[[Facts], Any], str], ...] = (
         "use_native takes vLLM's copy of an older LMCache; remove it from kv_connector_extra_config",
     ),
     (
-        lambda engine: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0" and engine.extra.get(REQUEST_API) != "off",
-        "VLLM_USE_RUST_FRONTEND is set: vLLM's server in Rust has no request API, and would answer without the cartridges "
-        "that requests name; unset it",
+        lambda engine: _RUST in keeping_away() and engine.extra.get(REQUEST_API) != "off",
+        f"{_RUST} is set: {_WITHOUT_API}; unset it",
     ),
 )
 

@@ -76,7 +76,8 @@ class CausalModel:
         self, name: str, *, dtype: str = "auto", device: str = "cpu", lora: Path | None = None,
         max_model_len: int | None = None,
     ) -> None:  # fmt: skip
-        """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in.
+        """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in; `device` is one of torch's,
+        or `auto` for the first GPU where there is one.
 
         `max_model_len` is the engine's, by which longrope is settled: see `artifact.hf_config.takes_long_factors`.
         With `lora`, a directory, it computes with that PEFT LoRA adapter in all it does. Raises `UnsupportedModel` when
@@ -90,7 +91,8 @@ class CausalModel:
             )
         logging.disable_progress_bar()
         self.name = directory.name if Path(name).is_dir() else name
-        self.device = torch.device(device)
+        own = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(own if device == "auto" else device)
         options = self._checked_options(directory)  # before the weights are read, which may take minutes
         wanted = dtype if dtype == "auto" else DTYPES[dtype]
         self.model: Any = self._load(directory, wanted, options)

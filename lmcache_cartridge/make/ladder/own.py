@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...errors import UnsupportedEngine
-from ...serve.launch import Launch, plan
+from ...serve.launch import Launch, on_cpu, plan
 from ...serve.processes import SMALL, ServerProcess
 from ...settings import Settings, from_mapping
 from .client import Client
@@ -20,6 +20,11 @@ _SMALL_BYTES = 256 << 20
 """Weights up to which one thread computes, as in the package's own tests."""
 _START_S = 1800.0
 _TAKEN = "Address already in use"
+
+
+def eager() -> list[str]:
+    """Return vLLM's options for a server of ours to start soon; none with a GPU, where users have CUDA graphs."""
+    return ["--enforce-eager"] if on_cpu() else []
 
 
 class OwnServer:
