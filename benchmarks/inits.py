@@ -24,15 +24,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from lmcache_cartridge.make import evaluate
 from lmcache_cartridge.make.ask import ModelAsker
-from lmcache_cartridge.make.compact.distill import gentle_rate
 from lmcache_cartridge.make.compact.job import make
 from lmcache_cartridge.make.compact.wanted import Wanted
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import rounded
 from lmcache_cartridge.make.questions import Question
 from lmcache_cartridge.make.train import lesson
-from lmcache_cartridge.make.train.initial import INITIALS, initial_kv, prefilled
-from lmcache_cartridge.make.train.job import REFINE
+from lmcache_cartridge.make.train.initial import INITIALS, initial_kv, prefilled, usual_rate
 from lmcache_cartridge.make.train.trainer import Recipe, Trainer
 
 DEFAULT, COMPACT = "sci", "compact"
@@ -96,24 +94,25 @@ class School:
         self.model, self.ids = model, model.encode(document.text, special=True)
         facts = [fact._asdict() for fact in document.facts]
         self.trained = [Question(wording.format(**fact)) for fact in facts for wording in TRAINED]
-        held_out = [Question(HELD_OUT.format(**fact)) for fact in facts[::4]]
+        held_out = self.validation = [Question(HELD_OUT.format(**fact), fact["value"]) for fact in facts[::4]]
         self.asked = [Question(ASKED[i % 2].format(**fact), fact["value"]) for i, fact in enumerate(facts)]
         self.kv = prefilled(model, self.ids)
         self.lesson = lesson.prepare(
-            model, self.ids, [*self.trained, *held_out], form="chat", top_k=0, answer_tokens=4, kv=self.kv
+            model, self.ids, [*self.trained, *held_out], self.kv, form="chat", top_k=0, answer_tokens=4
         )
 
     def train(self, size: Size, init: str, steps: int) -> Iterator[Point]:
         """Yield looks at a training from a start."""
         started = time.monotonic()
         if init == COMPACT:
-            kv = make(self.model, self.kv, self.ids, Wanted(size.positions, self.trained, "chat", refine=REFINE)).kv
+            wanted = Wanted(size.positions, self.trained, form="chat")
+            kv = make(self.model, self.kv, self.ids, wanted, self.validation).kv
         else:
             kv = initial_kv(init, self.model, self.ids, size.positions, seed=0)
         made = time.monotonic() - started
         recipe = Recipe(
             steps=steps,
-            rate=gentle_rate(kv) if init == COMPACT else RATE,
+            rate=usual_rate(init, self.kv) if init == COMPACT else RATE,
             schedule="cosine",
             warmup=min(20, steps // 10),
             patience=0,

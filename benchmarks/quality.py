@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from quality_page import PAGE
 from recall.train import hardware
-from recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
+from recall.ward import QUESTIONS, Document, write_document
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
@@ -58,16 +58,11 @@ CHUNK = 32
 """Tokens a chunk, in the artefacts and in LMCache: 64 positions are 16x of these sheets, and 32 less than that."""
 TOKENS = 1024
 TRAINED = (QUESTIONS[0], "Patient {patient}: {attribute}?")
-"""Wordings that the template to train on has. The second is new to the model, which answers it all the same."""
-TEMPLATE = {
-    "questions": TRAINED,
-    "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
-    "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
-}
+"""Wordings to train on. The second is new to the model, which answers it all the same."""
 ASKED = (QUESTIONS[1], QUESTIONS[2])
 """Wordings that are asked, fact by fact in turn."""
 HELD_OUT = "the {attribute} of {patient}?"
-"""Wording looked at while training, to keep the best KV."""
+"""Wording that the manifest's own figure is measured by."""
 SERVER_ARGS = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20),
                "--block-size", str(CHUNK)]  # fmt: skip
 NO_PREFIX, FULL, PREFILL = "no prefix", "full document", "prefilled cartridge"
@@ -121,7 +116,7 @@ def variants(effort: float, defaults: bool) -> list[Variant]:
 
 
 def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
-    """Write sheets, their evaluation questions and the template to train on into `directory`."""
+    """Write sheets, their evaluation questions and those to train on into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     sheets = []
     for number in numbers:
@@ -135,8 +130,9 @@ def draw_sheets(numbers: Iterable[int], directory: Path) -> list[Sheet]:
         save(asked, directory / f"sheet-{number}.questions.jsonl")
         held_out = [Question(HELD_OUT.format(**fact._asdict())) for fact in document.facts[::4]]
         save(held_out, directory / f"sheet-{number}.held_out.jsonl")
+        given = [Question(text.format(**fact._asdict())) for fact in document.facts for text in TRAINED]
+        save(given, directory / f"sheet-{number}.given.jsonl")
         sheets.append(sheet)
-    (directory / "template.json").write_text(json.dumps(TEMPLATE, indent=2))
     return sheets
 
 
@@ -189,14 +185,14 @@ def make_one(sheet: Sheet, row: str | Variant, settings: Settings) -> dict[str, 
     start = time.monotonic()
     common = ("--home", str(settings.home), "--model", MODEL, "--document", str(sheet.path),
               "--id", cartridge(sheet, name), "--chunk-size", str(CHUNK))  # fmt: skip
-    template = ("--template", str(sheet.path.with_name("template.json")), "--accept", "0")
+    given = ("--questions", str(sheet.path.with_suffix(".given.jsonl")), "--accept", "0")
     if isinstance(row, str):
         made = run_cli("build", *common)
     elif row.init is None:
-        made = run_cli("build", *common, "--compact", row.factor, *template)
+        made = run_cli("build", *common, "--compact", row.factor, *given)
     else:
         made = run_cli(
-            "train", *common, "--compress", row.factor, "--init", row.init, *template,
+            "train", *common, "--compress", row.factor, "--init", row.init, *given,
             "--held-out", str(sheet.path.with_suffix(".held_out.jsonl")),
             *row.how, "--batch", "32", "--top-k", "0", "--answer-tokens", "4", "--precision", "bfloat16",
         )  # fmt: skip

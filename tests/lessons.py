@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from recall.ward import ATTRIBUTES, QUESTIONS, Document, write_document
+from recall.ward import QUESTIONS, Document, write_document
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.questions import Question, from_template
+from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.train import lesson
+from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.make.train.lesson import Lesson
 
 torch.set_num_threads(1)
 
 MODEL = str(MODEL_DIR)
-TEMPLATE = {
-    "questions": [QUESTIONS[0], QUESTIONS[2]],
-    "fields": {"patient": r"(?:Patient|Note on) (\w+)", "attribute": list(ATTRIBUTES)},
-    "where": r"(?:Patient|Note on) {patient}[:.][^\n]*\b{attribute}\b",
-}
+TRAINED, UNSEEN = (QUESTIONS[0], QUESTIONS[2]), QUESTIONS[1]
+"""Wordings to make cartridges for, and one that only asks."""
 
 
 class School(NamedTuple):
@@ -35,27 +32,31 @@ class School(NamedTuple):
     document: Document
     ids: list[int]
     lesson: Lesson
-    held_out: list[int]
+    validation: list[int]
     unseen: Lesson
     """Every fact in a wording that is never trained on."""
 
 
-def school(directory: Path, seed: str = "school", tokens: int = 120) -> School:
+def school(seed: str = "school", tokens: int = 120) -> School:
     """Return a sheet with its lesson."""
     model = CausalModel(MODEL)
     model.model.float()
     document = write_document(random.Random(seed), tokens)
     ids = model.encode(document.text, special=True)
-    questions = from_template(write_template(directory / "template.json"), document.text)
-    made = lesson.prepare(model, ids, questions, form="chat", top_k=0, answer_tokens=4)
-    asked = [Question(QUESTIONS[1].format(**fact._asdict()), fact.value) for fact in document.facts]
-    unseen = lesson.prepare(model, ids, asked, form="chat", top_k=0, answer_tokens=4)
+    questions, kv = questions_on(document), prefilled(model, ids)
+    made = lesson.prepare(model, ids, questions, kv, form="chat", top_k=0, answer_tokens=4)
+    unseen = lesson.prepare(model, ids, questions_on(document, [UNSEEN]), kv, form="chat", top_k=0, answer_tokens=4)
     return School(model, document, ids, made, list(range(0, len(questions), 12)), unseen)
 
 
-def write_template(path: Path) -> Path:
-    """Write a template that asks for every fact of a sheet in two of the three wordings."""
-    path.write_text(json.dumps(TEMPLATE))
+def questions_on(document: Document, wordings: Sequence[str] = TRAINED) -> list[Question]:
+    """Return a question on every fact of a sheet in each wording, as a chat message."""
+    return [Question(text.format(**fact._asdict()), fact.value) for fact in document.facts for text in wordings]
+
+
+def write_questions(path: Path, document: Document) -> Path:
+    """Write the questions on a sheet that cartridges are made for, as JSON lines."""
+    save(questions_on(document), path)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Compacted cartridges on a real vLLM server, in both modes: in bfloat16, in int8, and refined and distilled."""
+"""Compacted cartridges on a real vLLM server, in both modes: in bfloat16, in int8, and refined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from lessons import write_template
+from lessons import write_questions
 from recall.ward import Fact, ask, encode, write_document
 from serving import SERVER_ARGS
 from wards import MODEL
@@ -23,11 +23,11 @@ CHUNK = 64
 MADE = {
     "short": (256, ("--compact", "4x")),
     "int8": (256, ("--compact", "4x", "--payload", "int8")),
-    "shortest": (64, ("--compact", "16x", "--refine", "20", "--distill", "40")),
+    "shortest": (64, ("--compact", "16x", "--refine", "20")),
 }
 """Positions and options of each cartridge."""
 UNSEEN = 1
-"""Which of the wordings is asked: the template that the cartridge is made with has the two others."""
+"""Which of the wordings is asked: the questions that the cartridge is made with have the two others."""
 
 
 class Served(NamedTuple):
@@ -49,10 +49,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     home: Path = tmp_path_factory.mktemp("home")
     document = write_document(random.Random("compact served"), 1024)
     (home / "sheet.txt").write_text(document.text)
-    template = write_template(home / "template.json")
+    questions = write_questions(home / "questions.jsonl", document)
     for name, (_, options) in MADE.items():
         command = ("build", "--model", MODEL, "--document", str(home / "sheet.txt"), "--id", name, "--home", str(home))
-        how = ("--template", str(template), "--chunk-size", str(CHUNK), "--format", "json", *options)
+        how = ("--questions", str(questions), "--chunk-size", str(CHUNK), "--format", "json", *options)
         assert main([*command, *how]) == 0
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
     launch = plan(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from lessons import write_template
+from lessons import write_questions
 from recall.ward import NAMES, Fact, ask, encode, write_document
 from serving import SERVER_ARGS
 from wards import MODEL
@@ -21,7 +21,7 @@ from lmcache_cartridge.settings import from_mapping
 
 P = 256
 UNSEEN = 1
-"""Which of the wordings is asked: the template that the cartridge is made with has the two others."""
+"""Which of the wordings is asked: the questions that the cartridge is made with have the two others."""
 
 
 class Served(NamedTuple):
@@ -48,13 +48,13 @@ class Served(NamedTuple):
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Two compacted cartridges of sheets without a patient in common, and one that was trained alone."""
     home: Path = tmp_path_factory.mktemp("home")
-    template, facts = write_template(home / "template.json"), {}
+    facts = {}
     for number, name in enumerate(("short", "second")):
         document = write_document(random.Random(f"compact served {number}"), 1024, NAMES[number::2])
         facts[name] = document.facts[::3]
         (home / f"{name}.txt").write_text(document.text)
-        common = ("--model", MODEL, "--document", str(home / f"{name}.txt"), "--home", str(home), "--template",
-                  str(template), "--format", "json")  # fmt: skip
+        common = ("--model", MODEL, "--document", str(home / f"{name}.txt"), "--home", str(home), "--questions",
+                  str(write_questions(home / f"{name}.jsonl", document)), "--format", "json")  # fmt: skip
         assert main(["build", *common, "--id", name, "--compact", "4x"]) == 0
     train = ("train", *common, "--id", "trained", "--compress", "4x", "--steps", "2", "--rate", "0.1", "--accept", "0")
     assert main([*train, "--answer-tokens", "4"]) == 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lessons import MODEL, School, school
+from lessons import MODEL, School, questions_on, school
 from making import make_artifact
 from recall.ward import ask
 from serving import SERVER_ARGS
@@ -22,10 +22,10 @@ from tqdm import tqdm
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.errors import SourceError
+from lmcache_cartridge.errors import CartridgeError, SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS, ModelAsker
-from lmcache_cartridge.make.evaluate import Answer, pick, report, rows, same
+from lmcache_cartridge.make.evaluate import Answer, ask_all, interval, pick, report, rows, same
 from lmcache_cartridge.make.progress import silent
 from lmcache_cartridge.make.questions import Question, save, self_study, server_writer
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
@@ -52,7 +52,7 @@ class Home(NamedTuple):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     path = tmp_path_factory.mktemp("home")
-    made = school(path, tokens=150)
+    made = school(tokens=150)
     registry = Registry(path / "registry.sqlite")
     positions = len(made.ids) // 2 // CHUNK * CHUNK
     kv = prefilled(made.model, made.ids)[:, :, :positions]
@@ -190,9 +190,9 @@ def test_people_get_a_table_and_files(home: Home, evaluate: Any, tmp_path: Path)
     ran = evaluate("half", "--model", MODEL, "--limit", "5", "--output", str(tmp_path / "out"))
     assert ran.status == 0
     heading, _, *lines = ran.out.splitlines()
-    assert heading.split() == ["asked", "with", "exact", "answers", "share"]
+    assert heading.split() == ["asked", "with", "exact", "answers", "share", "95%", "interval"]
     assert [line.split("  ")[0] for line in lines] == list(WAYS)
-    assert "5/5" in lines[1]
+    assert "5/5" in lines[1] and "56.6% to 100.0%" in lines[1]
     assert (tmp_path / "out" / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert written["questions"] == 5
@@ -220,11 +220,20 @@ def test_what_cannot_be_evaluated_is_one_line(evaluate: Any, name: str, argv: tu
     assert word in ran.err
 
 
-def test_a_question_without_an_answer_cannot_be_evaluated(evaluate: Any, tmp_path: Path) -> None:
-    save([Question("a?", "1"), Question("b?")], tmp_path / "q.jsonl")
-    ran = evaluate("half", "--model", MODEL, "--questions", str(tmp_path / "q.jsonl"))
-    assert ran.status == 1
-    assert "'b?' has no answer to compare with" in ran.err
+def test_a_question_without_an_answer_is_compared_with_what_the_document_says(
+    home: Home, evaluate: Any, tmp_path: Path
+) -> None:
+    asked = questions_on(home.school.document)
+    save([question._replace(answer=None) for question in asked], tmp_path / "open.jsonl")
+    save(asked, tmp_path / "given.jsonl")
+    given, compared = (
+        _exact(evaluate("half", "--model", MODEL, "--questions", str(tmp_path / f"{name}.jsonl"), "--format", "json"))
+        for name in ("given", "open")
+    )
+    assert given["document"] == compared["document"] == 1.0 and given == compared
+    asker = ModelAsker(home.school.model, home.school.ids, torch.zeros(2, 3, 4, 2, 64), "chat")
+    with pytest.raises(CartridgeError, match="has no answer to compare with"):
+        ask_all(asker, [Question("b?")], 2, ways=["cartridge"])
 
 
 def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate: Any, server: str, home: Home) -> None:
@@ -246,6 +255,21 @@ def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate: Any, server: st
 )  # fmt: skip
 def test_exact_is_word_for_word(got: str, expected: str, equal: bool) -> None:
     assert same(got, expected) == equal
+
+
+def test_a_long_answer_counts_by_the_words_it_shares_and_a_short_one_does_not() -> None:
+    long = "one two three four five six seven eight nine ten"
+    assert Answer("q", "one two", "one two", None).right == Answer("q", long, f" {long}. ", None).right == 1.0
+    assert Answer("q", "one two", "one", None).right == Answer("q", long, "", None).right == 0.0
+    assert Answer("q", long, "ten nine eight seven six", None).right == pytest.approx(2 * 5 / 15)
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    [(9, 10, 0.596, 0.982), (10, 10, 0.722, 1.0), (0, 10, 0.0, 0.278), (50, 100, 0.404, 0.596)],
+)
+def test_the_interval_is_wilsons(right: int, count: int, low: float, high: float) -> None:
+    assert interval(right / count, count) == pytest.approx((low, high), abs=1e-3)
 
 
 def test_a_limit_draws_evenly() -> None:
@@ -270,7 +294,7 @@ def test_a_score_is_read_only_where_there_is_exactly_one(reply: str, score: int 
 def test_unjudged_answers_are_counted_and_left_out_of_the_mean() -> None:
     answers = [Answer("q", "a", "a", 5), Answer("q", "a", "b", 2), Answer("q", "a", "c", None)]
     found = report("x@1", {"document": answers, "cartridge": [Answer("q", "a", "c", None)] * 3}, "some-model")
-    assert found["ways"]["document"] == {"exact": 1 / 3, "judged": 3.5, "unjudged": 1}
+    assert found["ways"]["document"] == {"exact": 1 / 3, "interval": interval(1 / 3, 3), "judged": 3.5, "unjudged": 1}
     assert found["ways"]["cartridge"]["judged"] is None
     assert [row["judge, 0 to 5"] for row in rows(found)] == ["3.50", "none"]
     assert [row["not judged"] for row in rows(found)] == ["1", "3"]

@@ -1,4 +1,4 @@
-"""Questions come from a file, a template or self-study, the same for the same input, and bad input says what is wrong."""
+"""Questions come from a file or self-study, the same for the same input, and bad input says what is wrong."""
 
 from __future__ import annotations
 
@@ -19,18 +19,12 @@ from lmcache_cartridge.make.questions import (
     Question,
     cut,
     first_line,
-    from_template,
     model_writer,
     read,
     save,
     self_study,
+    split,
 )
-
-DOCUMENT = "Patient Mora: blood AB+, ward 7.\nPatient Tel: ward 9.\n"
-TEMPLATE = {
-    "questions": ["{what} of {whom}?", "{whom} {what}?"],
-    "fields": {"whom": r"Patient (\w+)", "what": ["blood", "ward"]},
-}
 
 
 def _write(path: Path, *rows: object) -> Path:
@@ -81,46 +75,31 @@ def test_a_file_of_something_else_is_refused_and_named(tmp_path: Path, content: 
     assert "bad.jsonl" in str(caught.value)
 
 
-# From a template.
+# Parts.
 
 
-def test_a_template_asks_every_question_of_every_combination(tmp_path: Path) -> None:
-    made = from_template(_write(tmp_path / "t", TEMPLATE), DOCUMENT)
-    assert [q.text for q in made] == [
-        "blood of Mora?", "Mora blood?", "ward of Mora?", "Mora ward?",
-        "blood of Tel?", "Tel blood?", "ward of Tel?", "Tel ward?",
-    ]  # fmt: skip
-    assert {q.answer for q in made} == {None}, "the model with the document answers"
+def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts() -> None:
+    asked = [Question(f"{n}?") for n in range(100)]
+    parts = split(asked)
+    assert [len(part) for part in parts] == [80, 10, 10] and set(parts.fit + parts.validation + parts.test) == set(
+        asked
+    )
+    assert split(asked) == parts, "the same ones for the same questions"
+    assert [len(part) for part in split(asked[:3])] == [1, 1, 1]
+    assert [len(part) for part in split([Question(f"{n}?") for n in range(9000)])] == [8488, 256, 256]
 
 
-def test_where_leaves_out_what_the_document_does_not_say(tmp_path: Path) -> None:
-    template = TEMPLATE | {"questions": ["{what} of {whom}?"], "where": r"Patient {whom}:.*\b{what}\b"}
-    made = from_template(_write(tmp_path / "t", template), DOCUMENT)
-    assert [q.text for q in made] == ["blood of Mora?", "ward of Mora?", "ward of Tel?"]
+def test_questions_given_to_measure_by_are_in_no_other_part() -> None:
+    asked = [Question(f"{n}?") for n in range(20)]
+    parts = split(asked, [asked[3], Question("new?")])
+    assert parts.test == [asked[3], Question("new?")]
+    assert [len(part) for part in parts] == [18, 1, 2] and asked[3] not in parts.fit + parts.validation
 
 
-def test_a_value_with_signs_of_regular_expressions_is_looked_for_as_it_is(tmp_path: Path) -> None:
-    template = {"questions": ["who has {what}?"], "fields": {"what": ["AB+", "A."]}, "where": "blood {what}"}
-    assert [q.text for q in from_template(_write(tmp_path / "t", template), DOCUMENT)] == ["who has AB+?"]
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"fields": {"whom": "Patient (", "what": []}}, "no template"),
-        ({"fields": {"whom": "Patient"}}, "no template"),
-        ({"fields": {"whom": 5}}, "no template"),
-        ({"fields": ["whom"]}, "no template"),
-        ({"questions": []}, "makes no question"),
-        ({"fields": {"whom": r"Person (\w+)", "what": ["ward"]}}, "makes no question"),
-        ({"where": "nothing {whom}"}, "makes no question"),
-        ({"fields": {"whom": ["x"] * 1000, "what": ["y"] * 1000}}, "more than 100000"),
-    ],
-)
-def test_a_template_that_cannot_work_is_refused_and_named(tmp_path: Path, change: dict, word: str) -> None:
-    with pytest.raises(CartridgeError, match=word) as caught:
-        from_template(_write(tmp_path / "bad.json", TEMPLATE | change), DOCUMENT)
-    assert "bad.json" in str(caught.value)
+@pytest.mark.parametrize(("count", "test"), [(2, []), (1, [Question("t?")]), (0, [Question("t?")])])
+def test_too_few_questions_for_the_parts_are_refused(count: int, test: list[Question]) -> None:
+    with pytest.raises(CartridgeError, match=f"{count} questions are too few"):
+        split([Question(f"{n}?") for n in range(count)], test)
 
 
 # Self-study.

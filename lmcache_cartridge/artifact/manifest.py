@@ -55,55 +55,61 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The model it says it is for."""
 
 
-class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a cartridge was trained here."""
+class Measured(msgspec.Struct, frozen=True):
+    """What was answered from KV as it is served."""
+
+    of: str
+    """`questions`: answered greedily, none of which the cartridge was made for or chosen by. `tokens that it was made for`:
+    first choices at the document's own, where there were no questions; they say too much."""
+    count: int
+    cartridge: float
+    """Share of them that were right; of an answer of more than a few words, the words it shares with the right one (F1)."""
+    interval: tuple[float, float]
+    """Of that share, 95%, by Wilson."""
+    document: float
+    """The same behind the document itself, and behind nothing."""
+    nothing: float
+    kept: float | None
+    """Share of what the document adds; None where that is next to nothing."""
+
+
+class Training(msgspec.Struct, frozen=True):
+    """How a cartridge was trained here. What older releases said of it beside this is not read."""
 
     objective: str
     init: str
     seed: int
     questions: int
-    held_out: int
-    """Questions that were looked at and not trained on."""
+    """That it was trained on."""
     steps: int
     best_step: int
     """Steps done when the KV that is kept was found."""
     loss: float | None
     """Nats an answer token, of the last step; None where training took none."""
-    held_out_loss: float
-    """The same of the held-out questions, with the KV as it is served."""
-    held_out_exact: float
-    """Share of them answered right."""
     seconds: float
     rate: float | None = None
-    """Peak learning rate, given or found."""
-    kept: float | None = None
-    """Share of what the document adds to the answers of the held-out questions; None where that was not to be told."""
-    beside: int = 0
-    """Up to how many other documents' KV stood around it while it was trained, by releases that could do that."""
+    """Peak learning rate."""
+    validation: int = 0
+    """Questions that chose where to stop and which KV to keep."""
+    measured: Measured | None = None
 
 
-class Compaction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a cartridge was compacted here."""
+class Compaction(msgspec.Struct, frozen=True):
+    """How a cartridge was compacted here. What older releases said of it beside this is not read."""
 
-    method: str
     queries: str
     """What was asked behind the document: `questions`, or `repeat`, the document itself."""
     query_tokens: int
     """Tokens whose queries were matched, in each layer and head."""
     examples: int
     """Questions, or pieces of the document."""
-    fit_error: tuple[float, ...]
-    """Of each layer: relative error of the attention output of answer tokens that were left out of the fit, before
-    `refine` and `distill`."""
     seconds: float
     """In all, the document's prefill included."""
     refine: int = 0
     """Gradient steps for each layer."""
+    measured: Measured | None = None
     distill: int = 0
-    """Steps of training through the whole model."""
-    kept: float | None = None
-    """Share of what the document adds to the model's first choices, at the tokens that it was made for; None where the
-    document adds next to nothing."""
+    """Steps of training through the whole model, by releases that took some."""
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -217,8 +223,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about = self.provenance
         if self.kind != "trained":
             return None
-        if about.training is not None:
-            return about.training.beside
         if about.compaction is None or about.compaction.refine or about.compaction.distill or self.document is None:
             return 0
         return None if self.document.count <= COMPANIONABLE * self.positions else 0

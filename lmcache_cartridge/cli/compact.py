@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
     from ..library.registry import Registry
     from ..make.compact.wanted import Wanted
-    from ..make.model import CausalModel
 
 
 def add(verb: Verb) -> None:
@@ -50,29 +49,30 @@ def add(verb: Verb) -> None:
     )
     add_device(smaller)
     add_no_promote(smaller)
-    add_options(smaller, of_cartridge=True)
+    add_options(smaller, required=True)
 
 
-def add_options(parser: argparse.ArgumentParser, *, of_cartridge: bool = False) -> None:
-    """Add the options that say what to compact to, and how; `of_cartridge` where there is no text of a document."""
+def add_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the options that say what to compact to, which may be `required`, and how."""
     group = parser.add_argument_group("compaction: fewer positions than the document has tokens")
-    add_length(group, "--compact", required=of_cartridge)
+    add_length(group, "--compact", required=required)
     group.add_argument(
         "--questions", type=Path, metavar="FILE",
         help='what to be good at: JSON lines {"question": ...} (default: the document, read once more behind itself)',
     )  # fmt: skip
-    if of_cartridge:
-        parser.set_defaults(template=None)
-    else:
-        group.add_argument("--template", type=Path, metavar="FILE", help="questions made of the document, as for train")
+    group.add_argument(
+        "--held-out", type=Path, metavar="FILE",
+        help="questions to measure it by, never to make it for (default: a tenth of the others)",
+    )  # fmt: skip
     group.add_argument(
         "--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)"
     )
-    group.add_argument("--refine", type=int, default=0, metavar="N", help="then N gradient steps for each layer alone")
-    group.add_argument("--distill", type=int, default=0, metavar="N", help="then N steps of training through the model")
-    add_accept(
-        group, "the model's first choices, at the questions or, without any, at the document's own tokens"
+    group.add_argument(
+        "--refine", type=int, metavar="N",
+        help="with questions: N gradient steps for each layer alone, kept where a tenth of the questions, set apart, is "
+        "answered better so; 0: none (default 30)",
     )  # fmt: skip
+    add_accept(group, "the answers of the questions kept apart or, without any, to the model's first choices")
 
 
 def is_wanted(arguments: argparse.Namespace) -> bool:
@@ -82,13 +82,15 @@ def is_wanted(arguments: argparse.Namespace) -> bool:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise `CartridgeError` for options that do not go together, or are too small."""
-    check_numbers(arguments, at_least_one=("positions", "chunk_size"), at_least_zero=("refine", "distill"))
-    check_files(arguments.questions, arguments.template)
+    check_numbers(arguments, at_least_one=("positions", "chunk_size"), at_least_zero=("refine",))
+    check_files(arguments.questions, arguments.held_out)
     check_accept(arguments)
-    names = ("questions", "template", "ask_as", "refine", "distill", "accept")
-    given = [name for name in names if getattr(arguments, name) not in (None, 0)]
+    names = ("questions", "held_out", "ask_as", "refine", "accept")
+    given = [name for name in names if getattr(arguments, name) is not None]
     if given and not is_wanted(arguments):
         raise CartridgeError(f"--{given[0].replace('_', '-')} is for a compaction; say how short: --compact 4x")
+    if arguments.refine and not arguments.questions:
+        raise CartridgeError("--refine goes by --questions: without any it made cartridges that answer less")
     if is_wanted(arguments) and getattr(arguments, "canary", None):
         raise CartridgeError("--canary is for a cartridge as long as its document; leave it out with --compact")
 
@@ -101,7 +103,7 @@ def build(arguments: argparse.Namespace, registry: Registry) -> None:
     version, root = next_version(arguments, registry)
     with bars(arguments.format) as progress:
         manifest = build_compact(
-            model, arguments.document, root, partial(_wanted, arguments, model, arguments.chunk_size),
+            model, arguments.document, root, partial(_wanted, arguments, arguments.chunk_size),
             cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size, encoding=arguments.payload,
             say=partial(say, form=arguments.format), progress=progress,
         )  # fmt: skip
@@ -125,41 +127,36 @@ def _compact(arguments: argparse.Namespace) -> None:
     version, root = next_version(arguments, registry)
     with bars(arguments.format) as progress:
         manifest = compact_cartridge(
-            model, source, root, partial(_wanted, arguments, model, chunk), cartridge_id=arguments.id, version=version,
+            model, source, root, partial(_wanted, arguments, chunk), cartridge_id=arguments.id, version=version,
             chunk_tokens=chunk, encoding=arguments.payload, say=partial(say, form=arguments.format), progress=progress,
         )  # fmt: skip
     _register(arguments, registry, root, manifest)
 
 
-def _wanted(arguments: argparse.Namespace, model: CausalModel, chunk: int, tokens: int, text: str = "") -> Wanted:
+def _wanted(arguments: argparse.Namespace, chunk: int, tokens: int) -> Wanted:
     from ..make import questions
     from ..make.compact.wanted import Wanted
     from ..make.train.initial import positions_of
-    from ..make.train.retention import ACCEPT
 
     positions = positions_of(tokens, chunk, compress=arguments.compact, positions=arguments.positions)
     say(f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x", arguments.format)
-    asked = questions.read(arguments.questions) if arguments.questions else []
-    if arguments.template:
-        asked = questions.distinct([*asked, *questions.from_template(arguments.template, text)])
-    accept = ACCEPT if arguments.accept is None else arguments.accept
-    return Wanted(positions, asked, arguments.ask_as, arguments.refine, arguments.distill, accept)
+    asked, held_out = (questions.read(path) if path else [] for path in (arguments.questions, arguments.held_out))
+    given = {name: value for name in ("refine", "accept") if (value := getattr(arguments, name)) is not None}
+    return Wanted(positions, asked, held_out, arguments.ask_as, **given)
 
 
 def _register(arguments: argparse.Namespace, registry: Registry, root: Path, manifest: Manifest) -> None:
     registry.register(root, promote=arguments.promote)
+    import msgspec
+
     about, tokens = manifest.provenance.compaction, manifest.document
     assert about is not None and tokens is not None, "compaction writes both"
     result = told(registry, manifest) | {
         "compression": round(tokens.count / manifest.positions, 2),
         "queries": about.queries,
         "query_tokens": about.query_tokens,
-        "fit_error": list(about.fit_error),
-        "kept": about.kept,
+        "refine": about.refine,
+        "measured": msgspec.to_builtins(about.measured),
         "seconds": about.seconds,
     }
-    readable = result | {
-        "bytes": size(manifest.payload_bytes),
-        "fit_error": " ".join(f"{e:.3f}" for e in about.fit_error),
-    }
-    show(result, fields(readable), arguments.format)
+    show(result, fields(result | {"bytes": size(manifest.payload_bytes)}), arguments.format)

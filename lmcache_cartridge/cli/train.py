@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..library.registry import RegistryEntry
     from ..make.ask import Asker
 
-INITIALS = ("random", "vocab", "first-k", "sci", "compact")
+INITIALS = ("compact", "sci", "first-k", "vocab", "random")
 
 
 def add(verb: Verb) -> None:
@@ -52,19 +52,16 @@ def _add_train(verb: Verb) -> None:
     add_made(train)
     option("--document", required=True, type=Path, help="UTF-8 text file")
     add_length(train, "--compress", required=True)
-    option("--init", choices=INITIALS, default="sci",
-           help="where training starts: random N(0, 0.02); KV of random vocabulary tokens; KV of the document's first p "
-           "tokens; KV of 64-token chunks sampled over it; the document compacted for the questions and refined (default sci). The first position is the document's own and "
-           "stays")  # fmt: skip
+    option("--init", choices=INITIALS, default="compact",
+           help="where training starts: the document compacted for the questions; KV of 64-token chunks sampled over it; KV "
+           "of its first p tokens; KV of random vocabulary tokens; random N(0, 0.02) (default compact). The first position "
+           "is the document's own and stays")  # fmt: skip
 
     asked = train.add_argument_group("what to train on; several may be given")
     asked.add_argument(
         "--questions", type=Path, metavar="FILE",
         help='JSON lines {"question": ..., "answer": ...}; without an answer the model itself answers',
     )  # fmt: skip
-    asked.add_argument("--template", type=Path, metavar="FILE",
-                       help='JSON {"questions": ["{what} of {whom}?"], "fields": {"whom": "regex with a (group)", '
-                       '"what": ["a", "b"]}, "where": "regex"}')  # fmt: skip
     asked.add_argument(
         "--self-study", type=int, metavar="N", help="let a model write N questions on random parts of the document"
     )
@@ -75,7 +72,8 @@ def _add_train(verb: Verb) -> None:
     )
     asked.add_argument("--writer-model", metavar="NAME", help="its model (default: the first it serves)")
     asked.add_argument("--held-out", type=Path, metavar="FILE",
-                       help="questions to look at while training, never to train on (default: a tenth of the others)")  # fmt: skip
+                       help="questions to measure it by at the end, never to train or to choose by (default: a tenth of the "
+                       "others; another tenth chooses when to stop and what to keep)")  # fmt: skip
     asked.add_argument("--ask-as", choices=("chat", "text"),
                        help="a question is a user message, or text as it is (default: chat, if the model has a template)")  # fmt: skip
     asked.add_argument(
@@ -87,12 +85,12 @@ def _add_train(verb: Verb) -> None:
                      help="match the predictions of the model with the document in context, or the answers alone")  # fmt: skip
     how.add_argument("--top-k", type=int, default=32, help="likeliest tokens to match; 0: all (default 32)")
     how.add_argument("--steps", type=int, default=4000,
-                     help="at most; it ends before when the held-out questions get no better (default 4000)")  # fmt: skip
+                     help="at most; it ends before when the validation questions get no better (default 4000)")  # fmt: skip
     how.add_argument("--batch", type=int, default=32, help="questions in a forward pass (default 32)")
     how.add_argument("--accumulate", type=int, default=1, help="forward passes a step (default 1)")
-    how.add_argument("--rate", type=_rate, default="auto",
-                     help="peak learning rate of AdamW; auto: that of a few short trainings which does the held-out "
-                     "questions most good; from a compaction, a low one of its own (default auto)")  # fmt: skip
+    how.add_argument("--rate", type=float,
+                     help="peak learning rate of AdamW (default: 0.015 of the deviation of the document's keys from a "
+                     "compaction, 0.09 from another start)")  # fmt: skip
     how.add_argument("--schedule", choices=("plateau", "cosine", "constant"), default="plateau",
                      help="the rate after the warm-up; plateau: constant until patience ends, or half of --steps are done, "
                      "then down to 0 in as many steps again (default plateau)")  # fmt: skip
@@ -101,7 +99,7 @@ def _add_train(verb: Verb) -> None:
                      help="positions that half of the questions stand further back in training, at random; wordings not "
                      "trained on do better so (default 32)")  # fmt: skip
     how.add_argument("--check-every", type=int, default=25,
-                     help="steps between checkpoints and looks at the held-out questions (default 25)")  # fmt: skip
+                     help="steps between checkpoints and looks at the validation questions (default 25)")  # fmt: skip
     how.add_argument("--patience", type=int, default=8,
                      help="looks without progress before the rate falls, or training ends where the schedule is another; "
                      "0: never (default 8)")  # fmt: skip
@@ -111,7 +109,7 @@ def _add_train(verb: Verb) -> None:
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
     then = train.add_argument_group("what becomes of it")
-    add_accept(then, "the answers of the held-out questions")
+    add_accept(then, "the answers of the questions it is measured by")
 
 
 def _add_evaluate(verb: Verb) -> None:
@@ -143,12 +141,8 @@ def _add_evaluate(verb: Verb) -> None:
     add_device(evaluate, "with --model: ")
 
 
-def _rate(text: str) -> float | None:
-    return None if text == "auto" else float(text)
-
-
 def _train(arguments: argparse.Namespace) -> None:
-    check_made(arguments, arguments.document, arguments.questions, arguments.template, arguments.held_out)
+    check_made(arguments, arguments.document, arguments.questions, arguments.held_out)
     check_numbers(
         arguments,
         at_least_one=("positions", "self_study", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
@@ -157,17 +151,17 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.rate is not None and not 0 < arguments.rate < math.inf:
         raise CartridgeError(f"--rate {arguments.rate:g} must be above 0")
     check_accept(arguments)
-    if not (arguments.questions or arguments.template or arguments.self_study):
-        raise CartridgeError("nothing to train on: give --questions, --template or --self-study")
+    if not (arguments.questions or arguments.self_study):
+        raise CartridgeError("nothing to train on: give --questions or --self-study")
     if arguments.writer_url and not arguments.self_study:
         raise CartridgeError("--writer-url writes questions for --self-study; say how many")
     if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     with working("load torch", arguments.format):
-        from msgspec.structs import asdict
+        from msgspec import to_builtins
 
+        from ..make.gate import ACCEPT
         from ..make.train.job import Task, train
-        from ..make.train.retention import ACCEPT
         from ..make.train.trainer import Recipe
 
     values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
@@ -187,8 +181,10 @@ def _train(arguments: argparse.Namespace) -> None:
         "compression": round(manifest.document.count / manifest.positions, 2),
         "bytes": manifest.payload_bytes,
         "digest": manifest.digest,
-        **asdict(training),
-        "ended": "all --steps are done" if training.steps == task.recipe.steps else "held-out questions got no better",
+        **to_builtins(training),
+        "ended": "all --steps are done"
+        if training.steps == task.recipe.steps
+        else "validation questions got no better",
         "losses": str(settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"),
     }
     show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)

@@ -34,10 +34,13 @@ class Asker(Protocol):
 
 
 class ModelAsker:
-    """Asks a model loaded here. Holds the document's KV from the first time it is needed."""
+    """Asks a model loaded here. Holds the document's KV, from the first time that it is needed."""
 
-    def __init__(self, model: CausalModel, document: list[int], cartridge: torch.Tensor, form: str | None) -> None:
-        """`cartridge` is canonical KV. `form` is `chat`, `text`, or None for `chat` if the model has a template."""
+    def __init__(
+        self, model: CausalModel, document: list[int] | torch.Tensor, cartridge: torch.Tensor, form: str | None
+    ) -> None:
+        """`cartridge` is canonical KV, and `document` that or ids. `form` is `chat`, `text`, or None for `chat` if the
+        model has a template."""
         self._model, self._document = model, document
         self._form = form or ("chat" if model.tokenizer.chat_template else "text")
         self._kv: dict[Way, torch.Tensor | None] = {"no prefix": None, "cartridge": cartridge.to(model.model.dtype)}
@@ -45,9 +48,12 @@ class ModelAsker:
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
         """As `Asker` says."""
         if way == "document" and way not in self._kv:
-            from .train.initial import prefilled  # here, since a server is asked without torch
+            kv = self._document
+            if isinstance(kv, list):
+                from .train.initial import prefilled  # here, since a server is asked without torch
 
-            self._kv[way] = prefilled(self._model, self._document, progress).to(self._model.model.dtype)
+                kv = prefilled(self._model, kv, progress)
+            self._kv[way] = kv.to(self._model.model.dtype)
         start = self._model.encode("", special=True) if way == "no prefix" else []
         prompts = [[*start, *self._model.question_ids(question, self._form)] for question in questions]
         answers = self._model.answers_after(self._kv[way], prompts, tokens, partial(progress, way))

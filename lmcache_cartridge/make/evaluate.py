@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ from .questions import Question
 from .server import HIGHEST, Server
 
 REPORT, PICTURE = "evaluation.json", "evaluation.png"
+SHORT_WORDS = 8
+"""An answer of at most so many words is right or wrong."""
 
 
 class Answer(NamedTuple):
@@ -32,17 +36,32 @@ class Answer(NamedTuple):
         """Whether the answer is the expected one, word for word."""
         return same(self.got, self.expected)
 
+    @property
+    def right(self) -> float:
+        """1 for an exact answer, else 0; of one expected in more than `SHORT_WORDS`, the words in common (F1)."""
+        got, expected = (Counter(_plain(text).split()) for text in (self.got, self.expected))
+        if self.exact or expected.total() <= SHORT_WORDS:
+            return float(self.exact)
+        return 2 * (got & expected).total() / (got.total() + expected.total())
+
 
 def same(got: str, expected: str) -> bool:
     """Return whether two answers are the same but for spaces, case, and one full stop at the end."""
     return _plain(got) == _plain(expected)
 
 
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a share that was seen in `count` questions, by Wilson.
+
+    Of values between 0 and 1 in place of right or wrong it is too wide, never too narrow.
+    """
+    z = 1.96
+    middle, wide = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return max(0.0, (middle - wide) / (1 + z * z / count)), min(1.0, (middle + wide) / (1 + z * z / count))
+
+
 def pick(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Return at most `limit` questions, evenly from all. Raises `CartridgeError` for one without an answer."""
-    for question in questions:
-        if question.answer is None:
-            raise CartridgeError(f"the question {question.text!r:.100} has no answer to compare with")
+    """Return at most `limit` questions, evenly from all."""
     count = min(limit or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
 
@@ -56,13 +75,19 @@ def ask_all(
     judge: Server | None = None,
     progress: Progress = silent,
 ) -> dict[Way, list[Answer]]:
-    """Return the answers each way; with a judge, each is scored too. `questions` are those that `pick` lets pass."""
-    found: dict[Way, list[Answer]] = {}
+    """Return the answers each way; with a judge, each is scored too.
+
+    One that has no answer is compared with what came after the document. Raises `CartridgeError` where that is no way.
+    """
+    texts, found = [question.text for question in questions], dict[Way, list[Answer]]()
+    replies = {way: asker.ask(way, texts, tokens, progress) for way in ways}
+    known = [question.answer for question in questions]
+    if None in known and "document" not in replies:
+        raise CartridgeError(f"the question {texts[known.index(None)]!r:.100} has no answer to compare with")
     for way in ways:
-        replies = asker.ask(way, [question.text for question in questions], tokens, progress)
         found[way] = []
-        for number, (question, got) in enumerate(zip(questions, replies, strict=True), 1):
-            expected = question.answer or ""
+        for number, (question, got) in enumerate(zip(questions, replies[way], strict=True), 1):
+            expected = replies["document"][number - 1] if question.answer is None else question.answer
             score = judge.score(question.text, expected, got) if judge else None
             found[way].append(Answer(question.text, expected, got, score))
             if judge:
@@ -75,7 +100,8 @@ def report(name: str, answers: Mapping[Way, Sequence[Answer]], judge: str | None
     ways: dict[Way, dict[str, Any]] = {}
     for way, given in answers.items():
         scores = [answer.score for answer in given if answer.score is not None]
-        ways[way] = {"exact": sum(answer.exact for answer in given) / len(given)}
+        exact = sum(answer.exact for answer in given) / len(given)
+        ways[way] = {"exact": exact, "interval": interval(exact, len(given))}
         if judge:
             mean = statistics.mean(scores) if scores else None
             ways[way] |= {"judged": mean, "unjudged": len(given) - len(scores)}
@@ -86,7 +112,7 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the result as rows for people."""
     return [
         {"asked with": way, "exact answers": f"{round(found['exact'] * result['questions'])}/{result['questions']}",
-         "share": f"{found['exact']:.1%}"}
+         "share": f"{found['exact']:.1%}", "95% interval": " to ".join(f"{end:.1%}" for end in found["interval"])}
         | ({f"judge, 0 to {HIGHEST}": "none" if found["judged"] is None else f"{found['judged']:.2f}",
             "not judged": str(found["unjudged"])} if result["judge"] else {})
         for way, found in result["ways"].items()

@@ -12,7 +12,7 @@ def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     if not rows:
         return
     axes = _axes(7, 4)
-    for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o-", "held out")):
+    for key, style, label in (("loss", "-", "training"), ("validation_loss", "o-", "validation")):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1) if points else None
     axes.set(title=title, xlabel="step", ylabel="nats an answer token", yscale="log")

@@ -1,14 +1,13 @@
-"""Questions on a document to train and to evaluate with: from a file, from a template, or written by self-study."""
+"""Questions on a document to make a cartridge for and to measure it by: from a file, or written by self-study."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifact import files
 from ..errors import CartridgeError
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from .model import CausalModel
     from .server import Server
 
-MAX_TEMPLATE_QUESTIONS = 100_000
+MOST_HELD_OUT = 256
+"""Questions to choose by, and as many to measure by: 95% of as many are right within 3 points."""
 SLICE_CHARACTERS = (400, 4000)
 """Shortest and longest part of a document that self-study shows its writer."""
 INSTRUCTIONS = (
@@ -76,34 +76,33 @@ def save(questions: Sequence[Question], path: Path) -> None:
     files.replace(path, [row.encode() for row in rows])
 
 
-def from_template(path: Path, document: str) -> list[Question]:
-    """Return the questions that the template in a JSON file makes of a document's text.
+class Split(NamedTuple):
+    """Questions by what they may be used for."""
 
-        {"questions": ["{attribute} of {patient}?"],
-         "fields": {"patient": "Patient (\\\\w+)", "attribute": ["blood", "ward"]},
-         "where": "Patient {patient}:.*{attribute}"}
+    fit: list[Question]
+    """To make a cartridge for, or train it on."""
+    validation: list[Question]
+    """To choose by: a start, when to stop, which KV to keep."""
+    test: list[Question]
+    """Asked once, at the end."""
 
-    A field is a list of texts, or a regular expression whose first group is looked for all over the document. Every
-    question is asked of every combination; with `where`, of those for which the document has a match of it. Raises
-    `CartridgeError` for a file of another form, or a template that makes no question.
+
+def split(questions: Sequence[Question], test: Sequence[Question] = ()) -> Split:
+    """Return a tenth of the questions for each of validation and test, unless `test` is given; the rest is for the fit.
+
+    One of each at least and `MOST_HELD_OUT` at most; the same ones for the same questions. What is in `test` is in no
+    other part. Raises `CartridgeError` where no question is left for a part.
     """
-    try:
-        template = json.loads(text_of(path))
-        fields = {name: _values(value, document) for name, value in template["fields"].items()}
-        where, made = template.get("where"), []
-        for values in itertools.product(*fields.values()):
-            row = dict(zip(fields, values, strict=True))
-            if where is None or re.search(_fill(where, row, re.escape), document):
-                made += [Question(_fill(question, row, str)) for question in template["questions"]]
-            if len(made) > MAX_TEMPLATE_QUESTIONS:
-                raise CartridgeError(f"{path} makes more than {MAX_TEMPLATE_QUESTIONS} questions; use `where`")
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, re.error) as error:
+    apart = {question.text for question in test}
+    rest = [question for question in questions if question.text not in apart]
+    size = min(MOST_HELD_OUT, max(1, len(rest) // 10))
+    if len(rest) < 2 + (not test):
         raise CartridgeError(
-            f"{path}: no template of `questions` and `fields`: {type(error).__name__} {error}"
-        ) from error
-    if not made:
-        raise CartridgeError(f"{path} makes no question of this document; its fields or `where` match nothing")
-    return distinct(made)
+            f"{len(rest)} questions are too few: one to make it for, one to choose by, and one to measure it by"
+        )
+    drawn = random.Random(0).sample(rest, size if test else 2 * size)
+    held = {question.text for question in drawn}
+    return Split([question for question in rest if question.text not in held], drawn[:size], list(test) or drawn[size:])
 
 
 def self_study(write: Writer, document: str, count: int, seed: int, progress: Progress = silent) -> list[Question]:
@@ -121,7 +120,7 @@ def self_study(write: Writer, document: str, count: int, seed: int, progress: Pr
         if len(found) == count:
             break
     if not found:
-        raise CartridgeError(f"the model wrote no question in {3 * count} attempts; give questions or a template")
+        raise CartridgeError(f"the model wrote no question in {3 * count} attempts; give questions")
     return [Question(text) for text in found]
 
 
@@ -175,18 +174,3 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CartridgeError(f"{path} is no UTF-8 text: {error}") from error
-
-
-def _values(value: Any, document: str) -> list[str]:
-    if isinstance(value, str):
-        return list(dict.fromkeys(match.group(1) for match in re.finditer(value, document) if match.group(1)))
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError(f"a field is a list of texts or a regular expression, not {value!r}")
-    return value
-
-
-def _fill(text: str, row: Mapping[str, str], form: Callable[[str], str]) -> str:
-    """Return `text` with `{name}` of each field replaced; other braces stay, for regular expressions have them."""
-    for name, value in row.items():
-        text = text.replace(f"{{{name}}}", form(value))
-    return text

@@ -16,6 +16,7 @@ from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     MAX_MANIFEST_BYTES,
     Canary,
     Manifest,
+    Measured,
     Origin,
     Provenance,
     Training,
@@ -57,6 +58,25 @@ def test_a_manifest_survives_encoding(manifest: Manifest) -> None:
     assert decode(manifest.encode(), "here") == manifest
 
 
+MEASURED = Measured("questions", 10, 0.9, (0.6, 0.98), 1.0, 0.05, 0.89)
+
+
+def test_what_an_older_release_wrote_of_its_training_and_compaction_is_read(manifest: Manifest) -> None:
+    about = {
+        "training": {
+            "objective": "distill", "init": "sci", "seed": 0, "questions": 90, "held_out": 10, "steps": 400, "best_step": 375,
+            "loss": 0.5, "held_out_loss": 0.25, "held_out_exact": 0.9, "seconds": 12.0, "rate": 0.3, "kept": 0.9, "beside": 2,
+        },
+        "compaction": {
+            "method": "attention matching, no bias", "queries": "repeat", "query_tokens": 9, "examples": 1,
+            "fit_error": [0.1, 0.2], "seconds": 1.0, "refine": 0, "distill": 40, "kept": 0.9,
+        },
+    }  # fmt: skip
+    found = decode(_edited(manifest, provenance={"tool": "t", "created": "2026", **about}), "here").provenance
+    assert (found.training.best_step, found.training.measured) == (375, None)
+    assert (found.compaction.distill, found.compaction.measured) == (40, None)
+
+
 def test_a_manifest_without_rope_and_with_a_canary_survives_encoding(manifest: Manifest) -> None:
     draft = msgspec.structs.replace(
         manifest,
@@ -69,7 +89,7 @@ def test_a_manifest_without_rope_and_with_a_canary_survives_encoding(manifest: M
             "ab",
             Canary("Why?", top1_equal=True, max_abs_logit_difference=0.5),
             Origin("PEFT CARTRIDGE adapter", "org/notes", "ab", "org/llama"),
-            Training("distill", "sci", 0, 90, 10, 400, 375, None, 0.25, 0.9, 12.0),
+            Training("distill", "sci", 0, 90, 400, 375, None, 12.0, 0.05, 10, MEASURED),
         ),
     )
     whole = msgspec.structs.replace(draft, digest=content_digest(draft))

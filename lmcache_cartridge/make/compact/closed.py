@@ -87,19 +87,6 @@ def rerotated(model: CausalModel, kv: torch.Tensor, tokens: int) -> torch.Tensor
     return shift(kv, model.fingerprint, kv.shape[2] - tokens)
 
 
-def fit_errors(kv: torch.Tensor, references: References, which: torch.Tensor) -> list[float]:
-    """Return for each layer how far the attention output of some reference tokens is from the wanted one.
-
-    Relative to its norm, over all heads. `kv` is compact, its keys rotated as in the document; `which` is a mask `[T]`.
-    """
-    found = []
-    for number, asked in enumerate(references.layers):
-        keys, values = kv[:, number].transpose(1, 2).to(asked.queries)
-        part = Layer(*(plane[:, :, which] for plane in asked))
-        found.append(float((attended(part, keys, values) - part.wanted).norm() / part.wanted.norm()))
-    return found
-
-
 def attended(asked: Layer, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the attention output `[H, G, T, D]` over `keys` and `values` `[H, P, D]` and each question's own tokens."""
     scores = asked.queries @ keys[:, None].transpose(-1, -2)

@@ -1,33 +1,37 @@
-"""Compact a document's KV into a cartridge: one prefill, keys and values in closed form, gradient steps where asked for."""
+"""Compact a document's KV into a cartridge: one prefill, keys and values in closed form, gradient steps where they help."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ...artifact import reading
-from ...artifact.manifest import Compaction, Manifest, Origin
-from ...errors import ArtifactError, CanaryFailed
+from ...artifact.manifest import Compaction, Manifest, Measured, Origin
+from ...errors import ArtifactError
+from .. import gate
 from ..document import read_document
 from ..model import CausalModel
-from ..payload import read_checked
+from ..payload import as_served, read_checked, rounded
 from ..progress import Progress, silent
-from ..train.initial import prefilled
+from ..questions import Question, Split, split
+from ..train.initial import check_positions, prefilled
+from ..train.lesson import taught
 from ..train.packing import Example
 from ..write import write_trained
 from .closed import compacted, rerotated
-from .judge import held_out_errors, share_kept
 from .references import References, collect
 from .refine import refine
-from .wanted import Wanted, check_positions, form_of, references_of
+from .wanted import Wanted, form_of, references_of
 
 Say = Callable[[str], None]
+ANSWER_TOKENS = 64
+"""Longest answer, where the model's own is compared with."""
 _CANARIES = 8
 
 
@@ -36,12 +40,14 @@ def silence(line: str) -> None:
 
 
 class Made(NamedTuple):
-    """Compact KV, nothing of which was judged, and what it was made with."""
+    """Compact KV, and what it was made with."""
 
     kv: torch.Tensor
     """Canonical `[2, L, p, H, D]`, float32, its keys rotated for questions at position p."""
-    examples: list[Example]
     asked: References
+    examples: list[Example]
+    refine: int
+    """Steps a layer, where they answered more of the validation questions than none."""
     seconds: float
 
 
@@ -49,7 +55,6 @@ class Compacted(NamedTuple):
     """KV as it is served, and how it came about."""
 
     kv: torch.Tensor
-    """As in `Made`."""
     about: Compaction
 
 
@@ -58,14 +63,16 @@ def make(
     kv: torch.Tensor,
     ids: Sequence[int],
     wanted: Wanted,
+    validation: Sequence[Question] = (),
     *,
     say: Say = silence,
     progress: Progress = silent,
 ) -> Made:
-    """Compact the canonical `kv` of the document `ids` into `wanted.positions`; `say` is told the seconds of each step.
+    """Compact the canonical `kv` of the document `ids` for `wanted.questions`; `say` is told the seconds of each step.
 
-    Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose attention
-    or positions are not understood.
+    It is refined where `validation` questions are answered better so, and they are all that says so: without any it is
+    not. Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose
+    attention or positions are not understood.
     """
     model.need_values("compact")
     tokens, took = len(ids), 0.0
@@ -79,21 +86,28 @@ def make(
         took += time.monotonic() - start
         say(f"{name}: {time.monotonic() - start:.1f} s")
 
+    def right(found: torch.Tensor) -> Measured:
+        return gate.measure(model, kv, rounded(found, model.fingerprint), validation, form_of(model, wanted),
+                            ANSWER_TOKENS, progress=progress)  # fmt: skip
+
     kv = kv.to(model.model.dtype)
     with step("reference queries"):
         examples = references_of(model, ids, wanted)
         asked = collect(model, kv, examples, progress=progress)
     with step("keys and values"):
         found = rerotated(model, compacted(kv, asked, wanted.positions, progress=progress), tokens)
-    if wanted.refine:
-        with step(f"refine, {wanted.refine} steps a layer"):
-            found = refine(model, found, examples, asked, steps=wanted.refine, progress=progress)
-    if wanted.distill:
-        from .distill import distill  # here, since it needs PEFT
-
-        with step(f"distill, {wanted.distill} steps"):
-            found = distill(model, kv, found, ids, examples, wanted, progress=progress)
-    return Made(found, examples, asked, took)
+    made = Made(found, asked, examples, 0, took)
+    if wanted.refine and validation:
+        with step("validation"):
+            plain = right(found)
+        if plain.cartridge < plain.document:
+            with step(f"refine, {wanted.refine} steps a layer"):
+                found = refine(model, found, examples, asked, steps=wanted.refine, progress=progress)
+                better = right(found)
+            say(f"{better.cartridge:.1%} of {better.count} validation questions refined, {plain.cartridge:.1%} not")
+            if better.cartridge > plain.cartridge:
+                made = made._replace(kv=found, refine=wanted.refine)
+    return made._replace(seconds=took)
 
 
 def compact(
@@ -102,46 +116,57 @@ def compact(
     ids: Sequence[int],
     wanted: Wanted,
     *,
+    encoding: str = "plain",
+    chunk_tokens: int = 256,
     say: Say = silence,
     progress: Progress = silent,
     seconds: float = 0.0,
 ) -> Compacted:
-    """Make what `make` does and compare it with the document; `seconds` were spent on `kv` before and are counted.
+    """Make what `make` does and measure it, as it is stored; `seconds` were spent on `kv` before and are counted.
 
-    Raises what `make` does, and `CanaryFailed` where it keeps less than `wanted.accept`.
+    Of the questions a tenth is kept from the fit to choose by, and another, or those of `wanted.held_out`, to measure
+    by at the end. Without any, the tokens of the document that it is made for say what is kept of them, and nothing says
+    how questions are answered. Raises what `make` does, and `CanaryFailed` where it keeps less than `wanted.accept`.
     """
     if seconds:
         say(f"prefill: {seconds:.1f} s")
-    made = make(model, kv, ids, wanted, say=say, progress=progress)
+    parts = split(wanted.questions, wanted.held_out) if wanted.questions else Split([], [], list(wanted.held_out))
+    made = make(model, kv, ids, replace(wanted, questions=parts.fit), parts.validation, say=say, progress=progress)
     start = time.monotonic()
-    errors = held_out_errors(kv.to(model.model.dtype), made.asked, wanted.positions)
-    kept = share_kept(model, kv, made.kv, made.examples)
-    judging = time.monotonic() - start
-    say(f"comparison with the document: {judging:.1f} s")
-    what = "questions" if wanted.questions else "pieces of the document"
-    verdict = f"the document adds next to nothing to the model's first choices after {len(made.examples)} {what}"
-    if kept is not None:
-        verdict = f"it keeps {max(0.0, kept):.0%} of what the document adds to the model's first choices after {what}"
-    if (kept or 0.0) < wanted.accept:
-        accept = math.floor(100 * max(0.0, kept or 0.0)) / 100
-        raise CanaryFailed(
-            f"nothing is registered: {verdict}, and must keep {wanted.accept:.0%}. Give more positions, the questions that "
-            f"it must answer, or --refine 100; or register it as it is, with --accept {accept:g}"
-        )
-    say(verdict)
-    about = Compaction(
-        "attention matching, no bias", "questions" if wanted.questions else "repeat", len(made.asked.answers),
-        len(made.examples), tuple(round(error, 4) for error in errors), round(seconds + made.seconds + judging, 1),
-        wanted.refine, wanted.distill, None if kept is None else round(kept, 4),
-    )  # fmt: skip
+    served = as_served(rounded(made.kv, model.fingerprint), model.fingerprint, encoding, chunk_tokens)
+    if parts.test:
+        found = gate.measure(model, kv, served, parts.test, form_of(model, wanted), ANSWER_TOKENS, progress=progress)
+    else:
+        found = _read_again(model, kv, served, made, progress)
+    took = round(seconds + made.seconds + time.monotonic() - start, 1)
+    say(f"comparison with the document: {time.monotonic() - start:.1f} s")
+    gate.check(found, wanted.accept, "Give more positions, or the questions that it must answer, in several wordings")
+    say(gate.verdict(found))
+    queries = "questions" if parts.fit else "repeat"
+    about = Compaction(queries, len(made.asked.answers), len(made.examples), took, made.refine, found)
     return Compacted(made.kv, about)
+
+
+def _read_again(
+    model: CausalModel, document: torch.Tensor, cartridge: torch.Tensor, made: Made, progress: Progress
+) -> Measured:
+    """Return how often the first choice is the document's where it is read again, which is what it was made for."""
+
+    def choices(kv: torch.Tensor) -> torch.Tensor:
+        found = taught(model, kv.to(model.model.dtype), made.examples, 1, progress).tokens
+        assert found is not None, "the teacher was asked"
+        return found[:, 0]
+
+    wanted, nothing, found = map(choices, (document, document[:, :, :1], cartridge))
+    shares = [float((each == wanted).float().mean()) for each in (nothing, found)]
+    return gate.measured(gate.TOKENS, len(wanted), shares[0], 1.0, shares[1])
 
 
 def build_compact(
     model: CausalModel,
     document: Path,
     root: Path,
-    wanted: Callable[[int, str], Wanted],
+    wanted: Callable[[int], Wanted],
     *,
     cartridge_id: str,
     version: int,
@@ -152,15 +177,18 @@ def build_compact(
 ) -> Manifest:
     """Compact the text file `document` into an artefact at `root` and return its manifest. Registers nothing.
 
-    `wanted` is called with the document's length in tokens and its text. Raises what `compact` does, and leaves
+    `wanted` is called with the document's length in tokens. Raises what `compact` does, and leaves
     nothing behind then.
     """
     read = read_document(model, document)
-    asked = wanted(len(read.ids), read.text)
+    asked = wanted(len(read.ids))
     check_positions(asked.positions, len(read.ids))
     start = time.monotonic()
     kv = prefilled(model, read.ids, progress)
-    made = compact(model, kv, read.ids, asked, say=say, progress=progress, seconds=time.monotonic() - start)
+    made = compact(
+        model, kv, read.ids, asked, encoding=encoding, chunk_tokens=chunk_tokens, say=say, progress=progress,
+        seconds=time.monotonic() - start,
+    )  # fmt: skip
     provenance = model.provenance(
         "build", document=document.name, document_blake3=read.blake3, compaction=made.about
     )  # fmt: skip
@@ -197,7 +225,8 @@ def compact_cartridge(
     kv = read_checked(manifest, source, model, progress)
     ids = reading.load_token_ids(manifest, source).tolist()
     asked = wanted(len(ids))
-    made = compact(model, kv, ids, asked, say=say, progress=progress)
+    chunk = chunk_tokens or manifest.payload.chunk_tokens
+    made = compact(model, kv, ids, asked, encoding=encoding, chunk_tokens=chunk, say=say, progress=progress)
     before = manifest.provenance
     provenance = model.provenance(
         "compact", document=before.document, document_blake3=before.document_blake3, compaction=made.about,
@@ -205,7 +234,7 @@ def compact_cartridge(
     )  # fmt: skip
     return write_trained(
         model, made.kv, root, provenance, cartridge_id=cartridge_id, version=version,
-        chunk_tokens=chunk_tokens or manifest.payload.chunk_tokens, document_ids=ids, encoding=encoding,
+        chunk_tokens=chunk, document_ids=ids, encoding=encoding,
         questions=_canaries(model, asked), progress=progress,
     )  # fmt: skip
 

@@ -12,9 +12,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...errors import UnsupportedModel
-from ..model import ROWS_BYTES, CausalModel
+from ..model import CausalModel
 from ..progress import Progress, silent
-from ..train.packing import Example, Packed, answer_places, pack_examples, prefix_mask, rows_of
+from ..train.packing import Example, Packed, answer_places, pack_examples, passes, prefix_mask
 
 ATTENTION = "cartridge_references"
 """Name under which transformers is given the attention function that also tells what it was asked."""
@@ -74,8 +74,7 @@ def collect(
     found: list[list[Layer]] = [[] for _ in range(shape.layers)]
     hidden: list[list[torch.Tensor]] = [[] for _ in range(shape.layers + 1)]
     inputs: list[dict[str, Any]] = []
-    most = max(1, min(64, ROWS_BYTES // (kv.nbytes + 1)))  # each row has a copy of the document's KV in every layer
-    for rows in torch.arange(len(packed.rows)).split(most):
+    for rows, part in passes(packed, kv):
         places = kept[rows].to(model.device)
 
         def hear(layer: int, *asked: torch.Tensor, places: torch.Tensor = places) -> None:
@@ -87,7 +86,7 @@ def collect(
                 inputs.append({name: _at(value, places) for name, value in given.items() if name not in _OURS})
 
         with listening(model, hear), watching(model, see):
-            forward(model, model.cache(kv, len(rows)), rows_of(packed, rows))
+            forward(model, model.cache(kv, len(rows)), part)
         progress("reference queries", int(rows[-1]) + 1, len(packed.rows))
     if not all(found):
         raise UnsupportedModel(f"{shape.architecture} does not tell its attention; its KV cannot be compacted")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import CartridgeError
+from ..gate import ACCEPT
 from ..model import CausalModel
 from ..questions import Question
-from ..train.initial import FROZEN
 from ..train.packing import Example
-from ..train.retention import ACCEPT
 
+REFINE = 30
+"""At 16x of two sheets 30, 60 and 100 steps answer 98.2, 97.8 and 98.2% in 5, 7 and 9 s of CPU."""
 WINDOW = 64
 """Tokens of a document that are read again at a time, where no questions are given."""
 
@@ -22,24 +22,16 @@ class Wanted:
 
     positions: int
     questions: Sequence[Question] = ()
-    """What to be good at. Without any, the document is read again, piece by piece, behind itself."""
+    """What to be good at, a part of which is kept apart to measure by. Without any, the document is read again, piece by
+    piece, behind itself."""
+    held_out: Sequence[Question] = ()
+    """What to measure by, in place of a part of `questions`."""
     form: str | None = None
     """`chat` or `text`; None is `chat` where the model has a template."""
-    refine: int = 0
-    """Gradient steps for each layer."""
-    distill: int = 0
-    """Steps of training through the whole model."""
+    refine: int = REFINE
+    """Gradient steps for each layer, where validation questions are answered better after them."""
     accept: float = ACCEPT
     """The least share of what the document adds to the model's first choices that must be kept; 0: any."""
-
-
-def check_positions(positions: int, tokens: int) -> None:
-    """Raise `CartridgeError` unless a document of so many tokens can be compacted into so many positions."""
-    if not FROZEN < positions < tokens:
-        raise CartridgeError(
-            f"a document of {tokens} tokens cannot be compacted into {positions} positions: give fewer, or a smaller "
-            "chunk size"
-        )
 
 
 def references_of(model: CausalModel, ids: Sequence[int], wanted: Wanted) -> list[Example]:

@@ -100,10 +100,12 @@ def _facts(manifest: Manifest) -> str:
             f"| training | {_cell(training.objective)} from {_cell(training.init)}, seed {training.seed}, {training.steps} "
             f"steps on {training.questions} questions, the best after {training.best_step} |"
         )
-        rows.append(
-            f"| {training.held_out} held-out questions | {training.held_out_exact:.1%} exact, loss "
-            f"{training.held_out_loss:.4g} |"
-        )
+        if (found := training.measured) is not None:
+            low, high = found.interval
+            rows.append(
+                f"| {found.count} {found.of} that nothing was chosen by | {found.cartridge:.1%} right (95% interval "
+                f"{low:.1%} to {high:.1%}); the document {found.document:.1%}, nothing {found.nothing:.1%} |"
+            )
     return "".join(f"{row}\n" for row in rows)
 
 

@@ -14,6 +14,11 @@ from ..progress import Progress, silent
 
 FROZEN = 1
 """Leading positions that training leaves alone: models use the first one as an attention sink."""
+COMPACT = "compact"
+"""The start that is a compaction for the questions to train on, which `compact.job` makes."""
+RATE, OTHER_RATE = 0.015, 0.09
+"""Peak learning rates from a compaction, which is near to where it should be, and from any other start, in standard
+deviations of the document's keys: 0.05 and 0.3 for the shipped model."""
 STANDARD_DEVIATION = 0.02
 SAMPLE_TOKENS = 64
 """Length of a chunk that `sci` samples."""
@@ -37,12 +42,22 @@ def initial_kv(init: str, model: CausalModel, ids: list[int], positions: int, se
     Its first `FROZEN` positions are those of the document, whatever `init`. Raises `CartridgeError` unless the
     document is longer than p.
     """
-    if not FROZEN < positions < len(ids):
-        raise CartridgeError(
-            f"p = {positions} positions cannot be trained for a document of {len(ids)} tokens: give p between "
-            f"{FROZEN + 1} and {len(ids) - 1}, or a smaller chunk size"
-        )
+    check_positions(positions, len(ids))
     return INITIALS[init](Source(model, ids, positions, torch.Generator().manual_seed(seed)))
+
+
+def check_positions(positions: int, tokens: int) -> None:
+    """Raise `CartridgeError` unless p positions can stand for a document of so many tokens."""
+    if not FROZEN < positions < tokens:
+        raise CartridgeError(
+            f"p = {positions} positions cannot stand for a document of {tokens} tokens: give fewer, and more than {FROZEN}, "
+            "or a smaller chunk size"
+        )
+
+
+def usual_rate(init: str, document: torch.Tensor) -> float:
+    """Return the peak learning rate from a start for a document of such canonical KV, two digits of it."""
+    return float(f"{(RATE if init == COMPACT else OTHER_RATE) * float(document[0].float().std()):.2g}")
 
 
 def positions_of(tokens: int, chunk_tokens: int, *, compress: float | None = None, positions: int | None = None) -> int:

@@ -19,8 +19,7 @@ from ...errors import CartridgeError, UnsupportedModel
 from ..model import CausalModel
 from ..progress import Progress, silent
 from ..questions import Question
-from .initial import prefilled
-from .packing import Example, answer_logits, pack_examples, target_rows
+from .packing import Example, answer_logits, pack_examples, passes, target_rows
 
 BATCH = 16
 """Questions the teacher answers in one forward pass."""
@@ -40,19 +39,18 @@ def prepare(
     model: CausalModel,
     ids: list[int],
     questions: Sequence[Question],
+    kv: torch.Tensor,
     *,
     form: str,
     top_k: int,
     answer_tokens: int,
     teach: bool = True,
     directory: Path | None = None,
-    kv: torch.Tensor | None = None,
     progress: Progress = silent,
 ) -> Lesson:
     """Return the lesson of `questions` on the document `ids`; `top_k` 0 keeps all of the teacher's predictions.
 
-    The document's KV is computed once, block by block, unless it is given, and shared by all questions. Answers that lack are the
-    teacher's own, greedily, `answer_tokens` at most. With a `directory` a lesson is kept there and found again.
+    `kv` is the document's, canonical. Answers that lack are the teacher's own, greedily, `answer_tokens` at most. With a `directory` a lesson is kept there and found again.
     """
     asked = (ids, list(map(tuple, questions)), form, top_k, answer_tokens, teach)
     key = blake3(msgspec.json.encode((model.fingerprint, str(model.model.dtype), *asked))).hexdigest()
@@ -60,8 +58,7 @@ def prepare(
     if path and path.exists():
         return _load(path)
     prompts = [model.question_ids(question.text, form) for question in questions]
-    if teach or any(question.answer is None for question in questions):
-        kv = (prefilled(model, ids, progress) if kv is None else kv).to(model.model.dtype)
+    kv = kv.to(model.model.dtype)
     answers = _answers(model, kv, questions, prompts, answer_tokens, progress)
     examples, row = [], 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -70,7 +67,7 @@ def prepare(
     lesson = Lesson(examples, None, None)
     _check_context(model, len(ids) if teach else 0, questions, examples)
     _check_sight(model, len(ids), examples)
-    if teach and kv is not None:
+    if teach:
         vocabulary = model.fingerprint.vocab_size
         lesson = taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
     if path:
@@ -80,7 +77,7 @@ def prepare(
 
 def _answers(
     model: CausalModel,
-    kv: torch.Tensor | None,
+    kv: torch.Tensor,
     questions: Sequence[Question],
     prompts: list[list[int]],
     tokens: int,
@@ -137,10 +134,10 @@ def taught(
     rows = sum(len(example.answer) for example in examples)
     log_probs, tokens = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.long)
     for start in range(0, len(examples), BATCH):
-        packed = pack_examples(examples[start : start + BATCH], model.device)
-        logits = answer_logits(model.model, model.cache(kv, len(packed.rows)), packed)
-        picked, at = logits.log_softmax(-1).topk(k), target_rows(packed)
-        log_probs[at], tokens[at] = picked.values.cpu(), picked.indices.cpu()
+        for rows, part in passes(pack_examples(examples[start : start + BATCH], model.device), kv):
+            logits = answer_logits(model.model, model.cache(kv, len(rows)), part)
+            picked, at = logits.log_softmax(-1).topk(k), target_rows(part)
+            log_probs[at], tokens[at] = picked.values.cpu(), picked.indices.cpu()
         progress("teacher", min(start + BATCH, len(examples)), len(examples))
     return Lesson(examples, log_probs, tokens)
 

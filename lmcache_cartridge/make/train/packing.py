@@ -7,10 +7,12 @@ apart and whose positions all start where the prefix ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from ..model import ROWS_BYTES
 
 ROW_TOKENS = 256
 """Tokens of questions a row holds at most, give or take one question."""
@@ -68,10 +70,16 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gaps: Seque
     return Packed(rows, ids.to(device), offsets.to(device), allowed.to(device))
 
 
-def rows_of(packed: Packed, rows: torch.Tensor) -> Packed:
-    """Return some rows of packed examples."""
-    here = rows.to(packed.ids.device)
-    return Packed([packed.rows[i] for i in rows.tolist()], packed.ids[here], packed.offsets[here], packed.allowed[here])
+def passes(packed: Packed, kv: torch.Tensor) -> Iterator[tuple[torch.Tensor, Packed]]:
+    """Yield some rows at a time, which and their examples, that go through one forward pass after canonical `kv`.
+
+    Each row has a copy of it in every layer: of one that is larger than `ROWS_BYTES` there is one copy at a time.
+    """
+    most = max(1, min(64, ROWS_BYTES // (kv.nbytes + 1)))
+    for rows in torch.arange(len(packed.rows)).split(most):
+        here = rows.to(packed.ids.device)
+        part = [packed.rows[i] for i in rows.tolist()]
+        yield rows, Packed(part, packed.ids[here], packed.offsets[here], packed.allowed[here])
 
 
 def answer_logits(model: Any, past: Any, packed: Packed) -> torch.Tensor:

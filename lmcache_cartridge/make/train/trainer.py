@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,18 +20,16 @@ from ...artifact import files
 from ...errors import CartridgeError, TrainingDiverged
 from ..foreign.peft import from_peft, to_peft
 from ..model import CausalModel
-from ..payload import rounded
 from .initial import FROZEN
 from .lesson import Lesson
 from .packing import Example, Packed, answer_ids, answer_logits, pack_examples, target_rows
-from .retention import Answered, count
 
 CHECKPOINT = "checkpoint.pt"
 LOSS = "loss.jsonl"
 BETAS = (0.9, 0.95)
 """AdamW's. A question moves few positions, so that a longer memory of squared gradients slows them all."""
 BETTER, GAIN = 0.99, 0.001
-"""A look at the held-out questions counts as better if they miss less than this share of the least before, and so much less.
+"""A look at the validation questions counts as better if they miss less than this share of the least before, and so much less.
 Of looks that are no better than each other the last one's KV is the best: it was trained longer, and answers wordings that
 nobody looked at better (at 16x on one sheet 97.8% after 280 steps, 93.8% after the 84 that the first such look had)."""
 
@@ -45,22 +43,22 @@ class Recipe:
 
     objective: Literal["distill", "next-token"] = "distill"
     steps: int = 4000
-    """At most; training ends before when the held-out questions get no better."""
+    """At most; training ends before when the validation questions get no better."""
     batch: int = 32
     """Questions in one forward pass."""
     accumulate: int = 1
     """Forward passes a step."""
     rate: float | None = None
-    """Peak learning rate of AdamW; None where `find_rate` is to find it."""
+    """Peak learning rate of AdamW; None where it goes by the start, as `usual_rate` says."""
     schedule: Literal["plateau", "cosine", "constant"] = "plateau"
-    """`plateau` stays at the peak while the held-out questions get better, and for half of the steps at most; then the
+    """`plateau` stays at the peak while the validation questions get better, and for half of the steps at most; then the
     rate falls to 0 in as many steps as were done."""
     warmup: int = 10
     """Steps over which the rate grows to its peak."""
     check_every: int = 25
-    """Steps between two looks at the held-out questions, and between two checkpoints."""
+    """Steps between two looks at the validation questions, and between two checkpoints."""
     patience: int = 8
-    """Looks without a better held-out loss after which the rate falls, or training ends; 0 trains all steps."""
+    """Looks without a better validation loss after which the rate falls, or training ends; 0 trains all steps."""
     jitter: int = 32
     """Positions that half of the questions may stand behind the cartridge in training, drawn anew every time; fewer
     where the model's context ends."""
@@ -71,7 +69,7 @@ class Recipe:
     def rate_at(self, step: int, fall: int | None = None) -> float:
         """Return the learning rate of step `step`, from 0 on; with `plateau` it falls from step `fall` on."""
         if self.rate is None:
-            raise ValueError("the recipe has no rate; `find_rate` finds one")
+            raise ValueError("the recipe has no rate; `usual_rate` gives one")
         rate = self.rate * min(1.0, (step + 1) / (self.warmup + 1))
         if self.schedule == "plateau":
             return rate if fall is None else rate * (self.end(fall) - step) / (self.end(fall) - fall)
@@ -93,25 +91,22 @@ class Score(NamedTuple):
     missed: float
     """The mean over answer tokens of 1 - e^-loss, from 0 to 1: what decides which KV is the best. For small losses it is
     the loss. A token of which the teacher was sure and wrong costs ten nats and more: 3 of 138 outweighed all others."""
-    answered: Answered
 
 
 class Result(NamedTuple):
     """A finished training."""
 
     kv: torch.Tensor
-    """Canonical `[2, L, p, H, D]` of the best look at the held-out questions, float32."""
+    """Canonical `[2, L, p, H, D]` of the best look at the validation questions, float32."""
     step: int
     """Steps done when it was found."""
     steps: int
     """Steps done in all."""
-    score: Score
-    """Of the KV as a cartridge gives it back, rounded."""
     loss: float
     """Of the last step."""
     seconds: float
-    why: Literal["held-out", "steps"]
-    """Why it ended: the held-out questions got no better, or the steps were done."""
+    why: Literal["validation", "steps"]
+    """Why it ended: the validation questions got no better, or the steps were done."""
 
 
 class Trainer:
@@ -122,41 +117,30 @@ class Trainer:
         model: CausalModel,
         kv: torch.Tensor,
         lesson: Lesson,
-        held_out: Sequence[int],
+        validation: Sequence[int],
         recipe: Recipe,
-        as_served: Callable[[torch.Tensor], torch.Tensor] = lambda kv: kv,
     ) -> None:
-        """Start from canonical `kv`. `held_out` are indices of the examples to look at and never to train on.
-
-        `as_served` says what becomes of KV in the model's dtype on its way through the artefact.
-        """
+        """Start from canonical `kv`. `validation` are indices of the examples to choose by and never to train on."""
         if recipe.objective == "distill" and lesson.tokens is None:
             raise CartridgeError("the objective distill needs the teacher's predictions; prepare the lesson with them")
-        self.model, self.recipe, self._as_served = model, recipe, as_served
+        self.model, self.recipe = model, recipe
         self.lesson = lesson
-        apart = set(held_out)
-        self.held_out = [lesson.examples[i] for i in held_out]
+        apart = set(validation)
+        self.validation = [lesson.examples[i] for i in validation]
         self.examples = [example for i, example in enumerate(lesson.examples) if i not in apart]
-        if not self.examples or not self.held_out:
-            raise CartridgeError("training needs a question to train on and another one that is held out")
+        if not self.examples or not self.validation:
+            raise CartridgeError("training needs a question to train on and another one to choose by")
         longest = max(len(example.prompt) + len(example.answer) for example in lesson.examples)
         room = (model.context_tokens or sys.maxsize) - kv.shape[2] - longest
         self.jitter = max(0, min(recipe.jitter, room))
         self.peft = wrap(model, kv)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
-        self._start = self.kv()
         self._round, self._shuffled = -1, list[int]()
-        self.begin(recipe.rate)
-
-    def begin(self, rate: float | None) -> None:
-        """Forget what was trained, and stand at the start again, to train at `rate`."""
-        self.recipe = replace(self.recipe, rate=rate)
-        self._put(self._start)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate or 0.0, betas=BETAS, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.rate or 0.0, betas=BETAS, weight_decay=0.0)
         self.step, self.seconds, self.waited = 0, 0.0, 0
         self.fall: int | None = None
         self.loss = math.inf
-        self.least_missed, self.best_step, self.best = math.inf, 0, self._start
+        self.least_missed, self.best_step, self.best = math.inf, 0, self.kv()
         self.rows: list[dict[str, float]] = []
 
     def kv(self) -> torch.Tensor:
@@ -170,10 +154,8 @@ class Trainer:
         With a `directory`, its checkpoint is gone on from and new ones are written, and every loss goes to `LOSS`.
         """
         self.train(directory, on_step, self.recipe.steps)
-        self._put(self._as_served(rounded(self.best, self.model.fingerprint)))
-        score = self.score(self.held_out)
-        why: Literal["held-out", "steps"] = "steps" if self.step == self.recipe.steps else "held-out"
-        return Result(self.best, self.best_step, self.step, score, self.loss, self.seconds, why)
+        why: Literal["validation", "steps"] = "steps" if self.step == self.recipe.steps else "validation"
+        return Result(self.best, self.best_step, self.step, self.loss, self.seconds, why)
 
     def train(self, directory: Path | None, on_step: OnStep, until: int) -> None:
         """Train as `run` does, but `until` so many steps are done."""
@@ -196,14 +178,13 @@ class Trainer:
     @torch.no_grad()
     def score(self, examples: Sequence[Example]) -> Score:
         """Return how examples are answered with the KV as it stands."""
-        loss, missed, right = 0.0, 0.0, []
+        loss, missed, count = 0.0, 0.0, 0
         for start in range(0, len(examples), self.recipe.batch):
             packed = pack_examples(examples[start : start + self.recipe.batch], self.model.device)
-            logits = self._logits(packed)
-            losses = self._losses(logits, packed)
+            losses = self._losses(self._logits(packed), packed)
             loss, missed = loss + float(losses.sum()), missed - float(torch.expm1(-losses).sum())
-            right += (logits.argmax(-1) == answer_ids(packed)).tolist()
-        return Score(loss / len(right), missed / len(right), count(examples, right))
+            count += len(losses)
+        return Score(loss / count, missed / count)
 
     def _take_step(self) -> None:
         if self.fall is None and self.recipe.schedule == "plateau" and self._falls():
@@ -262,19 +243,19 @@ class Trainer:
         return divergence(teacher, log_probs.gather(1, tokens))
 
     def _look(self) -> None:
-        score = self.score(self.held_out)
+        score = self.score(self.validation)
         if score.missed < min(BETTER * self.least_missed, self.least_missed - GAIN):
             self.least_missed, self.waited = score.missed, 0
         else:
             self.waited += 1
         if score.missed <= self.least_missed + GAIN:
             self.best_step, self.best = self.step, self.kv()
-        self.rows.append({"step": self.step, "held_out_loss": score.loss, "held_out_exact": score.answered.exact})
+        self.rows.append({"step": self.step, "validation_loss": score.loss})
 
     @property
-    def held_out_loss(self) -> float:
-        """Of the held-out questions when last looked at."""
-        return next(row["held_out_loss"] for row in reversed(self.rows) if "held_out_loss" in row)
+    def validation_loss(self) -> float:
+        """Of the validation questions when last looked at."""
+        return next(row["validation_loss"] for row in reversed(self.rows) if "validation_loss" in row)
 
     def _ended(self) -> bool:
         ended = self.step >= self.recipe.end(self.fall)
