@@ -22,18 +22,22 @@ def on_path() -> Iterator[None]:
     sys.path.remove(str(BENCHMARKS))
 
 
-OLD = ("compaction", "inits")
-"""Of quality; they write their results in a form of before."""
-
-
-@pytest.mark.parametrize("name", ["replacement", "scale", "inject", "chunks", "start", "fleet", *OLD])
+@pytest.mark.parametrize("name", ["replacement", "scale", "inject", "chunks", "start", "fleet"])
 def test_the_smallest_form_writes_a_result(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
     printed = capsys.readouterr().out
-    if name not in OLD:
-        result = report.read(tmp_path / f"{name}.json")
-        assert result.benchmark == name and result.form == "smoke" and result.note == "a test"
-        assert result.is_of_todays_code() and result.about() in printed
+    result = report.read(tmp_path / f"{name}.json")
+    assert result.benchmark == name and result.form == "smoke" and result.note == "a test"
+    assert result.is_of_todays_code() and result.about() in printed
+
+
+def test_short_cartridges_are_measured_by_questions_of_their_own(tmp_path: Path) -> None:
+    importlib.import_module("quality").main(["--smoke", "--out", str(tmp_path)])
+    figures = report.read(tmp_path / "quality.json").figures
+    shares = {one.case["way"]: one for one in figures if one.unit == "share" and one.case["sheet"] != "all"}
+    assert list(shares) == ["compact 4x", "document", "nothing", "train 4x"]
+    assert shares["nothing"].value < 0.3 < 0.9 < shares["document"].value and shares["document"].n > 20
+    assert {one.case["way"] for one in figures if one.what == "making"} == {"compact 4x", "train 4x"}
 
 
 def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path: Path) -> None:
