@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.library.workers import Workers
 from lmcache_cartridge.memory.loads import one_by_one
 from lmcache_cartridge.memory.tier import MemoryTier
-from lmcache_cartridge.sources.s3 import _Threads
+from lmcache_cartridge.sources.cores import use_all_cores
 
 CORES = os.sched_getaffinity(0)
 BOUND = """
@@ -49,9 +50,9 @@ def _load(found: list[set[int]]) -> None:
 
 
 def _fetch(found: list[set[int]]) -> None:
-    threads = _Threads(1)
-    found.append(threads.submit(lambda: os.sched_getaffinity(0)).result(20))
-    threads.close()
+    threads = Workers("s3", 1, begin=use_all_cores)
+    found.append(threads.submit(0, lambda: os.sched_getaffinity(0)).result(20))
+    threads.close(20)
 
 
 @pytest.mark.parametrize("work", [_load, _fetch])

@@ -62,12 +62,6 @@ class _Index(RuleBasedStateMachine):
         if digest not in self.open:
             self.closed[digest] = ids
 
-    @rule(many=st.lists(documents, max_size=4))
-    def add_all(self, many: list[list[int]]) -> None:
-        new = {f"d{ids}": ids for ids in many if f"d{ids}" not in self.open | self.closed}
-        self.index.add_all({digest: self._packed(ids) for digest, ids in new.items()})
-        self.open |= new
-
     @rule(ids=documents)
     def put_right(self, ids: list[int]) -> None:
         """Other hashes under a digest that is known: they take the place of those before."""
@@ -92,10 +86,6 @@ class _Index(RuleBasedStateMachine):
                 table.pop(digest, None)
             self.gone.add(digest)
             self.hidden.discard(digest)
-
-    @rule()
-    def tidy(self) -> None:
-        self.index.add_all({})  # which sorts
 
     @rule(ids=documents, data=st.data(), start=st.integers(0, 2))
     def ask(self, ids: list[int], data: st.DataObject, start: int) -> None:
@@ -153,6 +143,5 @@ def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monke
 def test_a_hash_that_is_none_of_this_engine_is_a_miss(chunk_hash: int) -> None:
     index = KeyIndex(_hasher(8), CHUNK)
     index.add("a", bytes(7) + b"\1", open_to_all=True)
-    index.add_all({})
     assert len(index.leading([chunk_hash], None)) == (chunk_hash == 1)
     assert list(index.candidates(chunk_hash, None)) == ([ChunkKey("a", 0)] if chunk_hash == 1 else [])

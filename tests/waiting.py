@@ -17,6 +17,10 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def move(self, by_s: float) -> None:
+        """Move it on."""
+        self.now += by_s
+
 
 def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
     """Wait until something is so; fail if it never is."""

@@ -21,6 +21,7 @@ from .quarantine import ProcessQuarantine, Quarantine
 from .read_queue import ReadQueue, ReadRequest
 from .registry import Registry, RegistryEntry
 from .rows import PERMANENT, Row, RowCache, RowReader
+from .workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class Catalog:
         self._quarantine = ProcessQuarantine(quarantine, copies.payload_revision, clock)
         self._entries = Entries(grace_s, clock)
         self._manifests: Lru[str, Cartridge] = Lru(_MAX_MANIFESTS)
-        self._reading = tuple(threading.Lock() for _ in range(16))
-        """A digest's manifest is read under one of them, once however many want it."""
+        self._manifest_reads = Workers("cartridge-manifest", 4)
+        """A digest's manifest is read once, however many want it, and they alone wait for it."""
         self._removed: list[str] = []
         self._sequence, self._pruned = 0, False
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
@@ -304,7 +305,7 @@ class Catalog:
                 if self._queue.take(request) is not None:
                     self._put(name, row, cartridge)
                     self._keep_row(row)
-        if network and len(self._unwritten) >= _BATCH_ROWS:
+        if len(self._unwritten) >= _BATCH_ROWS or not len(self._queue):
             self._write_rows()
 
     def _put(self, name: str | None, row: Row, cartridge: Cartridge) -> None:
@@ -344,25 +345,23 @@ class Catalog:
         """Return a cartridge with its manifest, None if it is not there or not what it was."""
         if (found := self._manifests.get(digest)) or not self.knows(digest):
             return found
-        with self._reading[hash(digest) % len(self._reading)]:
-            row = self._entries.row(digest)
-            if (found := self._manifests.get(digest)) or row is None:
-                return found
-            try:
-                fresh, cartridge = self._reader.read(digest, row.place)
-                if fresh != row:
-                    # Served at once it could still answer a lookup that went by the wrong row.
-                    self._cache.clear()
-                    raise ArtifactError(
-                        f"{cartridge.manifest.name} is not what {self._cache.path} said; read again soon"
-                    )
-            except CartridgeError as error:
-                self._disown(row, error)
-                return None
-            with self._lock:
-                if self._entries.row(digest) != row:
-                    return None
-                return self._manifests.put(digest, cartridge)
+        return self._manifest_reads.submit(digest, lambda: self._read_again(digest)).result()
+
+    def _read_again(self, digest: str) -> Cartridge | None:
+        row = self._entries.row(digest)
+        if (found := self._manifests.get(digest)) or row is None:
+            return found
+        try:
+            fresh, cartridge = self._reader.read(digest, row.place)
+            if fresh != row:
+                # Served at once it could still answer a lookup that went by the wrong row.
+                self._cache.clear()
+                raise ArtifactError(f"{cartridge.manifest.name} is not what {self._cache.path} said; read again soon")
+        except CartridgeError as error:
+            self._disown(row, error)
+            return None
+        with self._lock:
+            return self._manifests.put(digest, cartridge) if self._entries.row(digest) == row else None
 
     def _disown(self, row: Row, error: CartridgeError) -> None:
         """Stop serving a cartridge whose artefact is not what its row says, and read it again soon.
@@ -388,14 +387,13 @@ class Catalog:
         if known or len(present) < _CACHED_FROM:
             return known
         known = {row.digest: row for row in self._cache.load()}
-        logger.info("%s has %d of %d cartridges", self._cache.path, len(known), len(present))
-        if stale := known.keys() - {one.digest for one in present}:
-            self._queue.later(lambda: self._cache.remove(stale))
+        if len(known) > 2 * len(present):  # most of what it has was removed since
+            self._cache.clear()
         return known
 
     def _adopt(self, present: list[RegistryEntry], known: Mapping[str, Row]) -> list[RegistryEntry]:
         """Take in what is known and return the others, in order. The lock is held."""
-        others, documents = [], {}
+        others = []
         for one in present:
             row = known.get(one.digest)
             if row is None or self._entries.is_retired(one.digest) or not self._reader.is_likely(row, one):
@@ -408,12 +406,8 @@ class Catalog:
                 self._entries.refuse(row.digest, PERMANENT[kind](message))
             elif entry.row is None:
                 self._entries.serve(row)
-                if row.is_open:
-                    documents[row.digest] = row.hashes
-                elif row.kind != "tokens":
-                    self.index.add(row.digest, row.hashes, open_to_all=False)
-        if documents:
-            self.index.add_all(documents)
+                if row.kind != "tokens":
+                    self.index.add(row.digest, row.hashes, open_to_all=row.is_open)
         return others
 
     def _keep_row(self, row: Row) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..artifact.lru import Lru
 from ..artifact.manifest import Manifest
@@ -17,7 +16,7 @@ Hasher = Callable[[list[int]], Iterable[int]]
 """Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
 
 MAX_CACHED_CHUNKS = 1 << 18
-"""Chunks of which an index keeps the hash in a dict, by tag, and as many without one; some 50 MiB each."""
+"""Chunks whose keys an index keeps by tag, of those that were asked for lately; some 50 MiB."""
 _LOW = (1 << 64) - 1
 
 
@@ -41,8 +40,7 @@ class KeyIndex:
 
     Documents that are open are found by hash alone, since any request with these tokens may have them. Everything is
     found under its tag, trained cartridges under nothing else: knowing the identity tokens gives nobody the cartridge.
-    The hashes of each cartridge are kept as bytes, and those of all open ones in a sorted array; chunks that were asked
-    for lately are in dicts. Safe from any thread; a lookup without a tag takes no lock where the dicts have it.
+    Safe from any thread; a lookup takes no lock where its cartridge was asked for lately.
     """
 
     def __init__(self, hasher: Hasher, chunk_tokens: int) -> None:
@@ -53,17 +51,14 @@ class KeyIndex:
         """The hashes of fixed tokens: another hash function or seed gives others."""
         self._width = 8 if all(h <= _LOW for h in self.probe) else 32
         self._lock = threading.RLock()
-        self._open: dict[str, bytes] = {}
-        self._closed: dict[str, bytes] = {}
+        self._hashes: dict[str, bytes] = {}
+        self._newest: dict[int, str] = {}
+        """The newest open cartridge that has a chunk of this hash."""
+        self._older: dict[int, tuple[str, ...]] = {}
+        """The others, newest first: documents that begin alike share their first chunks, and stand in for each other."""
+        self._open: set[str] = set()
         self._hidden: set[str] = set()
         """Of the open ones, those that lead no prompt."""
-        self._sorted = _Sorted((), self._width)
-        self._unsorted: set[str] = set()
-        """The open ones that came after the array was sorted."""
-        self._recent: dict[int, tuple[ChunkKey, ...]] = {}
-        """Their chunks, the newest cartridge's first."""
-        self._leading: dict[int, ChunkKey] = {}
-        """The chunk that answers a hash, of those that were asked for lately and all unsorted ones."""
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
     def hash(self, manifest: Manifest, token_ids: Sequence[int]) -> bytes:
@@ -92,30 +87,18 @@ class KeyIndex:
         `hashes` replace those that it may have. An open one stays open, and with `open_to_all` ceases to be hidden.
         """
         with self._lock:
-            if self._open.get(digest, hashes) != hashes or self._closed.get(digest, hashes) != hashes:
+            if self._hashes.get(digest, hashes) != hashes:
                 self.forget(digest)
+            self._hashes[digest] = hashes
             if open_to_all:
                 self._hidden.discard(digest)
-            if digest in self._open:
+            if not open_to_all or digest in self._open:
                 return
-            if not open_to_all:
-                self._closed[digest] = hashes
-            else:
-                self._closed.pop(digest, None)
-                self._open[digest] = hashes
-                self._unsorted.add(digest)
-                # Documents that begin alike share their first chunks: same tokens, same KV. The newest one serves, the
-                # others stand in for it when it cannot.
-                for key, chunk_hash in self._keys(digest, hashes):
-                    self._recent[chunk_hash] = (key, *self._recent.get(chunk_hash, ()))
-                    self._leading[chunk_hash] = key
-                self._tidy()
-
-    def add_all(self, hashes: Mapping[str, bytes]) -> None:
-        """`add` many new ones that are open to all, and sort; of chunks that several share the last one's lead."""
-        with self._lock:
-            self._open.update(hashes)
-            self._sort()
+            self._open.add(digest)
+            own = dict.fromkeys(self._ints(hashes), digest)
+            for shared in self._newest.keys() & own.keys():
+                self._older[shared] = (self._newest[shared], *self._older.get(shared, ()))
+            self._newest.update(own)
 
     def hide(self, digest: str) -> None:
         """Stop answering prompts without a tag from a cartridge; `candidates` and its tag still find its chunks."""
@@ -126,14 +109,16 @@ class KeyIndex:
     def forget(self, digest: str) -> None:
         """Drop a cartridge and every chain that has it."""
         with self._lock:
-            for key, chunk_hash in self._keys(digest, self._open.pop(digest, b"")):
-                if self._leading.get(chunk_hash) == key:
-                    del self._leading[chunk_hash]
-                if others := tuple(k for k in self._recent.pop(chunk_hash, ()) if k != key):
-                    self._recent[chunk_hash] = others
-            self._closed.pop(digest, None)
+            hashes = self._hashes.pop(digest, b"")
+            for own in set(self._ints(hashes)) if digest in self._open else ():
+                if left := tuple(other for other in self._digests(own) if other != digest):
+                    self._newest[own], self._older[own] = left[0], left[1:]
+                else:
+                    del self._newest[own]
+                if not self._older.get(own, True):
+                    del self._older[own]
+            self._open.discard(digest)
             self._hidden.discard(digest)
-            self._unsorted.discard(digest)
             for tag in self._tagged:
                 if digest in tag.split("."):
                     self._tagged.pop(tag)
@@ -150,127 +135,67 @@ class KeyIndex:
 
     def has(self, tag: str) -> bool:
         """Whether the chunks of `tag` can be found."""
-        return tag in self._tagged or tag in self._open or tag in self._closed
+        return tag in self._tagged or tag in self._hashes
 
     def chunks(self, tag: str) -> list[ChunkKey]:
         """Return every chunk that can be found under `tag`, in order; empty for an unknown one."""
         return list(self._table(tag).values())
 
-    def first(self, chunk_hash: int, tag: str | None) -> ChunkKey | None:
-        """Return the first of `candidates`; None also for one that was not asked for lately."""
-        return (self._leading if tag is None else self._table(tag)).get(chunk_hash)
-
     def candidates(self, chunk_hash: int, tag: str | None) -> Iterator[ChunkKey]:
-        """Yield every chunk that answers a hash, also of hidden cartridges, the one that leads prompts first."""
-        if tag is not None:
-            if (key := self._table(tag).get(chunk_hash)) is not None:
+        """Yield every chunk that answers a hash, also of hidden cartridges, the newest one's first."""
+        for digest in self._digests(chunk_hash) if tag is None else (tag,):
+            if (key := self._table(digest).get(chunk_hash)) is not None:
                 yield key
-        elif (key := self._leading.get(chunk_hash) or self._fetch(chunk_hash)) is not None:
-            yield key
-            yield from (other for other in self._answers(chunk_hash) if other != key)
 
     def leading(self, hashes: Sequence[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on.
 
         Cartridges whose digest is in `without` do not count.
         """
-        table, hidden = (self._leading, self._hidden) if tag is None else (self._table(tag), ())
-        run: list[Any] = list(map(table.get, hashes))
-        if all(run) and not without and not hidden:
-            return run
-        for at, chunk_hash in enumerate(hashes):
-            key = table.get(chunk_hash) or (self._fetch(chunk_hash) if tag is None else None)
-            if key is not None and (key.digest in without or key.digest in hidden):
-                others = self._answers(chunk_hash) if tag is None else ()
-                key = next((k for k in others if k.digest not in without and k.digest not in hidden), None)
+        hidden: Container[str] = self._hidden if tag is None else ()
+        digests: list[Any] = [tag] * len(hashes) if tag is not None else list(map(self._newest.get, hashes))
+        if None in digests:
+            digests = digests[: digests.index(None)]
+        run: list[Any] = []
+        if digests and digests.count(digests[0]) == len(digests):
+            run = list(map(self._table(digests[0]).get, hashes[: len(digests)]))
+            if all(run) and not without and not hidden:
+                return run
+        run = []
+        for chunk_hash in hashes[: len(digests)]:
+            keys = self.candidates(chunk_hash, tag)
+            key = next((k for k in keys if k.digest not in without and k.digest not in hidden), None)
             if key is None:
-                return run[:at]
-            run[at] = key
+                break
+            run.append(key)
         return run
 
-    def _fetch(self, chunk_hash: int) -> ChunkKey | None:
-        """Return the chunk that answers a hash, and take all of its cartridge's into the dict; None for a miss."""
-        if not self._open:
-            return None
-        with self._lock:
-            found = next(self._answers(chunk_hash), None)
-            if found is not None:
-                self._tidy()
-                for key, own in self._keys(found.digest, self._open[found.digest]):
-                    self._leading.setdefault(own, key)
-            return found
-
-    def _answers(self, chunk_hash: int) -> Iterator[ChunkKey]:
-        """Yield every chunk of an open cartridge that has this hash, the newest cartridge's first."""
-        yield from self._recent.get(chunk_hash, ())
-        try:
-            packed = self._pack(chunk_hash)
-        except OverflowError:  # no hash of this engine
-            return
-        for digest in self._sorted.having(chunk_hash):
-            hashes = self._open.get(digest)
-            if hashes is None or digest in self._unsorted:
-                continue
-            for at in range(0, len(hashes), self._width):
-                if hashes.startswith(packed, at):
-                    yield ChunkKey(digest, at // self._width)
+    def _digests(self, chunk_hash: int) -> tuple[str, ...]:
+        """Return the open cartridges that have a chunk of this hash, newest first."""
+        newest = self._newest.get(chunk_hash)
+        return () if newest is None else (newest, *self._older.get(chunk_hash, ()))
 
     def _table(self, tag: str) -> dict[int, ChunkKey]:
         if (table := self._tagged.get(tag)) is not None:
             return table
         with self._lock:
-            hashes = self._closed.get(tag) or self._open.get(tag)
-            if not hashes:
+            if not (hashes := self._hashes.get(tag)):
                 return {}
-            return self._tagged.put(tag, {chunk_hash: key for key, chunk_hash in self._keys(tag, hashes)})
+            return self._tagged.put(tag, {own: ChunkKey(tag, chunk) for chunk, own in enumerate(self._ints(hashes))})
 
-    def _keys(self, digest: str, hashes: bytes) -> Iterator[tuple[ChunkKey, int]]:
-        for chunk, at in enumerate(range(0, len(hashes), self._width)):
-            yield ChunkKey(digest, chunk), int.from_bytes(hashes[at : at + self._width], "big")
+    def _ints(self, hashes: bytes) -> Sequence[int]:
+        if self._width == 8:
+            return struct.unpack(f">{len(hashes) // 8}Q", hashes)
+        width = self._width
+        return [int.from_bytes(hashes[at : at + width], "big") for at in range(0, len(hashes), width)]
 
     def _pack(self, chunk_hash: int) -> bytes:
         return chunk_hash.to_bytes(self._width, "big")
 
-    def _tidy(self) -> None:
-        """Keep the dicts within their bounds. The lock is held."""
-        if len(self._recent) > MAX_CACHED_CHUNKS:
-            self._sort()
-        elif len(self._leading) > MAX_CACHED_CHUNKS:
-            self._leading = {}
-
-    def _sort(self) -> None:
-        """Sort the hashes of all open cartridges anew, and empty the dicts. The lock is held."""
-        self._sorted = _Sorted(self._open.items(), self._width)
-        self._unsorted, self._recent, self._leading = set(), {}, {}
-
     def check(self) -> None:
         """Assert that nothing is kept of cartridges that were forgotten."""
         with self._lock:
-            found = {key.digest for key in self._leading.values()}
-            found |= {key.digest for keys in self._recent.values() for key in keys}
-            found |= {tag for tag in self._tagged if "." not in tag}
-            assert found | self._unsorted <= self._open.keys() | self._closed.keys()
-            assert self._hidden <= self._open.keys()
-
-
-class _Sorted:
-    """The hashes of many cartridges, each with its digest; 12 bytes for a hash. A value."""
-
-    def __init__(self, hashes: Iterable[tuple[str, bytes]], width: int) -> None:
-        """`hashes` are those of each digest, `width` bytes big-endian each."""
-        hashes = list(hashes)
-        self._digests = [digest for digest, _ in hashes]
-        joined = np.frombuffer(b"".join(own for _, own in hashes), ">u8").reshape(-1, width // 8)
-        low = joined[:, -1].astype(np.uint64)
-        order = np.argsort(low, kind="stable")
-        counts = np.fromiter((len(own) // width for _, own in hashes), np.int64, len(hashes))
-        self._low = low[order]
-        self._rows = np.repeat(np.arange(len(hashes), dtype=np.uint32), counts)[order]
-
-    def having(self, chunk_hash: int) -> Iterator[str]:
-        """Yield the digests of those that may have a hash, its last 64 bits at least, last ones first."""
-        low = np.uint64(chunk_hash & _LOW)
-        at = int(self._low.searchsorted(low, "right"))
-        while at and self._low[at - 1] == low:
-            at -= 1
-            yield self._digests[self._rows[at]]
+            found = {*self._newest.values(), *(digest for others in self._older.values() for digest in others)}
+            assert found <= self._open <= self._hashes.keys() and self._hidden <= self._open
+            assert all(self._older.values()) and self._older.keys() <= self._newest.keys()
+            assert {tag for tag in self._tagged if "." not in tag} <= self._hashes.keys()

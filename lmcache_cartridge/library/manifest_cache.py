@@ -22,9 +22,6 @@ from ..errors import ArtifactError, CartridgeError, SourceDenied, SourceError, S
 
 logger = logging.getLogger(__name__)
 
-_WARN_EVERY_S = 60.0
-_STALE_S = 3600.0
-"""Age at which an unfinished directory was left behind by a process that is gone."""
 _UNUSED_S = 30 * 86400.0
 """How long a copy is kept that nobody asks for."""
 _MAX_ENTRIES = 10_000
@@ -40,6 +37,7 @@ class _Entry:
         self.copy: str | None = None
         """Name of the directory that holds the copy."""
         self.checked_s = float("-inf")
+        self.warned = False
 
 
 class ManifestCache:
@@ -54,8 +52,6 @@ class ManifestCache:
         self._directory, self._source, self._max_age_s = directory, source, max_age_s
         self._lock = threading.Lock()
         self._entries: Lru[str, _Entry] = Lru(_MAX_ENTRIES)
-        self._warned_s = float("-inf")
-        self._prepared = False
 
     def known(self, location: str) -> Path | None:
         """Return the directory of the copy that is here, however old, or None. Neither asks S3 nor waits for who does."""
@@ -104,8 +100,12 @@ class ManifestCache:
             except SourceError as error:
                 if known is None or force:
                     raise
-                self._warn(location, error)
+                if not entry.warned:
+                    entry.warned = True
+                    logger.warning("%s has no newer manifest to be had; the copy of it is used: %s", location, error)
                 found = known
+            else:
+                entry.warned = False
             entry.checked_s = time.monotonic()
             return found
 
@@ -114,7 +114,9 @@ class ManifestCache:
         return self._source.revision(location, reading.PAYLOAD)
 
     def prune(self, keep: Container[str]) -> None:
-        """Remove the copies of locations that nobody asked for in a month, except those to `keep`. Never raises."""
+        """Remove the copies of locations that nobody asked for in a month, except those to `keep`, and what killed processes
+        left half-made. Never raises.
+        """
         named, now = set(), time.time()
         for note in self._directory.glob("locations/*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -123,7 +125,7 @@ class ManifestCache:
                     named.add(known["copy"])
                 else:
                     note.unlink()
-        for copy in self._directory.glob("[!.]*/"):
+        for copy in self._directory.glob("*/"):
             with suppress(OSError):
                 if copy.name not in {"locations"} | named and now - copy.stat().st_mtime > _UNUSED_S:
                     shutil.rmtree(copy)
@@ -141,19 +143,12 @@ class ManifestCache:
         return copy if copy and (copy / reading.MANIFEST).is_file() else None
 
     def _prepare(self) -> None:
-        """Make the directory where there is none, and remove what ended processes left half-made in it."""
-        if self._prepared:
-            return
+        """Make the directory where there is none."""
         try:
             for part in (self._directory, self._directory / "locations"):
                 part.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise SourceError(f"{self._directory}: {error.strerror}") from error
-        for partial in self._directory.glob(".*.partial"):
-            with suppress(OSError):
-                if time.time() - partial.stat().st_mtime > _STALE_S:
-                    shutil.rmtree(partial)
-        self._prepared = True
 
     def _revalidate(
         self, location: str, entry: _Entry, known: Path | None, force: bool, check: Callable[[Manifest], None]
@@ -218,13 +213,6 @@ class ManifestCache:
             manifest = (self._directory / name / reading.MANIFEST).read_bytes()
             if known["location"] == location and isinstance(revision, str) and blake3(manifest).hexdigest() == name:
                 entry.copy, entry.revision = name, revision
-
-    def _warn(self, location: str, error: SourceError) -> None:
-        with self._lock:
-            if time.monotonic() - self._warned_s < _WARN_EVERY_S:
-                return
-            self._warned_s = time.monotonic()
-        logger.warning("%s cannot be checked for a newer manifest; the copy of it is used: %s", location, error)
 
 
 def _is_whole(copy: Path, manifest: Manifest, data: bytes) -> bool:

@@ -22,8 +22,8 @@ from msgspec import Meta
 from ..artifact import reading
 from ..artifact.bytesource import FileReader
 from ..artifact.manifest import Kind, Manifest, check_id
-from ..errors import CartridgeError, CartridgeNotFound, RegistryError, SourceDenied, SourceError, SourceNotFound
-from .registry import Registry, check_same
+from ..errors import CartridgeError, RegistryError, SourceDenied, SourceError, SourceNotFound
+from .registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -182,24 +182,9 @@ class Published(Registry):
         """See `Registry.register`. The artefact was stored at its `place`, whatever `location` says."""
         return super().register(root, self.place(reading.load_manifest(root)), promote=promote, label=label)
 
-    def check_free(self, manifest: Manifest) -> None:
-        """Raise `CartridgeExists` where other content has an id and version, as of the last look."""
-        with suppress(CartridgeNotFound):
-            check_same(manifest.name, self.find(manifest.name).digest, manifest.digest)
-
-    def free_version(self, manifest: Manifest) -> int:
-        """Return the next version of an id, or the one that has this content already, as of the last look."""
-        same = [row.version for row in self.having([manifest.digest]) if row.id == manifest.id]
-        return max(same) if same else self.next_version(manifest.id)
-
     def place(self, one: Manifest | _Row) -> str:
         """Return the location of an artefact. Other content lies elsewhere, so nobody overwrites what another stored."""
         return f"{self.location}/cartridges/{one.id}/{one.version}/{one.digest[:16]}"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is anything to serve from: a look went well once."""
-        return bool(self._state().revision)
 
     def _look(self) -> bool:
         known, problem = self._state(), None
@@ -290,9 +275,8 @@ class Published(Registry):
         db.execute("DELETE FROM labels")
         gone = [key for key, row in there.items() if new.get(key) != row]
         db.executemany("DELETE FROM cartridges WHERE id = ? AND version = ?", gone)
-        marks = ", ".join("?" * 9)
         rows = [row for key, row in new.items() if there.get(key) != row]
-        db.executemany(f"INSERT INTO cartridges ({columns}) VALUES ({marks})", rows)
+        db.executemany(f"INSERT INTO cartridges ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         db.executemany("INSERT INTO labels VALUES (?, ?, ?, ?)", index.labels)
 
     def _state(self) -> _State:

@@ -6,19 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import NamedTuple
+
+from .workers import Workers
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 """How long after a failure an artefact is read again."""
 _REST = 9
-"""Retries pause for this many times as long as the last round took: they use a tenth of one thread at most."""
+"""Retries pause for this many times as long as the last ones took: they use a tenth of one thread at most."""
 _AT_ONCE_S = 2.0
-"""How long a caller reads itself; the background reads the rest."""
-_PROGRESS_S = 10.0
-"""How often it is logged how far a round is."""
+"""How long a caller waits; the background reads the rest."""
+_CLOSE_S = 1.0
 
 
 class ReadRequest(NamedTuple):
@@ -45,9 +46,7 @@ class ReadQueue:
         self._queued: dict[str, _Queued] = {}
         self._lock = threading.Lock()
         self._rest_until = float("-inf")
-        self._round: Future[None] | None = None
-        self._closing = False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cartridge-manifest")
+        self._workers = Workers("cartridge-manifest", 2, one_a_group=True)
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -62,9 +61,8 @@ class ReadQueue:
 
     def drop(self, name: str) -> None:
         """Take the request of a name out; no change if there is none."""
-        if name in self._queued:
-            with self._lock:
-                self._queued.pop(name, None)
+        with self._lock:
+            self._queued.pop(name, None)
 
     def take(self, request: ReadRequest) -> str | None:
         """Take one out; return the complaint it was put back with last, empty without any.
@@ -84,54 +82,49 @@ class ReadQueue:
             self._queued[request.name] = _Queued(request, self._clock() + _RETRY_S, complaint)
 
     def read_some(self, requests: Iterable[ReadRequest]) -> None:
-        """Read what lies here, for some seconds at most."""
-        until = time.monotonic() + _AT_ONCE_S
-        for one in requests:
-            if time.monotonic() > until:
-                logger.info("%d cartridges are still to be read; that goes on in the background", len(self))
-                return
-            self._try(one, False)
+        """Read what lies here, and wait for it, for some seconds at most."""
+        if wait([self._begin(one, False) for one in requests], _AT_ONCE_S).not_done:
+            logger.info("%d cartridges are still to be read; that goes on in the background", len(self))
 
     def read_on(self) -> None:
-        """Start a round in the background of all that is due, unless one is under way or nothing is due."""
+        """Have all that is due read in the background."""
+        self._workers.relieve()
         with self._lock:
-            if self._closing or (self._round is not None and not self._round.done()):
-                return
             now = self._clock()
             rested = now >= self._rest_until
             due = [q.request for q in self._queued.values() if q.due_at <= now and (rested or not q.complaint)]
-            if due:
-                self._round = self._pool.submit(self._read_all, due)
+        for one in due:
+            self._begin(one, True)
 
     def later(self, work: Callable[[], None]) -> None:
-        """Have something else done in the background, after the round that is under way."""
-        with self._lock:
-            if not self._closing:
-                self._pool.submit(work)
+        """Have something else done in the background."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                logger.exception("something was not done in the background")
+
+        self._workers.submit(run, run)
 
     def close(self) -> None:
-        """Stop reading. Blocks for the artefact that is being read."""
-        with self._lock:
-            self._closing = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Stop reading. Waits for what is being read, but not for what hangs."""
+        self._workers.close(_CLOSE_S)
 
-    def _read_all(self, due: list[ReadRequest]) -> None:
-        started = told = time.monotonic()
-        for count, one in enumerate(due):
-            if self._closing:
-                return
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                logger.info("%d of %d cartridges are read", count, len(due))
-            self._try(one, True)
-        if told > started:
-            logger.info("%d cartridges are read", len(due))
-        self._rest_until = self._clock() + _REST * (time.monotonic() - started)
+    def _begin(self, request: ReadRequest, network: bool) -> Future[None]:
+        return self._workers.submit((request, network), lambda: self._try(request, network), {request.location})
 
     def _try(self, request: ReadRequest, network: bool) -> None:
+        started, queued = time.monotonic(), self._queued.get(request.name)
+        if queued is None or queued.request != request:
+            return  # it was read by now, or removed
         try:
             self._read(request, network)
         except Exception as error:  # whatever it is, the others must be read
             logger.exception("cartridge %s was not read", request.name)
             if self.take(request) is not None:
                 self.put_back(request, str(error) or type(error).__name__)
+        with self._lock:
+            if (queued := self._queued.get(request.name)) is not None and queued.complaint:
+                now = self._clock()
+                self._rest_until = max(self._rest_until, now) + _REST * (time.monotonic() - started)

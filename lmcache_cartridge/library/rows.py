@@ -160,10 +160,6 @@ class RowCache:
         self._run(lambda db: db.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?)", values))
         self._remove_unused()
 
-    def remove(self, digests: Iterable[str]) -> None:
-        """Drop the rows of some digests."""
-        self._run(lambda db: db.executemany("DELETE FROM rows WHERE digest = ?", [(digest,) for digest in digests]))
-
     def clear(self) -> None:
         """Drop all rows: one was found to be wrong."""
         self._run(lambda db: db.execute("DELETE FROM rows"))

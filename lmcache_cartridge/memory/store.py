@@ -17,10 +17,10 @@ from ..library.index import ChunkKey
 from ..library.manifest_cache import ManifestCache
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
+from ..library.workers import Workers
 from ..settings import Settings
 from ..sources.disk_cache import DiskCache
 from ..sources.published import follower_of
-from ..sources.reads import Reads
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from .background import Background
@@ -92,7 +92,7 @@ class CartridgeStore:
         self.device: MemoryTier | None = None
         self._memory = {"cpu": self.cpu}
         self.wake()
-        self._reads = Reads(_MAX_READS)
+        self._reads = Workers("cartridge-read", _MAX_READS, one_a_group=True)
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._trusted: set[str] | None = None
         """Those that may answer prompts which do not name them; None where nobody tries this engine, and all may."""
@@ -171,12 +171,8 @@ class CartridgeStore:
         """End one lease of a chunk; False if it has none."""
         if tag is not None:
             self._find(tag)
-        index, device = self._catalog.index, self.device
-        key = index.first(chunk_hash, tag)
-        if key is None or not ((device is not None and device.release(key)) or self.cpu.release(key)):
-            tiers = self._memory.values()
-            return any(tier.release(key) for key in index.candidates(chunk_hash, tag) for tier in tiers)
-        return True
+        keys = self._catalog.index.candidates(chunk_hash, tag)
+        return any(tier.release(key) for key in keys for tier in self._memory.values())
 
     def _find(self, tag: str) -> None:
         """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
@@ -206,8 +202,7 @@ class CartridgeStore:
             if unknown or not self._catalog.is_at_hand(tag):
                 where = {place.location for place in unknown.values()} | self._catalog.locations(tag)
                 task = tag, tuple(unknown.items())
-                while (reading := self._reads.join(task, where, partial(self._read, tag, unknown))) is None:
-                    yield None
+                reading = self._reads.submit(task, partial(self._read, tag, unknown), where)
                 while not reading.done():
                     yield None
                 needed = reading.result()

@@ -19,9 +19,9 @@ from ..engine import host_api
 from ..engine.client import ControlClient
 from ..errors import UnsupportedEngine
 from ..library.published import Following
+from ..library.workers import Workers
 from ..settings import Settings
 from ..sources.published import follower_of
-from ..sources.reads import Reads
 from .adapters import Adapters, check
 from .canary import Canaries
 from .claim import Claim
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 logger = init_logger("vllm.lmcache_cartridge.serve.admission")
-
-_ASK_AGAIN_S = 0.05
-"""How often a read is asked for that another one keeps from starting."""
 
 
 def served_by(engine: Any, chunk_tokens: int) -> Served | None:
@@ -62,7 +59,7 @@ class Admission:
         self.secret = settings.salt_secret() or secrets.token_bytes(32)
         """Makes the salts of this server's requests differ from all that a client can send."""
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
-        self._reads = Reads(max_reads)
+        self._reads = Workers("cartridge-read", max_reads, one_a_group=True)
         self.adapters = Adapters({})
 
     async def start(self, engine: EngineClient, adapters: Mapping[str, LoRARequest] | None = None) -> None:
@@ -127,9 +124,8 @@ class Admission:
     async def _read(self, needed: NeedsReading) -> Found:
         """Read a manifest that is not at hand, together with all others that want it. Raises `Refusal`."""
         read = partial(self.resolver.find, needed.reference)
-        while (reading := self._reads.join(needed.reference, [needed.location], read)) is None:
-            await asyncio.sleep(_ASK_AGAIN_S)
-        return await asyncio.wrap_future(reading)
+        reading = self._reads.submit(needed.reference, read, [needed.location])
+        return await asyncio.shield(asyncio.wrap_future(reading))  # whoever leaves does not end it for others
 
     @asynccontextmanager
     async def admit(

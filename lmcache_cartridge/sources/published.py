@@ -6,7 +6,7 @@ import logging
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -14,8 +14,9 @@ import msgspec
 from ..artifact import files, reading
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
-from ..errors import CartridgeError, CartridgeExists, SettingsError, SourceNotFound
+from ..errors import CartridgeError, CartridgeExists, CartridgeNotFound, SettingsError, SourceNotFound
 from ..library.published import Published
+from ..library.registry import check_same
 from ..settings import Settings
 from .s3 import S3Source
 from .sources import Sources
@@ -66,19 +67,25 @@ class Library:
         if not next_version:
             return self._publish(root, label=label, promote=promote, progress=progress)
         while True:
-            version = self.registry.free_version(reading.load_manifest(root))
+            version = self._free_version(reading.load_manifest(root))
             with _renumbered(root, version) as copy:
                 try:
                     return self._publish(copy, label=label, promote=promote, progress=progress)
                 except CartridgeExists:
-                    if self.registry.free_version(reading.load_manifest(root)) == version:
+                    if self._free_version(reading.load_manifest(root)) == version:
                         raise  # it is not the number that is taken
 
     def _publish(self, root: Path, *, label: str | None, promote: bool, progress: Progress) -> Manifest:
         manifest = reading.load_manifest(root)
-        self.registry.check_free(manifest)
+        with suppress(CartridgeNotFound):
+            check_same(manifest.name, self.registry.find(manifest.name).digest, manifest.digest)
         self._writer.store(root, self.registry.place(manifest), progress)
         return self.registry.register(root, promote=promote, label=label)
+
+    def _free_version(self, manifest: Manifest) -> int:
+        """Return the next version of an id, or the one that has this content already, as of the last look."""
+        same = [row.version for row in self.registry.having([manifest.digest]) if row.id == manifest.id]
+        return max(same) if same else self.registry.next_version(manifest.id)
 
     def close(self) -> None:
         """Give back connections and threads."""
@@ -100,10 +107,11 @@ class Follower:
         self._source = Sources(S3Source(**settings.s3 | {"connections": 1, "timeout_s": timeout_s}))
         self._every_s, self._complaint = settings.reload_s, ""
         self._library = Published(settings.registry_path, location, self._source)
+        known = self._library.following().position > 0
         try:
-            self._library.follow(max_age_s=_SHARE * self._every_s if self._library.is_known else 0.0)
+            self._library.follow(max_age_s=_SHARE * self._every_s if known else 0.0)
         except CartridgeError as error:
-            if not self._library.is_known and (not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)):
+            if not known and (not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)):
                 self._source.close()
                 raise
             self._complain(error)

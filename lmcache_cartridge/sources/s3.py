@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
+import math
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from ..artifact.bytesource import ByteRange, Seen, SmallFile
 from ..artifact.location import parse
 from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound, SourceTimeout, TruncatedPayload
+from ..library.workers import Workers
 from .cores import use_all_cores
 from .s3_client import make_client
 
@@ -52,7 +53,13 @@ class S3Source:
     ) -> None:
         """A request may fail `attempts` times in a row; it waits `backoff_s`, twice that and so on, less a random part."""
         self._server, self._connections, self._part_bytes = (endpoint_url, region), connections, part_bytes
-        self._shared = _Shared(_Threads(connections), _Progress(), timeout_s, attempts, backoff_s)
+        self._shared = _Shared(
+            Workers("s3", connections, begin=use_all_cores, stalled_s=math.inf),
+            _Progress(),
+            timeout_s,
+            attempts,
+            backoff_s,
+        )
         self._lock, self._closed = threading.Lock(), False
         self._clients: dict[str, Any] = {}
 
@@ -117,7 +124,7 @@ class S3Source:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._shared.threads.close()
+                self._shared.threads.close(0.0)
                 for client in self._clients.values():
                     client.close()
 
@@ -218,40 +225,6 @@ def _read_small(call: _Call, limit_bytes: int, known: str | None) -> SmallFile |
     return SmallFile(bytes(data), response.get("ETag", ""))
 
 
-class _Threads:
-    """At most `count` daemon threads. Unlike an executor's they do not hold up the end of the process."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._begun, self._lock = count, 0, threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-
-    def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Have a task run when a thread is free. Does not block."""
-        future: Future[T] = Future()
-        self._tasks.put((future, task))
-        with self._lock:
-            if self._begun < self._count:
-                threading.Thread(target=self._work, name=f"s3-{self._begun}", daemon=True).start()
-                self._begun += 1
-        return future
-
-    def close(self) -> None:
-        """Have each thread end after what was submitted before. Does not block."""
-        for _ in range(self._count):
-            self._tasks.put(None)
-
-    def _work(self) -> None:
-        use_all_cores()
-        while entry := self._tasks.get():
-            future, task = entry
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(task())
-                except BaseException as error:
-                    future.set_exception(error)
-            del entry, future, task  # else an idle thread keeps the last caller's buffer alive
-
-
 class _Progress:
     """When reads last went on: `_LEAST_BYTES` came, or a task began or ended. Safe from any thread."""
 
@@ -269,7 +242,7 @@ class _Progress:
 class _Shared(NamedTuple):
     """What all reads of a source have in common."""
 
-    threads: _Threads
+    threads: Workers
     progress: _Progress
     timeout_s: float
     attempts: int
@@ -299,7 +272,7 @@ class _Call:
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Run tasks on the threads and return their results; raise the first error, or `SourceTimeout`. Once only."""
-        futures = [self._shared.threads.submit(partial(self._work, task)) for task in tasks]
+        futures = [self._shared.threads.submit(object(), partial(self._work, task)) for task in tasks]
         try:
             while True:
                 done, waiting = wait(futures, max(0.0, self._left_s()), FIRST_EXCEPTION)
@@ -312,6 +285,8 @@ class _Call:
                         f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
                         f"{self._shared.timeout_s:g} s" + (f"; last: {self._last}" if self._last else "")
                     )
+        except CancelledError:
+            raise SourceError(f"{self.name}: the source was closed") from None
         finally:
             with self._lock:
                 self._ended.set()

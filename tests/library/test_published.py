@@ -323,7 +323,7 @@ def test_a_restart_goes_on_where_it_was(where: Where) -> None:
     where.machine("follower", writes=False).follow()
     reader = Reader(Sources())
     again = where.machine("follower", reader=reader, writes=False)
-    assert (names(again), again.is_known, again.follow()) == (["a@1", "b@1"], True, False)
+    assert (names(again), again.following().position, again.follow()) == (["a@1", "b@1"], 2, False)
     add(author, made(where.tmp_path / "c", "c"))
     assert (again.follow(), names(again)) == (True, ["a@1", "b@1", "c@1"])
 

@@ -1,0 +1,128 @@
+"""Workers: each job once however many want it, hung ones in nobody's way, taken back where nobody began them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from waiting import Clock, until
+
+from lmcache_cartridge.library.workers import STALLED_S, Workers
+
+
+class Hang:
+    """A job that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.go.wait(30)
+        return "done"
+
+
+@pytest.fixture
+def hang() -> Any:
+    hang = Hang()
+    yield hang
+    hang.go.set()
+
+
+def test_a_job_is_done_once_for_all_who_want_it(hang: Hang) -> None:
+    workers, count = Workers("test", 2), []
+    first = workers.submit("a", hang)
+    assert hang.begun.wait(30) and workers.submit("a", lambda: count.append(1)) is first
+    assert workers.submit("b", lambda: "other").result(30) == "other"
+    hang.go.set()
+    assert (first.result(30), count) == ("done", [])
+    assert workers.submit("a", lambda: "again").result(30) == "again"
+
+
+def test_no_more_run_than_the_limit_and_all_are_done() -> None:
+    workers, running, most = Workers("test", 3), [], []
+    lock = threading.Lock()
+
+    def job() -> None:
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        threading.Event().wait(0.002)
+        with lock:
+            running.pop()
+
+    for future in [workers.submit(number, job) for number in range(60)]:
+        future.result(30)
+    assert max(most) == 3
+
+
+def test_threads_without_a_job_end_and_others_begin_when_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_cartridge.library.workers._IDLE_S", 0.01)
+    workers = Workers("idle", 2)
+    for turn in range(3):
+        assert workers.submit(turn, lambda: "done").result(30) == "done"
+        until(lambda: not any(thread.name == "idle" for thread in threading.enumerate()))
+
+
+def test_an_error_is_the_jobs_and_the_thread_goes_on() -> None:
+    workers = Workers("test", 1)
+    for error in (ValueError("no"), SystemExit()):
+        failed = workers.submit("a", lambda error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            failed.result(30)
+    assert workers.submit("b", lambda: 1).result(30) == 1
+
+
+def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang: Hang) -> None:
+    clock = Clock()
+    workers = Workers("stalled", 1, clock=clock)
+    hung = workers.submit("hung", hang, ["mount"])
+    assert hang.begun.wait(30)
+    same = workers.submit("same", lambda: "same", ["mount", "other"])
+    sound = workers.submit("sound", lambda: "sound", ["disk"])
+    workers.relieve()
+    assert not sound.done(), "it may be slow only"
+    clock.now += STALLED_S + 1
+    workers.relieve()
+    assert (sound.result(30), same.done()) == ("sound", False)
+    hang.go.set()
+    assert (hung.result(30), same.result(30)) == ("done", "same")
+    until(lambda: sum(thread.name == "stalled" for thread in threading.enumerate()) == 1)
+
+
+def test_one_a_group_runs_one_after_the_other(hang: Hang) -> None:
+    workers = Workers("test", 4, one_a_group=True)
+    workers.submit("a", hang, ["x", "y"])
+    assert hang.begun.wait(30)
+    behind = workers.submit("b", lambda: "b", ["y", "z"])
+    assert workers.submit("c", lambda: "c", ["z"]).result(30) == "c"
+    assert not behind.done()
+    hang.go.set()
+    assert behind.result(30) == "b"
+
+
+def test_what_nobody_began_is_taken_back(hang: Hang) -> None:
+    workers, done = Workers("test", 1), []
+    hung = workers.submit("hung", hang)
+    assert hang.begun.wait(30)
+    waiting = [workers.submit(number, lambda: done.append(1)) for number in range(3)]
+    assert (waiting[0].cancel(), waiting[1].cancel(), hung.cancel()) == (True, True, False)
+    again = workers.submit(1, lambda: "again")
+    hang.go.set()
+    assert (again.result(30), waiting[2].result(30), done) == ("again", None, [1])
+
+
+def test_closing_drops_what_waits_and_waits_for_no_more_than_it_is_told(hang: Hang) -> None:
+    workers = Workers("closing", 1)
+    workers.submit("hung", hang)
+    assert hang.begun.wait(30)
+    waiting = workers.submit("waits", lambda: 1)
+    workers.close(0.01)
+    for future in (waiting, workers.submit("late", lambda: 1)):
+        with pytest.raises(CancelledError):
+            future.result(30)
+    hang.go.set()
+    workers.close(30)
+    assert not any(thread.name == "closing" and thread.is_alive() for thread in threading.enumerate())
