@@ -103,13 +103,14 @@ TAKING = {
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
     "/v1/messages": _CHAT,
 }
-SHOWING = {f"{path}/render": body for path, body in TAKING.items()} | {"/tokenize": {"model": MODEL, "prompt": "x"}}
+SHOWING = {f"{path}/render": body for path, body in TAKING.items()}
 UNAWARE = {
     "/v1/chat/completions/batch": {**_CHAT, "messages": [_CHAT["messages"]]},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": _CHAT["messages"]},
     "/inference/v1/generate": {"model": MODEL, "token_ids": [5, 6], "sampling_params": {"max_tokens": 1}},
     "/generative_scoring": {"model": MODEL, "query": "a", "items": ["b"], "label_token_ids": [5, 6]},
     "/invocations": _CHAT,
+    "/tokenize": {"model": MODEL, "prompt": "x"},
 }
 
 
@@ -392,7 +393,7 @@ class ApiTests:
             )
             shown = reply.json()
             shown = shown[0] if isinstance(shown, list) else shown
-            return shown["tokens"] if path == "/tokenize" else shown["token_ids"]
+            return shown["token_ids"]
 
         head = Resolver(served.settings).resolve(
             [Reference(id=one) for one in (["a", "b"] if name == "both" else ["a"])]
@@ -410,13 +411,50 @@ class ApiTests:
 
     def test_what_was_shown_cannot_be_generated_from(self, served: Served) -> None:
         for path in SHOWING:
-            if path == "/tokenize":
-                continue
             for extra, status in (({}, 200), ({"cartridges": ["a"]}, 400), ({"cartridges": ["b"]}, 400)):
                 shown = served.asker.http.post(path, json=SHOWING[path] | extra).raise_for_status().json()
                 shown = shown[0] if isinstance(shown, list) else shown
                 reply = served.asker.http.post("/inference/v1/generate", json=shown | {"stream": False})
                 assert reply.status_code == status, (path, extra, reply.text)
+
+    def test_no_route_without_the_key_shows_a_document_or_reads_one(self, served: Served) -> None:
+        """Every way to name a cartridge that was never asked for, on every route of the app that wants no key."""
+        register(served.model, served.settings, served.wards["c"].ids[:CHUNK], name="unasked")
+        every = served.asker.http.get("/openapi.json").json()["paths"]
+        ways: list[tuple[dict[str, Any], dict[str, str]]] = [
+            ({"cartridges": ["unasked"]}, {}), ({"cartridges": [str(served.settings.cartridges_dir / "unasked")]}, {}),
+            ({"kv_transfer_params": {"cartridge_id": "unasked"}}, {}), ({"model": f"{MODEL}:unasked"}, {}),
+            ({}, {"X-Cartridges": "unasked"}),
+        ]  # fmt: skip
+        opened = set()
+        with httpx.Client(base_url=served.url, timeout=60) as nobody:
+            for path, method in [(path, method) for path, methods in every.items() for method in methods]:
+                reply = nobody.request(method, path, json={} if method == "post" else None)
+                if reply.status_code == 401:
+                    continue
+                opened.add(path)
+                for fields, headers in ways if method == "post" else ():
+                    body = {"model": MODEL, "prompt": "x"} | fields
+                    reply = nobody.post(path, json=body, headers=headers)
+                    assert reply.status_code in ((400, 404, 501) if "model" in fields else (400,)), (path, reply.text)
+                    assert "cartridge" in reply.text or "model" in fields, reply.text
+        assert {"/tokenize", "/detokenize", "/invocations", "/health"} <= opened, opened
+        assert not [path for path in opened if path.startswith("/v1")]
+        [shown] = [row for row in served.asker.http.get("/v1/cartridges").json()["data"] if row["id"] == "unasked"]
+        assert (shown["state"], shown["loading"]) == ("cold", None)
+
+    def test_the_tokens_of_cartridges_are_told_with_the_key_and_nothing_is_loaded(self, served: Served) -> None:
+        def tokens(body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+            reply = served.asker.http.post("/v1/cartridges/tokens", json=body, headers=headers)
+            return reply.status_code, reply.json()
+
+        heads = {name: Resolver(served.settings).resolve([Reference(id=name)]).token_ids for name in "ab"}
+        for body, headers in (({"cartridges": ["a"]}, {}), ({"model": f"{MODEL}:a"}, {}), ({}, {"X-Cartridges": "a"})):
+            assert tokens(body, **headers) == (200, {"token_ids": list(heads["a"])})
+        assert tokens({"cartridges": ["both"]}) == (200, {"token_ids": [*heads["a"], *heads["b"]]})
+        assert tokens({}) == (200, {"token_ids": []})
+        for body, status in (({"cartridges": ["nope"]}, 404), ({"cartridges": 5}, 400), ({"cartridge": ["a"]}, 400)):
+            assert tokens(body)[0] == status
 
     @pytest.mark.parametrize("path", SHOWING)
     def test_a_name_that_nobody_has_is_refused_where_tokens_are_shown(self, served: Served, path: str) -> None:
@@ -452,7 +490,13 @@ class ApiTests:
     def test_every_route_that_generates_is_known(self, served: Served) -> None:
         every = served.asker.http.get("/openapi.json").json()["paths"]
         paths = {path for path, methods in every.items() if "post" in methods}
-        taken = {*TAKING, "/v1/cartridges/{name}/{action}", "/v1/cartridges/capture", "/v1/cartridges/drain"}
+        taken = {
+            *TAKING,
+            "/v1/cartridges/{name}/{action}",
+            "/v1/cartridges/capture",
+            "/v1/cartridges/drain",
+            "/v1/cartridges/tokens",
+        }
         harmless = {"/detokenize", "/ping", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel",
                     "/v1/systemone", "/inference/v1/abort_requests"}  # fmt: skip
         derendering = {path for path in paths if path.endswith("derender")}

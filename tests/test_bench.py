@@ -114,10 +114,11 @@ class Mock:
             self.events += ["evict"] * allowed
             self.resident = self.resident and not allowed
             to._send(200 if allowed else 403, {})
-        elif to.path == "/tokenize" and self.tokenizes:
+        elif to.path == "/v1/cartridges/tokens" and self.cartridges:
             known = POSITIONS - (self.fault == "tells a part of the document")
-            document = list(range(900, 900 + known)) if body.get("cartridges") else []
-            to._send(200, {"tokens": document + [ord(c) for c in body["prompt"]]})
+            to._send(200, {"token_ids": list(range(900, 900 + known))})
+        elif to.path == "/tokenize" and self.tokenizes:
+            to._send(200, {"tokens": [ord(c) for c in body["prompt"]]})
         elif to.path == self.path:
             if not self.extras and "ignore_eos" in body:
                 to._send(400, {"error": "what is ignore_eos?"})

@@ -114,13 +114,12 @@ def test_the_facts_are_answered_from_it(served: Served) -> None:
 def test_what_is_shown_is_the_templates_tokens_of_the_whole_conversation(served: Served) -> None:
     messages = _turns(served, 2)
     whole, named = served.whole(messages), {"cartridges": ["chat"]}
-    assert served.post("/tokenize", {"messages": messages} | named)["tokens"] == whole
     assert served.post(f"{CHAT}/render", {"messages": messages} | named)["token_ids"] == whole
     head = whole[: served.positions]
     alone = served.post("/tokenize", {"messages": messages})["tokens"]
     assert [*head, *alone[1:]] != whole, "the negative control: the template's own system prompt stands in the middle"
-    text = served.post("/tokenize", {"prompt": "Q:", "add_special_tokens": False} | named)["tokens"]
-    assert text[:-1] == head, "text goes on as it is"
+    [text] = served.post("/v1/completions/render", {"prompt": "Q:", "add_special_tokens": False} | named)
+    assert text["token_ids"][:-1] == head, "text goes on as it is"
 
 
 def test_other_routes_of_messages_go_on_behind_it_too(served: Served) -> None:

@@ -21,22 +21,17 @@ _HANDLERS = (
 """vLLM's request handlers that take what a client says of KV transfer to the engine."""
 
 
-_SHOWING = ("serving_render", "serving_tokenization")
-"""vLLM's handlers that return the tokens of a prompt."""
-
-
 def wrap_handlers(
     state: Any, engine_client: Any, renderer: Callable[[Any], Any], engine: Callable[[Any], Any],
     showing: Callable[[Any], Any],
 ) -> None:  # fmt: skip
     """Put `renderer` and `engine` around what vLLM's request handlers, in the app's `state`, render and generate with,
-    and `showing` around what those render with that return tokens.
+    and `showing` around what renders where tokens alone are returned.
 
     Raises `UnsupportedEngine` where a handler has no such thing.
     """
-    for name in _SHOWING:
-        if (serving := getattr(state, name, None)) is not None:
-            serving.online_renderer = showing(attribute(serving, "online_renderer"))
+    if (serving := getattr(state, "serving_render", None)) is not None:
+        serving.online_renderer = showing(attribute(serving, "online_renderer"))
     for name in _HANDLERS:
         if (serving := getattr(state, name, None)) is None:
             continue

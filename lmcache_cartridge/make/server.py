@@ -84,6 +84,11 @@ class Server:
         """Return the bytes of a reply. Raises `SourceError` when the server cannot be reached or refuses."""
         return self._request("POST", path, json=body).content
 
+    def cartridge_ids(self, name: str) -> list[int]:
+        """Return the token ids of a cartridge that it serves. Raises `SourceError`."""
+        body = {"cartridges": [name]}
+        return self.post("/v1/cartridges/tokens", body, lambda reply: [int(token) for token in reply["token_ids"]])
+
     def reply(self, content: str, *, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Return the reply to one user message; empty where the server sends none."""
         body = {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": tokens,

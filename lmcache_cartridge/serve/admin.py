@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
-from .http import error
+from .http import api_key, error, named
 from .request import Reference, Refusal, without_paths
 
 if TYPE_CHECKING:
@@ -35,6 +35,14 @@ class Wanted(BaseModel):
     name: str = Field("", max_length=128)
     token_ids: list[int] = []
     chunk: int | None = Field(None, ge=0)
+
+
+class Asked(BaseModel):
+    """What of a request may name cartridges; other fields are taken as they are."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
@@ -80,6 +88,18 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
             return error(_UNREADABLE)
         ranks = await admission.client.ask("status")
         return (await asyncio.to_thread(_states, admission, ranks, [row]))[0]
+
+    @router.post("/tokens")
+    async def tokens(asked: Asked) -> Any:
+        """Tell the token ids of the cartridges that a request names. Loads no KV."""
+        try:
+            references = admission.router.choose(
+                asked.model_extra or {}, asked.kv_transfer_params, asked.model, api_key(), named()
+            )
+            selection = await admission.resolve(references) if references else None
+        except Refusal as refusal:
+            return error(refusal)
+        return {"token_ids": list(selection.token_ids) if selection else []}
 
     @router.post("/capture")
     async def capture(wanted: Wanted) -> Any:

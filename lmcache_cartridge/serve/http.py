@@ -24,8 +24,8 @@ MESSAGES = "/v1/messages"
 TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
 """Routes whose prompts our renderer sees; checked at start."""
 RENDER = "/render"
-SHOWS = (*(route + RENDER for route in TAKES), "/tokenize")
-"""Routes that show the tokens of a prompt, those of its cartridges before it: for routers that place by tokens."""
+SHOWS = (*(route + RENDER for route in TAKES), "/v1/cartridges/tokens")
+"""Routes behind the API key that show tokens of a request's cartridges: for routers that place by tokens."""
 COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
 _ANSWERS = (
@@ -52,7 +52,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        if path.startswith("/v1/cartridges"):
+        if path.startswith("/v1/cartridges") and path not in SHOWS:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

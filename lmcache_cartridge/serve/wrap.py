@@ -21,7 +21,7 @@ from .admission import Admission
 from .chat import BEHIND, ChatRenderer
 from .claim import Claim, Computed, Grant
 from .metrics import Outcome, requests
-from .request import REQUIRED, Refusal, Router, check_params
+from .request import REQUIRED, Refusal, check_params
 from .resolve import Selection
 
 if TYPE_CHECKING:
@@ -56,16 +56,16 @@ class CartridgeRenderer:
         """Render a Responses request."""
         return await self._render("render_responses", request, kwargs, lambda result: [result.engine_input])
 
-    async def _render(self, how: str, request: Any, kwargs: dict[str, Any], inputs: Any, *args: Any) -> Any:
+    async def _render(self, how: str, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
         """Render a request by vLLM's method `how`; `inputs` returns the engine's inputs of what that returned."""
         with requests().request() as outcome, _refusals_as_http(self._admission.settings):
             selection = await self._select(request)
             if selection is not None:
                 chat = selection.chat
                 inner = self._inner if chat is None else ChatRenderer(self._inner, chat)
-                render = partial(getattr(inner, how), request, *args, **kwargs)
+                render = partial(getattr(inner, how), request, **kwargs)
                 return await self._render_with(selection, render, request, inputs, outcome)
-        return await getattr(self._inner, how)(request, *args, **kwargs)
+        return await getattr(self._inner, how)(request, **kwargs)
 
     async def _select(self, request: Any) -> Selection | None:
         """Return the request's cartridges, None if it has none. Raises `Refusal` and `CartridgeError`."""
@@ -77,7 +77,7 @@ class CartridgeRenderer:
         if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
             raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
         fields = http.dropped_fields() | (getattr(request, "model_extra", None) or {})
-        model, router = getattr(request, "model", None), self._router()
+        model, router = getattr(request, "model", None), self._admission.router
         if router.named_by(model) and (path := http.path()) not in (None, *http.TAKES, *http.SHOWS):
             raise Refusal(400, http.takes_none(str(path)))  # vLLM looks at no model names where it was told so
         references = router.choose(fields, params, model, http.api_key(), http.named())
@@ -86,9 +86,6 @@ class CartridgeRenderer:
         if (self._admission.settings.required or http.is_required()) and http.path() not in http.COUNTS:
             raise Refusal(400, REQUIRED)
         return None
-
-    def _router(self) -> Router:
-        return self._admission.router
 
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
         async with self._admission.admit(
@@ -148,30 +145,12 @@ class ShowingRenderer(CartridgeRenderer):
     token ids of a trained cartridge say nothing without its KV.
     """
 
-    async def preprocess_chat(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Render a chat for `/tokenize`."""
-        return await self._render("preprocess_chat", request, kwargs, lambda result: result[1], *args)
-
-    async def preprocess_completion(self, request: Any, **kwargs: Any) -> Any:
-        """Render a prompt for `/tokenize`."""
-        return await self._render("preprocess_completion", request, kwargs, lambda result: result)
-
-    def _router(self) -> Router:
-        settings = self._admission.settings
-        if http.path() in http.COUNTS and settings.router == "static":
-            explicit = Router(settings.model_copy(update={"router": "explicit"}))
-            explicit.models = self._admission.router.models
-            return explicit
-        return self._admission.router
-
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
-        if hasattr(request, "kv_transfer_params"):
-            request.kv_transfer_params = None
+        request.kv_transfer_params = None
         result = await render()
         for engine_input in inputs(result) if not hasattr(result, "error") else ():
             self._join(selection.token_ids, engine_input)
-        if hasattr(request, "kv_transfer_params"):
-            request.kv_transfer_params = SHOWN
+        request.kv_transfer_params = SHOWN
         http.note(selection.used())
         return result
 

@@ -92,13 +92,10 @@ def of_cartridge(target: Target, name: str) -> Place:
     if found.kind != "prefill":
         return plain(target, found.positions)._replace(cartridge=found.name, chunks=found.chunks, is_same=False)
     _tokenized(target, found.name)
-    ids = target.tokens("x", cartridges=[found.name]) or []
-    if (known := len(ids) - len(target.tokens("x") or [])) < found.positions:
-        raise CartridgeError(
-            f"{target.url}/tokenize gave {max(known, 0)} token ids of the {found.positions} of {found.name}, so its document "
-            "cannot be computed beside it"
-        )
-    return Place(found.positions, tuple(ids[: found.positions]), found.name, found.chunks)
+    ids = target.server.cartridge_ids(found.name)
+    if len(ids) != found.positions:
+        raise CartridgeError(f"{target.url} gave {len(ids)} token ids of the {found.positions} of {found.name}")
+    return Place(found.positions, tuple(ids), found.name, found.chunks)
 
 
 def _tokenized(target: Target, name: str) -> None:

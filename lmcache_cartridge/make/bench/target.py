@@ -106,9 +106,9 @@ class Target:
         """Send a request of `body` and yield the events of its answer, as `Server.events` does."""
         return self.server.events(self.path, body, PREFILL_S)
 
-    def tokens(self, text: str, *, special: bool = False, **fields: Any) -> list[int] | None:
+    def tokens(self, text: str, *, special: bool = False) -> list[int] | None:
         """Return a text's token ids as the server makes them; None where it has no route `/tokenize`."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": special, **fields}
+        body = {"model": self.model, "prompt": text, "add_special_tokens": special}
         reply = self.server.send("POST", "/tokenize", json=body)
         if not reply.is_success:
             return None
