@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -122,10 +123,38 @@ def test_there_stays_room_for_two_of_the_largest_cartridges(l1: int, largest: in
 
 def test_lmcaches_other_places_come_after_ours(tmp_path: Path) -> None:
     other = '{"type": "fs", "base_path": "/x"}'
-    command = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", l2_adapters=[other, other]).lmcache
-    given = [command[i + 1] for i, word in enumerate(command) if word == "--l2-adapter"]
-    assert json.loads(given[0])["class_name"] == "CartridgeL2Adapter"
-    assert given[1:] == [other, other]
+    launch = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", l2_adapters=[other, other])
+    assert _adapter(launch.lmcache)["class_name"] == "CartridgeL2Adapter"
+    assert json.loads(launch.environment[processes.L2_ADAPTERS]) == [other, other]
+    code = "import sys; sys.argv[1:] = {!r}; from lmcache_cartridge.serve.processes import lmcache_words; print(lmcache_words())"
+    told = subprocess.run(
+        [sys.executable, "-c", code.format(launch.lmcache[3:])], env=os.environ | launch.environment,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = ast.literal_eval(told.stdout)
+    assert words[0] == "server" and words[-4:] == ["--l2-adapter", other, "--l2-adapter", other]
+
+
+def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execvpe", lambda *words: became.append(words))
+    secret = "abc-very-secret"
+    other = json.dumps({"type": "s3", "aws_secret_access_key": secret})
+    words = ["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--hf-token", secret]
+    for form in ("text", "json"):
+        main([*words, "--format", form, "--l2-adapter", other])
+        monkeypatch.setenv(processes.L2_ADAPTERS, json.dumps([other]))
+        main([*words, "--format", form])
+        monkeypatch.delenv(processes.L2_ADAPTERS)
+    printed = capsys.readouterr().out
+    assert secret not in printed and printed.count("***") >= 8
+    assert len(became) == 4
+    for program, arguments, environment in became:
+        assert program == arguments[0] == sys.executable and "lmcache_cartridge.serve.processes" in arguments
+        assert secret not in " ".join(arguments)
+        assert (environment["HF_TOKEN"], environment[processes.L2_ADAPTERS]) == (secret, json.dumps([other]))
 
 
 def test_in_process_mode_runs_vllm_alone(tmp_path: Path) -> None:

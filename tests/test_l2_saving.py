@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 256
+SECRET = "no-one-may-see-this-9f3c"
 NOISE = 0.25
 """As in test_end_to_end."""
 KINDS = {"doc": "prefill", "other": "prefill", "trained": "trained"}
@@ -82,7 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             _build(model, settings, name, wards[name])
     launch = plan(
         MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS,
-        l2_adapters=[f'{{"type": "fs", "base_path": "{home / "fs"}"}}'],
+        l2_adapters=[json.dumps({"type": "fs", "base_path": str(home / "fs"), "secret_access_key": SECRET})],
     )  # fmt: skip
     environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
     with (
@@ -107,6 +110,17 @@ def _build(model: CausalModel, settings: Settings, name: str, ward: Ward) -> Non
 def _cut(model: CausalModel, ward: Ward, positions: int) -> Ward:
     ids = ward.ids[:positions]
     return Ward(ward.document, ids, sure(model, prefill(model, ids), ward.facts))
+
+
+def test_no_secret_of_another_place_is_in_an_argument_or_the_output(served: Served) -> None:
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            commands.append((process / "cmdline").read_bytes().decode(errors="replace"))
+    assert sum("CartridgeL2Adapter" in command for command in commands) >= 2, "the pair runs"
+    assert not [command for command in commands if SECRET in command]
+    assert SECRET not in (served.settings.home / "server.log").read_text(errors="replace")
+    assert list((served.settings.home / "fs").iterdir()), "LMCache was told of the place"
 
 
 def _questions(ward: Ward, count: int = 8) -> list[tuple[list[int], str]]:

@@ -114,7 +114,8 @@ def _add_serve(verb: Verb) -> None:
         default=[],
         metavar="JSON",
         help="multiprocess: one more place where LMCache saves, as `lmcache server --l2-adapter` takes it, for example "
-        """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often""",
+        """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often. With a secret in it better as a JSON list of such texts """
+        "in $LMCACHE_CARTRIDGE_L2_ADAPTERS",
     )
     option(
         "--unproven-versions",
@@ -131,9 +132,9 @@ def _add_serve(verb: Verb) -> None:
     option("--print", action="store_true", help="print the files and command instead of running them")
 
 
-def _serve(arguments: argparse.Namespace) -> int | None:
+def _serve(arguments: argparse.Namespace) -> None:
     from ..serve.arguments import Arguments, redacted
-    from ..serve.launch import plan
+    from ..serve.launch import L2_ADAPTERS, plan
 
     values = {
         name: value
@@ -148,22 +149,16 @@ def _serve(arguments: argparse.Namespace) -> int | None:
         arguments.model, settings_of(arguments, **values), chunk_tokens=arguments.chunk_size, mode=arguments.mode,
         on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
         l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes), lmcache_port=arguments.lmcache_port,
-        saves=not arguments.no_save, l2_adapters=arguments.l2_adapter,
+        saves=not arguments.no_save, l2_adapters=arguments.l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]")),
     )  # fmt: skip
-    environment = {k: "***" if "KEY" in k else v for k, v in launch.environment.items()}
-    plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": environment,
+    plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": launch.shown_environment,
              "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
     show(plain, str(launch), arguments.format)
     if arguments.print:
-        return None
+        return
     _look_before(arguments.model, Arguments(launch.command))
     launch.write()
-    if launch.lmcache is None:
-        launch.become()
-    from ..serve.processes import run_pair
-
-    os.environ.update(launch.environment)
-    return run_pair(launch.lmcache, launch.command)
+    launch.become()
 
 
 def _look_before(model: str, options: Arguments) -> None:

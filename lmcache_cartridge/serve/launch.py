@@ -24,9 +24,11 @@ from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
 from ..settings import Settings
 from ..sources.published import look
-from .arguments import TRANSFER, Arguments, redacted
+from .arguments import MOVED, TRANSFER, Arguments, redacted
 
-_KEY_VARIABLE = "VLLM_API_KEY"
+L2_ADAPTERS = "LMCACHE_CARTRIDGE_L2_ADAPTERS"
+"""A JSON list of what `lmcache server --l2-adapter` takes: `ps` shows arguments to everybody, and no variables."""
+_SECRETS = (*MOVED.values(), L2_ADAPTERS)
 _LEAST_L1_BYTES = 256 << 20
 _COLD_AT_ONCE = 4
 """Requests for the largest cartridge that may be staged at the same time, each in memory of its own (LMCache 0.5.6)."""
@@ -51,12 +53,14 @@ class Launch(NamedTuple):
 
     def __str__(self) -> str:
         """Everything but secrets, which are `***` as in vLLM's own log."""
-        lines = {name: f"{name}={shlex.quote(value)} \\\n" for name, value in self.environment.items()}
-        beside = "".join(line for name, line in lines.items() if name != _KEY_VARIABLE)
-        beside = f"{beside}{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
-        if _KEY_VARIABLE in lines:
-            lines[_KEY_VARIABLE] = f"{_KEY_VARIABLE}=*** \\\n"
-        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{''.join(lines.values())}{shlex.join(redacted(self.command))}"
+        lines = "".join(f"{name}={shlex.quote(value)} \\\n" for name, value in self.shown_environment.items())
+        beside = f"{lines}{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
+        return f"# {self.yaml_path}\n{self.yaml}\n{beside}{lines}{shlex.join(redacted(self.command))}"
+
+    @property
+    def shown_environment(self) -> dict[str, str]:
+        """The variables, with `***` for those that are secret."""
+        return {name: "***" if name in _SECRETS else value for name, value in self.environment.items()}
 
     @property
     def program(self) -> list[str]:
@@ -71,8 +75,8 @@ class Launch(NamedTuple):
         self.yaml_path.write_text(self.yaml)
 
     def become(self) -> NoReturn:
-        """Become vLLM's server, whose YAML is written."""
-        os.execvpe(self.command[0], self.command, {**os.environ, **self.environment})
+        """Become the server, or what runs both, whose YAML is written: what this process was called with is gone."""
+        os.execvpe(self.program[0], self.program, {**os.environ, **self.environment})
 
 
 def plan(
@@ -123,8 +127,10 @@ def plan(
         port = lmcache_port or free_port()
         lmcache = lmcache_command(
             settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=on_cpu(), saves=role == "kv_both",
-            l2_adapters=l2_adapters,
+            more_places=bool(l2_adapters),
         )  # fmt: skip
+        if l2_adapters:
+            environment[L2_ADAPTERS] = json.dumps(l2_adapters)
         transfer |= {
             "kv_connector": "CartridgeMPConnector",
             "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
@@ -138,9 +144,8 @@ def plan(
         "kv_transfer_config": _merged(transfer, given),
         "worker_extension_cls": WORKER_EXTENSION,
     }
-    rest, key = arguments.without_key()
-    if key is not None:
-        environment[_KEY_VARIABLE] = key  # `ps` shows commands to everybody, and no variables
+    rest, moved = arguments.without_secrets()
+    environment |= moved
     command = [
         *server_command(model), f"--{TRANSFER}", json.dumps(engine["kv_transfer_config"]),
         "--enable-prompt-tokens-details", "--worker-extension-cls", engine["worker_extension_cls"],
@@ -160,9 +165,12 @@ def _role(given: str | None, *, saves: bool) -> str:
 
 def lmcache_command(
     settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool, saves: bool,
-    l2_adapters: Sequence[str] = (),
+    more_places: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Return the command of LMCache's server with our adapter; its ports are free ones but for `port`."""
+    """Return the command of LMCache's server with our adapter, and those of `$L2_ADAPTERS` if there are `more_places`.
+
+    Its ports are free ones but for `port`.
+    """
     http_port, largest = free_port(), _largest_bytes(settings)
     l1_bytes = l1_bytes or l1_size_bytes(largest) * (2 if saves else 1)
     adapter = {
@@ -173,15 +181,13 @@ def lmcache_command(
         | as_parameters(settings),
     }
     command = [
-        sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", __package__ + ".processes" if more_places else "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port),
         "--http-host", "127.0.0.1", "--http-port", str(http_port), "--prometheus-port", str(free_port()),
         "--chunk-size", str(chunk_tokens), "--l1-size-gb", f"{l1_bytes / (1 << 30):g}",
         "--eviction-policy", "LRU", "--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(adapter),
         # A vLLM that was idle for an hour before its first request would be forgotten, for good (LMCache 0.5.6).
         "--worker-reap-timeout-seconds", "0",
     ]  # fmt: skip
-    for other in l2_adapters:
-        command += ["--l2-adapter", other]
     if saves:
         command += ["--eviction-trigger-watermark", f"{l1_watermark(l1_bytes, largest):g}", "--eviction-ratio", "0.3"]
     if on_cpu:

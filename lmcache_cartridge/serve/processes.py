@@ -1,7 +1,7 @@
 """Servers as child processes: `ServerProcess` for programs and tests, `run_pair` for `serve --mode multiprocess`.
 
 Run as `python -m lmcache_cartridge.serve.processes LMCACHE-COMMAND-AS-JSON VLLM-COMMAND...` it runs both servers as one
-program: they start together, and neither outlives the other. `launch.plan` writes both commands, `serve --print` shows
+program: they start together, and neither outlives the other. With `server` it is LMCache's own program. `launch.plan` writes both commands, `serve --print` shows
 them.
 """
 
@@ -24,7 +24,7 @@ import httpx
 from ..errors import SettingsError, UnsupportedEngine
 from ..settings import from_environment
 from .arguments import Arguments
-from .launch import SHM, Launch, free_port
+from .launch import L2_ADAPTERS, SHM, Launch, free_port
 
 _LET_GO_S = 5.0
 """How long each server of a pair may take to end by itself, beside what `drain_s` and `--shutdown-timeout` give vLLM's requests."""
@@ -143,5 +143,16 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def lmcache_words() -> list[str]:
+    """Return the arguments of LMCache's program: those of this one, and the places that stand in `$L2_ADAPTERS`."""
+    more = json.loads(os.environ.get(L2_ADAPTERS, "[]"))
+    return [*sys.argv[1:], *(word for other in more for word in ("--l2-adapter", other))]
+
+
 if __name__ == "__main__":
-    sys.exit(run_pair(json.loads(sys.argv[1]), sys.argv[2:]))
+    if sys.argv[1] == "server":
+        from lmcache.cli.main import main
+
+        main(lmcache_words())
+    else:
+        sys.exit(run_pair(json.loads(sys.argv[1]), sys.argv[2:]))
