@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -540,6 +541,25 @@ class ApiTests:
             assert found == status
             assert str(served.settings.home) not in message
 
+    def test_every_error_of_ours_has_one_shape_and_says_whether_asking_again_is_of_use(self, served: Served) -> None:
+        http, completion = served.asker.http, TAKING["/v1/completions"]
+        long = completion | {"prompt": [5] * 8000, "cartridges": ["a"]}
+        for reply in (
+            http.post("/tokenize", json={"model": MODEL, "prompt": "x", "cartridges": ["a"]}),
+            http.post("/v1/completions", json=completion | {"cartridge": ["a"]}),
+            http.post("/v1/completions", json=completion | {"cartridges": ["nope"]}),
+            http.post("/v1/completions", json=completion | {"prompt": "", "cartridges": ["a"]}),
+            http.post("/v1/completions", json=long),
+            http.post("/v1/chat/completions", json=_CHAT | {"cartridges": ["a"], "n": 2, "use_beam_search": True}),
+            http.get("/v1/cartridges/nope"),
+            http.post("/v1/cartridges/nope/pin"),
+            http.post("/v1/cartridges/a/explode"),
+        ):
+            told = reply.json()["error"]
+            assert set(told) == {"message", "type", "param", "code"} and reply.is_client_error, reply.text
+            assert (told["type"], told["code"]) == (HTTPStatus(reply.status_code).phrase, reply.status_code), told
+            assert reply.headers["x-should-retry"] == "false", (reply.request.url.path, told)
+
     def test_a_cartridge_of_another_model_is_a_conflict(self, served: Served) -> None:
         for kind in ("prefill", "trained"):
             register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
@@ -722,7 +742,9 @@ class ApiTests:
         assert (state("c")["loading"], state("c")["pinned"]) == (None, False)
         assert http.post("/v1/cartridges/c/pin").json()["chunks"] == 4
         assert state("c")["pinned"]
-        assert http.post("/v1/cartridges/c/evict").json()["chunks"] == 0, "a pinned cartridge stays"
+        reply = http.post("/v1/cartridges/c/evict")
+        assert (reply.status_code, reply.json()["error"]["type"]) == (409, "Conflict"), "a pinned cartridge stays"
+        assert "c@1 is pinned" in reply.text and reply.headers["x-should-retry"] == "false"
         assert http.post("/v1/cartridges/c/unpin").json()["chunks"] == 4
         assert http.post("/v1/cartridges/c/evict").json()["chunks"] == 4
         assert state("c")["state"] == "cold"

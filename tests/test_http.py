@@ -59,6 +59,7 @@ def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
 def test_tokenize_which_wants_no_key_takes_no_cartridges(named: Any) -> None:
     reply = post(_app(), "/tokenize", **named)
     assert (reply.status_code, "/tokenize does not take cartridges" in reply.text) == (400, True)
+    assert (reply.json()["error"]["type"], reply.headers["x-should-retry"]) == ("Bad Request", "false")
 
 
 ROUTES = (*http.TAKES, "/v1/chat/completions/batch", "/tokenize", "/anything")

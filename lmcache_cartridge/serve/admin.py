@@ -6,7 +6,7 @@ import asyncio
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI, Query, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,6 +49,15 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     """Add the routes. Those that change anything answer 403 unless the setting `admin` is on."""
     router = APIRouter(prefix="/v1/cartridges")
 
+    def allow() -> None:
+        if not admission.settings.admin:
+            raise Refusal(403, "this is off over HTTP; the setting `admin` switches it on")
+
+    async def refused(request: Request, refusal: Any) -> Response:
+        return error(refusal)
+
+    app.add_exception_handler(Refusal, refused)
+
     @router.get("")
     async def every(
         limit: int = Query(_PAGE_ROWS, ge=1, le=_PAGE_ROWS),
@@ -59,20 +68,20 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         try:
             return await asyncio.to_thread(_page, admission, ranks, limit, after, active)
         except RegistryError:
-            return error(_UNREADABLE)
+            raise _UNREADABLE from None
 
     @router.post("/drain")
     async def begin() -> Any:
-        if not admission.settings.admin:
-            return error(Refusal(403, "draining over HTTP is off; the setting `admin` switches it on"))
+        allow()
         drain.begin()
         return drain.state
 
     @router.delete("/drain")
     async def undo() -> Any:
-        if not admission.settings.admin:
-            return error(Refusal(403, "draining over HTTP is off; the setting `admin` switches it on"))
-        return drain.state if drain.undo() else error(Refusal(409, "this server is stopping"))
+        allow()
+        if not drain.undo():
+            raise Refusal(409, "this server is stopping")
+        return drain.state
 
     @router.get("/{name}")
     async def one(name: str) -> Any:
@@ -83,67 +92,62 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
             if imported:
                 ranks = await admission.client.ask("status")
                 return (await asyncio.to_thread(_states, admission, ranks, imported))[0]
-            return error(Refusal(404, f"no cartridge is called {name[:80]!r}"))
+            raise Refusal(404, f"no cartridge is called {name[:80]!r}") from None
         except RegistryError:
-            return error(_UNREADABLE)
+            raise _UNREADABLE from None
         ranks = await admission.client.ask("status")
         return (await asyncio.to_thread(_states, admission, ranks, [row]))[0]
 
     @router.post("/tokens")
     async def tokens(asked: Asked) -> Any:
         """Tell the token ids of the cartridges that a request names. Loads no KV."""
-        try:
-            references = admission.router.choose(
-                asked.model_extra or {}, asked.kv_transfer_params, asked.model, api_key(), named()
-            )
-            selection = await admission.resolve(references) if references else None
-        except Refusal as refusal:
-            return error(refusal)
+        references = admission.router.choose(
+            asked.model_extra or {}, asked.kv_transfer_params, asked.model, api_key(), named()
+        )
+        selection = await admission.resolve(references) if references else None
         return {"token_ids": list(selection.token_ids) if selection else []}
 
     @router.post("/capture")
     async def capture(wanted: Wanted) -> Any:
-        if not admission.settings.admin:
-            return error(Refusal(403, "fetching KV is off; the setting `admin` switches it on"))
+        allow()
         try:
             if wanted.chunk is None:
                 (numbers, *_), (served, *_) = [await admission.client.ask(what) for what in ("numbers", "fingerprint")]
                 return {"chunk_tokens": numbers["chunk_tokens"], "fingerprint": served}
             ranks = await admission.client.ask("captured", wanted.name, wanted.token_ids, wanted.chunk)
         except CartridgeError as problem:
-            return error(Refusal(409, str(problem)))
+            raise Refusal(409, str(problem)) from None
         return Response(b"".join(ranks), media_type="application/octet-stream")
 
     @router.post("/{name}/{action}")
     async def act(name: str, action: str) -> Any:
-        if not admission.settings.admin:
-            return error(Refusal(403, "changing cartridges over HTTP is off; the setting `admin` switches it on"))
+        allow()
         if action not in _ACTIONS:
-            return error(Refusal(404, f"no such action: {action[:80]!r}"))
-        try:
-            imported = admission.resolver.imports.location(name)
-            reference = Reference(id=imported) if imported else Reference(id=name[:1024], source="registry")
-            selection = await admission.resolve([reference])
-        except Refusal as refusal:
-            return error(refusal)
+            raise Refusal(404, f"no such action: {action[:80]!r}")
+        imported = admission.resolver.imports.location(name)
+        reference = Reference(id=imported) if imported else Reference(id=name[:1024], source="registry")
+        selection = await admission.resolve([reference])
         if selection.tag is None:
-            return error(Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}"))
+            raise Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}")
         result = {"id": selection.manifests[0].name, "action": action}
         if action == "preload":
             ranks = await admission.client.ask("preload", selection.tag, selection.located)
-            if refused := next((rank for rank in ranks if rank["refused"]), None):
-                return error(Refusal(409, str(selection.refused(refused))))
+            if rank := next((rank for rank in ranks if rank["refused"]), None):
+                raise Refusal(409, str(selection.refused(rank)))
             slowest = min(ranks, key=lambda rank: (not rank["opening"], rank["resident"]))
             body = result | {"chunks": slowest["chunks"], "resident_chunks": slowest["resident"]}
             body["eta_s"] = slowest["eta_s"]
             done = slowest["resident"] == slowest["chunks"] and not slowest["opening"]
             return JSONResponse(body, 200 if done else 202)
+        ranks = await admission.client.ask("status")
+        if action == "evict" and any(selection.tag in rank["pinned"] for rank in ranks):
+            raise Refusal(409, f"{selection.names} is pinned, so nothing of it was evicted; unpin it first")
         try:
             counts = await admission.client.ask(action, selection.tag)
         except CartridgeError as problem:
             if action == "pin":
                 await admission.client.ask("unpin", selection.tag)
-            return error(Refusal(409, str(problem)))
+            raise Refusal(409, str(problem)) from None
         return result | {"chunks": min(counts)}
 
     app.include_router(router)

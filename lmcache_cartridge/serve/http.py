@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -79,15 +80,14 @@ class Gate:
         """Note what the headers name. Raises `Refusal` for what they say wrong, and where nothing could read it."""
         if (slip := misnamed.find_header(headers.keys())) is not None:
             raise Refusal(400, f"nothing reads the header {shorten(slip)!r}; name cartridges in X-Cartridges")
-        exchange = _exchange.get()
+        exchange = _current()
         named = read_header(headers.getlist(_NAMES))
         required = any(read_flag(value, "the header X-Cartridges-Required") for value in headers.getlist(_REQUIRED))
         if named and path not in (*TAKES, *SHOWS):
             raise Refusal(400, takes_none(path))
         if (self._settings.required or required) and path in _ANSWERS:
             raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
-        if exchange is not None:
-            exchange.named, exchange.is_required = named, required
+        exchange.named, exchange.is_required = named, required
 
     def _check_form(self, path: str, body: bytes) -> None:
         """Raise `Refusal` if a form has a field for cartridges: no route reads them there."""
@@ -113,15 +113,14 @@ class Gate:
                 400,
                 f"nothing reads the field {shorten(field)!r} here; name cartridges in `cartridges`, a list of names",
             )
-        exchange = _exchange.get()
+        exchange = _current()
         required = fields.get(REQUIRED_FIELD) is not None and read_flag(fields[REQUIRED_FIELD], f"`{REQUIRED_FIELD}`")
         if required and path in _ANSWERS:
             raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
         if path in (*TAKES, *SHOWS):
-            if exchange is not None:
-                exchange.is_required |= required
-                drops = path.removesuffix(RENDER) == MESSAGES
-                exchange.fields = {name: fields[name] for name in read if drops and name in fields}
+            exchange.is_required |= required
+            drops = path.removesuffix(RENDER) == MESSAGES
+            exchange.fields = {name: fields[name] for name in read if drops and name in fields}
             return
         choose, params = self._router.choose, fields.get("kv_transfer_params")
         model, key = fields.get("model"), api_key()
@@ -144,15 +143,19 @@ async def _read(receive: Any) -> bytes:
 
 
 def error(refusal: Refusal) -> JSONResponse:
-    """Return an OpenAI-style error."""
-    body = {"message": str(refusal), "type": "CartridgeError", "param": None, "code": refusal.status}
+    """Return an error as vLLM writes those of the renderer; a client is told whether asking again is of use."""
+    body = {"message": str(refusal), "type": HTTPStatus(refusal.status).phrase, "param": None, "code": refusal.status}
+    if refusal.retry_after_s is None:
+        never_again()
+    else:
+        retry_after(refusal.retry_after_s)
     return JSONResponse({"error": body}, status_code=refusal.status)
 
 
 class _Exchange:
     """One HTTP request: what it says beside what vLLM reads of it, and what its response says beside its body."""
 
-    def __init__(self, path: str, api_key: str | None) -> None:
+    def __init__(self, path: str | None, api_key: str | None) -> None:
         self.path, self.api_key = path, api_key
         self.named: tuple[str, ...] = ()
         self.model: str | None = None
@@ -165,6 +168,11 @@ class _Exchange:
 _exchange: ContextVar[_Exchange | None] = ContextVar("cartridge_exchange", default=None)
 
 
+def _current() -> _Exchange:
+    """Return the current request's; outside of one another that nobody reads."""
+    return _exchange.get() or _Exchange(None, None)
+
+
 def path_of(scope: Any) -> str:
     """Return the path that a request asks for, less what the server is mounted under."""
     return scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -172,44 +180,37 @@ def path_of(scope: Any) -> str:
 
 def path() -> str | None:
     """Return the path of the current request."""
-    exchange = _exchange.get()
-    return exchange.path if exchange else None
+    return _current().path
 
 
 def api_key() -> str | None:
     """Return the bearer token of the current request, None if it has none."""
-    exchange = _exchange.get()
-    return exchange.api_key if exchange else None
+    return _current().api_key
 
 
 def named() -> tuple[str, ...]:
     """Return the cartridges that the current request's header names, in order."""
-    exchange = _exchange.get()
-    return exchange.named if exchange else ()
+    return _current().named
 
 
 def note_model(name: str) -> None:
     """Call the model so in the answer to the current request."""
-    if exchange := _exchange.get():
-        exchange.model = name
+    _current().model = name
 
 
 def model() -> str | None:
     """Return what `note_model` was told; None without it."""
-    exchange = _exchange.get()
-    return exchange.model if exchange else None
+    return _current().model
 
 
 def dropped_fields() -> dict[str, Any]:
     """Return the fields for us in the current request's body that its route drops."""
-    exchange = _exchange.get()
-    return exchange.fields if exchange else {}
+    return _current().fields
 
 
 def is_required() -> bool:
     """Whether the current request, by header or body, wants no answer without a cartridge."""
-    exchange = _exchange.get()
-    return exchange is not None and exchange.is_required
+    return _current().is_required
 
 
 def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
@@ -219,31 +220,27 @@ def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
 
     While the last one `is_pending` the response does not start: what was injected is known with the first token only.
     """
-    if exchange := _exchange.get():
-        exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
-        exchange.headers.pop(_NOTICE, None)
-        if notice:
-            exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
-        exchange.is_pending = is_pending
+    exchange = _current()
+    exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
+    exchange.headers.pop(_NOTICE, None)
+    if notice:
+        exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
+    exchange.is_pending = is_pending
 
 
 def is_noted() -> bool:
     """Whether `note` was called for the current request."""
-    exchange = _exchange.get()
-    return exchange is not None and _NAMES.encode() in exchange.headers
+    return _NAMES.encode() in _current().headers
 
 
 def retry_after(seconds: float) -> None:
     """Send `Retry-After` with the response of the current request, and what has OpenAI's client heed it."""
-    if exchange := _exchange.get():
-        exchange.headers[b"x-should-retry"] = b"true"
-        exchange.headers[b"retry-after"] = str(max(1, round(seconds))).encode()
+    _current().headers |= {b"x-should-retry": b"true", b"retry-after": str(max(1, round(seconds))).encode()}
 
 
 def never_again() -> None:
     """Tell OpenAI's client that asking again is in vain: by itself it asks three times where it hears 409."""
-    if exchange := _exchange.get():
-        exchange.headers[b"x-should-retry"] = b"false"
+    _current().headers[b"x-should-retry"] = b"false"
 
 
 class ResponseHeaders:

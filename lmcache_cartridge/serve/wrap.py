@@ -116,9 +116,9 @@ class CartridgeRenderer:
         engine_input["cache_salt"] = selection.salt(getattr(request, "cache_salt", None), self._admission.secret)
 
     def _join(self, head: Sequence[int], engine_input: dict[str, Any]) -> None:
-        """Put token ids before a prompt. Raises `GracefulHTTPError` where they do not go together."""
+        """Put token ids before a prompt. Raises `Refusal` where they do not go together."""
         if engine_input.get("type") != "token":
-            raise GracefulHTTPError("cartridges go with text prompts only", HTTPStatus.UNPROCESSABLE_ENTITY)
+            raise Refusal(422, "cartridges go with text prompts only")
         own = engine_input["prompt_token_ids"]
         bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
         is_behind = engine_input.pop(BEHIND, False)  # a template's own BOS of a later turn
@@ -128,12 +128,12 @@ class CartridgeRenderer:
             own = own[1:]
         limit = self._inner.model_config.max_model_len
         if not own:
-            raise GracefulHTTPError("a prompt must have text beside its cartridges", HTTPStatus.BAD_REQUEST)
+            raise Refusal(400, "a prompt must have text beside its cartridges")
         if len(head) + len(own) >= limit:
-            raise GracefulHTTPError(
-                f"{len(head)} positions of cartridges and {len(own)} prompt tokens leave nothing of the context of "
-                f"{limit}", HTTPStatus.BAD_REQUEST,
-            )  # fmt: skip
+            raise Refusal(
+                400,
+                f"{len(head)} positions of cartridges and {len(own)} prompt tokens leave nothing of the context of {limit}",
+            )
         engine_input["prompt_token_ids"] = [*head, *own]
         engine_input.pop("prompt_token_offsets", None)
 
@@ -320,4 +320,5 @@ def _refusals_as_http(settings: Settings) -> Iterator[None]:
         raise GracefulHTTPError(str(refusal), HTTPStatus(status)) from None
     except CartridgeError:
         logger.exception("a request's cartridges could not be prepared")
+        http.retry_after(1)
         raise GracefulHTTPError("cartridges are not available", HTTPStatus.SERVICE_UNAVAILABLE) from None
