@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ from making import files_under, flip_bit, make_artifact
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.cli import show
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import HOME_VARIABLE
@@ -98,9 +102,7 @@ _RUNS = {
     "describe": ("describe", "doc"),
     "verify": ("verify", "doc"),
     "register": ("register", "again"),
-    "label": ("label", "now", "doc"),
-    "unlabel": ("unlabel", "now"),
-    "promote": ("promote", "doc@1"),
+    "label": ("label", "doc", "doc@1"),
     "remove": ("remove", "doc"),
     "serve": ("serve", "m", "--print"),
     "completion": ("completion", "bash"),
@@ -170,8 +172,10 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_
     (row,) = cli.json("list")
     assert row == {
         "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": (root / PAYLOAD).stat().st_size,
-        "lora": None, "labels": ["current", "stable"], "quarantined": False, "digest": digest,
+        "model": None, "registered": row["registered"], "lora": None, "labels": ["current", "stable"],
+        "quarantined": False, "digest": digest,
     }  # fmt: skip
+    assert datetime.fromisoformat(row["registered"]).utcoffset() == timedelta(0)
     for name in ("doc", "doc@1", "current"):
         described = cli.json("describe", name)
         assert (described["digest"], described["location"]) == (digest, str(root))
@@ -182,12 +186,59 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_
 def test_people_are_told_the_same(cli: _Cli, tmp_path: Path) -> None:
     root = _make(tmp_path)
     assert cli("register", root)[:2] == (0, "registered doc@1\n")
-    assert cli("label", "current", "doc")[:2] == (0, "current -> doc@1\n")
+    assert cli("label", "current", "doc")[:2] == (0, "current means doc@1\n")
     heading, rule, row = cli("list").out.splitlines()
-    assert heading.split() == "id version current kind positions bytes lora labels quarantined digest".split()
+    assert (
+        heading.split()
+        == "id version current kind positions bytes model registered lora labels quarantined digest".split()
+    )
     assert set(rule) == {"-", " "}
     assert row.split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
     assert str(root) in cli("describe", "current").out
+
+
+def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli: _Cli, tmp_path: Path) -> None:
+    (tmp_path / "doc.txt").write_text("Patient Mora: ward 7. Patient Lind: ward 8.")
+    cli.json("register", _make(tmp_path))
+    built = ["build", "--model", MODEL_DIR, "--document", tmp_path / "doc.txt", "--id", "built"]
+    for made, other in ((built, [*built, "--canary", "Question: who?"]), (["compress", "doc", "--id", "small"], None)):
+        first, again = cli.json(*made), cli.json(*made)
+        assert again["name"] == first["name"] and again["digest"] == first["digest"]
+        assert (first["unchanged"], again["unchanged"]) == (False, True)
+        assert f"{first['name']} is there already" in cli(*made).err
+        assert made is not built or [row["model"] for row in cli.json("list") if row["id"] == "built"] == [
+            MODEL_DIR.name
+        ]
+        (kept,) = (cli.home / "cartridges" / str(made[-1])).iterdir()
+        assert kept.name == "1"
+        if other is not None:
+            assert cli.json(*other)["name"] == "built@2", "another canary is another cartridge to its servers"
+            assert cli.json(*made)["name"] == "built@1" and cli.json("describe", "built")["version"] == 1
+    (cli.home / "cartridges" / "small" / "1" / PAYLOAD).write_bytes(b"cut")
+    assert cli.json("compress", "doc", "--id", "small")["name"] == "small@2", "what is broken is made again"
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("register", _make(tmp_path))
+    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "describe", "doc"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
+        assert ran.stdout is not None and ran.stderr is not None
+        ran.stdout.close()
+        assert ran.stderr.read() == ""
+    assert ran.returncode == 128 + signal.SIGPIPE
+
+
+def test_serve_prints_what_it_was_told_and_not_thirty_defaults(cli: _Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execvpe", lambda *words: None)
+    told = cli("serve", "llama", "--port", "1", "--cpu-bytes", "3GiB", "--set", "admin=true").out
+    assert len(told.splitlines()) <= 4
+    for word in ("llama", "in-process", str(cli.home), "cpu_bytes=3.0 GiB", "admin=True", "--print"):
+        assert word in told
+    assert "disk_bytes" not in told and "None" not in told
+
+
+def test_people_are_shown_no_none() -> None:
+    assert show.fields({"kept": None, "canary": {"asked": 2, "in_a_chain": None}}) == "canary\n  asked  2"
 
 
 def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> None:
@@ -199,8 +250,8 @@ def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> N
     assert (
         cli("register", tmp_path / "artefacts" / "doc-2-2", "--no-promote").out == "registered doc@2; doc means doc@1\n"
     )
-    assert cli.json("promote", "next") == {"id": "doc", "name": "doc@2"}
-    assert cli("promote", "doc@1")[:2] == (0, "doc means doc@1\n")
+    assert cli.json("label", "doc", "next") == {"label": "doc", "name": "doc@2"}
+    assert cli("label", "doc", "doc@1")[:2] == (0, "doc means doc@1\n")
     assert cli.json("describe", "doc")["version"] == 1
 
 
@@ -317,7 +368,7 @@ def test_a_build_that_cannot_work_is_one_line_and_leaves_nothing(
     [
         ("describe nobody", "'nobody'; `lmcache-cartridge list`"), ("verify nobody", "'nobody'"),
         ("label current nobody", "'nobody'"), ("describe x@99999999999999999999", "'x@99999999999999999999'"),
-        ("label ../x doc", "cannot be a cartridge id"), ("label doc doc@1", "cannot be a label too"),
+        ("label ../x doc", "cannot be a cartridge id"),
         ("register .", "is this the directory of a cartridge?"), ("register nowhere", "nowhere"),
         ("list --home file", "registry"), ("list --home file/below", "registry"),
         ("list --home other", "registry.sqlite: file is not a database"),
@@ -362,8 +413,8 @@ def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> Non
     cli.json("register", _make(tmp_path), "--label", "current")
     _assert_one_line(cli("remove", "doc"), "current")
     assert [row["id"] for row in cli.json("list")] == ["doc"]
-    cli.json("unlabel", "current")
-    _assert_one_line(cli("unlabel", "current"), "current")
+    cli.json("label", "current", "--remove")
+    _assert_one_line(cli("label", "current", "--remove"), "current")
     cli.json("remove", "doc")
     assert cli.json("list") == []
 
@@ -399,7 +450,7 @@ printf '%s\n' "${{COMPREPLY[@]}}"
 @pytest.mark.parametrize(
     ("line", "offered", "not_offered"),
     [
-        ("lmcache-cartridge un", {"unlabel"}, {"label", "list"}),
+        ("lmcache-cartridge la", {"label"}, {"list"}),
         ("lmcache-cartridge build --do", {"--document"}, {"--model"}),
         ("lmcache-cartridge export --to ", {"peft", "hazy"}, set()),
         ("lmcache-cartridge build --document hand", {"handbook.txt"}, set()),

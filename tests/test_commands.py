@@ -54,7 +54,7 @@ BY_OTHERS = {
         [
             "lmcache-cartridge publish handbook --library s3://cartridges/fleet --label current",
             "lmcache-cartridge list --library s3://cartridges/fleet",
-            "lmcache-cartridge promote handbook@2 --library s3://cartridges/fleet",
+            "lmcache-cartridge label handbook handbook@2 --library s3://cartridges/fleet",
             "lmcache-cartridge label current handbook@2 --library s3://cartridges/fleet",
             "lmcache-cartridge remove handbook@1 --library s3://cartridges/fleet",
         ],
@@ -223,9 +223,9 @@ def _is_up(port: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_building_again_makes_a_new_version(author: Shell, version: int) -> None:
-    done = author.type(BUILD)
+@pytest.mark.parametrize(("more", "version"), [("", 1), ("", 1), (" --canary 'Who is on call?'", 2)])
+def test_building_again_makes_a_new_version_of_what_changed(author: Shell, more: str, version: int) -> None:
+    done = author.type(BUILD + more)
     assert done.returncode == 0, done.stderr
     assert f"handbook@{version}" in done.stdout
 

@@ -177,8 +177,8 @@ def test_with_no_promote_an_id_stays_where_it_is(run: _Cli, tmp_path: Path, shee
     ]
     assert [(each["name"], each["promoted"]) for each in made] == [(f"doc@{n}", False) for n in (1, 2, 3)]
     assert not any(row["current"] for row in run("list"))
-    assert "`lmcache-cartridge promote doc@3`" in run("describe", "doc", status=1)
-    run("promote", "doc@2")
+    assert "`lmcache-cartridge label doc doc@3`" in run("describe", "doc", status=1)
+    run("label", "doc", "doc@2")
     assert [row["current"] for row in run("list")] == [False, True, False]
 
 

@@ -37,6 +37,7 @@ PROMISED = {
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector": {"LMCacheConnectorV1"},
     "lmcache.integration.vllm.lmcache_mp_connector": {"LMCacheMPConnector"},
     "lmcache.integration.vllm.lmcache_mp_metadata": {"LMCacheMPConnectorMetadata"},
+    "lmcache.cli.main": {"main"},
     "lmcache.logging": {"init_logger"},
     "lmcache.utils": {"CacheEngineKey"},
     "lmcache.lmcache_native": {"Bitmap"},

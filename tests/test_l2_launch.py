@@ -142,14 +142,14 @@ def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(
     monkeypatch.setattr(os, "execvpe", lambda *words: became.append(words))
     secret = "abc-very-secret"
     other = json.dumps({"type": "s3", "aws_secret_access_key": secret})
-    words = ["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--hf-token", secret]
+    words = ["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--port", "1", "--hf-token", secret]
     for form in ("text", "json"):
         main([*words, "--format", form, "--l2-adapter", other])
         monkeypatch.setenv(processes.L2_ADAPTERS, json.dumps([other]))
         main([*words, "--format", form])
         monkeypatch.delenv(processes.L2_ADAPTERS)
     printed = capsys.readouterr().out
-    assert secret not in printed and printed.count("***") >= 8
+    assert secret not in printed and printed.count("***") >= 4
     assert len(became) == 4
     for program, arguments, environment in became:
         assert program == arguments[0] == sys.executable and "lmcache_cartridge.serve.processes" in arguments

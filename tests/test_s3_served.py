@@ -304,7 +304,7 @@ def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
         time.sleep(0.05)
     prompt = [*ids, *model.encode(" " + ask(fact, 0), special=False)]
     _injected(served, prompt, fact.value)
-    assert main(["unlabel", "soon", "--home", home]) == 0
+    assert main(["label", "soon", "--remove", "--home", home]) == 0
     assert main(["remove", "late@1", "--home", home]) == 0
     assert served.asker.http.get("/v1/cartridges/late").status_code == 404
     with pytest.raises(openai.NotFoundError):

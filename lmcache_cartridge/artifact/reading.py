@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -51,25 +51,21 @@ def chunk_range(manifest: Manifest, chunk: int, heads: range) -> ByteRange:
 class _Made(msgspec.Struct):
     """What a list shows of a manifest."""
 
-    provenance: _MadeWith
-
-
-class _MadeWith(msgspec.Struct):
-    lora: str | None = None
+    provenance: dict[str, Any]
 
 
 _decode_made = msgspec.json.Decoder(_Made).decode
 
 
-def adapter_name(root: Path) -> str | None:
-    """Return the name of the LoRA adapter that the artefact at `root` was made with, None also where it cannot be read.
+def made_with(root: Path) -> dict[str, Any]:
+    """Return the provenance of the artefact at `root`, empty where it cannot be read.
 
     Checks nothing else.
     """
     try:
-        return _decode_made(_read_at_most(root / MANIFEST, MAX_MANIFEST_BYTES)).provenance.lora
+        return _decode_made(_read_at_most(root / MANIFEST, MAX_MANIFEST_BYTES)).provenance
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return {}
 
 
 def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True) -> Manifest:

@@ -15,6 +15,7 @@ from .options import (
     add_made,
     add_no_promote,
     check_made,
+    keep,
     load_config,
     load_model,
     next_version,
@@ -157,10 +158,10 @@ def _build(arguments: argparse.Namespace) -> None:
             manifest = prefill.build(
                 model, _read(arguments, model), root, chunk_tokens=arguments.chunk_size, progress=progress, **made
             )
-    registry.register(root, promote=arguments.promote)
+    manifest, result = keep(arguments, registry, manifest, root)
     canary = manifest.provenance.canary
     warnings = _warnings_of(manifest.positions)
-    result = told(registry, manifest) | {
+    result |= {
         "canary_top1_equal": canary and canary.top1_equal,
         "canary_max_abs_logit_difference": canary and canary.max_abs_logit_difference,
         "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
@@ -281,7 +282,7 @@ def _import(arguments: argparse.Namespace) -> None:
     readable = result | {"bytes": size(manifest.payload_bytes), "chunk_sizes": sizes}
     if imported.axes:
         readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
-    text = fields({name: value for name, value in readable.items() if value is not None})
+    text = fields(readable)
     show(result | {"warnings": list(imported.warnings)}, text, arguments.format)
 
 
@@ -296,8 +297,8 @@ def _compress(arguments: argparse.Namespace) -> None:
     version, root = next_version(arguments, registry)
     with bars(arguments.format) as progress:
         manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
-    registry.register(root, promote=arguments.promote)
-    result = told(registry, manifest) | {"bytes_before": before.bytes}
+    manifest, result = keep(arguments, registry, manifest, root)
+    result |= {"bytes_before": before.bytes}
     readable = result | {"bytes": size(manifest.payload_bytes), "bytes_before": size(before.bytes)}
     show(result, fields(readable), arguments.format)
 

@@ -19,10 +19,10 @@ from .options import (
     check_accept,
     check_files,
     check_numbers,
+    keep,
     load_model,
     next_version,
     registry_of,
-    told,
 )
 from .show import bars, fields, say, show, size
 
@@ -146,12 +146,12 @@ def _wanted(arguments: argparse.Namespace, chunk: int, tokens: int) -> Wanted:
 
 
 def _register(arguments: argparse.Namespace, registry: Registry, root: Path, manifest: Manifest) -> None:
-    registry.register(root, promote=arguments.promote)
     import msgspec
 
+    manifest, result = keep(arguments, registry, manifest, root)
     about, tokens = manifest.provenance.compaction, manifest.document
     assert about is not None and tokens is not None, "compaction writes both"
-    result = told(registry, manifest) | {
+    result |= {
         "compression": round(tokens.count / manifest.positions, 2),
         "queries": about.queries,
         "query_tokens": about.query_tokens,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import CartridgeError
 from ..make.questions import Question
 from .recall import MODEL_DIR, SHEETS_DIR, load_sheet
-from .show import say, show, table
+from .show import say, show, size, table
 
 SHEET = "ward-a"
 SERVER_ARGS = ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -92,7 +92,7 @@ def _prepare(home: Path) -> None:
         cartridge_id=SHEET, version=version, canary=canary,
     )  # fmt: skip
     registry.register(root)
-    say(f"    p = {load_manifest(root).positions} positions, {load_manifest(root).payload_bytes} bytes")
+    say(f"    p = {load_manifest(root).positions} positions, {size(load_manifest(root).payload_bytes)}")
 
 
 def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[TimedAnswer]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.rest = rest
     try:
         return arguments.verb(arguments) or 0
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        return 128 + signal.SIGPIPE
     except (CartridgeError, OSError) as error:  # OSError: a full disk, a directory that may not be written
         problem = str(error)
     except ModuleNotFoundError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.location import is_remote
 from ..errors import ArtifactError, CartridgeError
+from .show import say, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -28,7 +29,7 @@ def add_made(parser: Any) -> None:
     option = parser.add_argument
     option("--model", required=True, help="directory or cached Hub id of a causal language model")
     add_lora(parser)
-    option("--id", required=True, help="name of the cartridge; making it again makes a new version")
+    option("--id", required=True, help="name of the cartridge; another content of it is a new version")
     option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
     option("--dtype", default="auto", help="of the KV, as the engine's: bfloat16, float16, float32 (default auto)")
     option(
@@ -74,7 +75,7 @@ def add_no_promote(parser: Any) -> None:
         "--no-promote",
         dest="promote",
         action="store_false",
-        help="the new version is had as id@version alone, until `lmcache-cartridge promote`; the id means what it meant",
+        help="the new version is had as id@version alone, until `lmcache-cartridge label ID ID@VERSION`; the id means what it meant",
     )
 
 
@@ -174,6 +175,31 @@ def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int
     return version, directory / arguments.id / str(version)
 
 
+def keep(
+    arguments: argparse.Namespace, registry: Registry, made: Manifest, root: Path
+) -> tuple[Manifest, dict[str, Any]]:
+    """Register what was made at `root`, and return what the id has of it now, and what programs are told of it.
+
+    Where a whole version of the id has the same content and canary already, what was made is deleted.
+    """
+    import shutil
+
+    from ..artifact.reading import load_manifest
+
+    unchanged = False
+    for row in registry.having([made.digest]):
+        with suppress(CartridgeError):  # one that is broken, or elsewhere, is no reason to have none
+            if row.id == made.id and load_manifest(row.local_root()).canary == made.canary:
+                shutil.rmtree(root)
+                root, unchanged = row.local_root(), True
+                say(f"{row.name} is there already, with this content; nothing was added", arguments.format)
+                break
+    manifest = registry.register(root, promote=arguments.promote)
+    if unchanged and arguments.promote:
+        registry.promote(manifest.name)
+    return manifest, told(registry, manifest) | {"unchanged": unchanged}
+
+
 def copy_of(arguments: argparse.Namespace, location: str) -> Path:
     """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
     from ..library.manifest_cache import ManifestCache
@@ -192,8 +218,6 @@ def root_of(arguments: argparse.Namespace, location: str) -> Path:
 
 def load_model(arguments: argparse.Namespace, made: Fingerprint | None = None) -> CausalModel:
     """Return the model of `--model`, `--dtype`, `--max-model-len` and `--device`, or as one was `made`. Loads torch."""
-    from .show import working
-
     with working("load the model", arguments.format):
         from ..make.model import CausalModel
 

@@ -1,4 +1,4 @@
-"""Commands of the registry: `register`, `promote`, `label`, `remove`, `list`, `describe`, `verify`, `push`, `pull`."""
+"""Commands of the registry: `register`, `label`, `remove`, `list`, `describe`, `verify`, `push`, `pull`."""
 
 from __future__ import annotations
 
@@ -49,20 +49,15 @@ def add(verb: Verb) -> None:
 
     add_no_promote(register)
 
-    promote = verb("promote", _promote, "Let an id mean one of its versions, newer or older; servers follow in a second.",
-                   "promote handbook@2")  # fmt: skip
-    promote.add_argument("name", help="id@version or label")
-
-    label = verb("label", _label, "Point a label at a cartridge, in one step; labels are names that move.",
-                 "label current handbook@3")  # fmt: skip
-    label.add_argument("label")
-    label.add_argument("name", help="id, id@version or another label")
+    label = verb("label", _label, "Point a label at a cartridge, or an id at one of its versions, in one step; servers follow in a "
+                 "second.", "label current handbook@3")  # fmt: skip
+    label.add_argument("label", help="a name that moves, or an id")
+    what = label.add_mutually_exclusive_group(required=True)
+    what.add_argument("name", nargs="?", help=f"what it means from now on: {NAME}")
+    what.add_argument("--remove", action="store_true", help="remove the label; what it points at stays")
     label.add_argument(
         "--warm", action="store_true", help="servers bring what it points at into memory when they start"
     )
-
-    unlabel = verb("unlabel", _unlabel, "Remove a label; what it points at stays.", "unlabel current")
-    unlabel.add_argument("label")
 
     remove = verb("remove", _remove, "Take a version out of the registry. Servers let the requests that use it finish.",
                   "remove handbook@2")  # fmt: skip
@@ -112,7 +107,7 @@ def add(verb: Verb) -> None:
     )
     add_no_promote(publish)
     add_library(publish, required=True)
-    for shared in (promote, label, unlabel, remove, listed, describe, verify):
+    for shared in (label, remove, listed, describe, verify):
         add_library(shared)
 
 
@@ -154,22 +149,20 @@ def _stored_prefix(arguments: argparse.Namespace, path: Path, registry: Registry
     return root
 
 
-def _promote(arguments: argparse.Namespace) -> None:
-    with opened(arguments) as registry:
-        target = registry.promote(arguments.name)
-    show({"id": target.id, "name": target.name}, f"{target.id} means {target.name}", arguments.format)
-
-
 def _label(arguments: argparse.Namespace) -> None:
+    name = None
     with opened(arguments) as registry:
-        target = registry.label(arguments.label, arguments.name, warm=arguments.warm)
-    show({"label": arguments.label, "name": target.name}, f"{arguments.label} -> {target.name}", arguments.format)
-
-
-def _unlabel(arguments: argparse.Namespace) -> None:
-    with opened(arguments) as registry:
-        registry.unlabel(arguments.label)
-    show({"label": arguments.label}, f"removed the label {arguments.label}", arguments.format)
+        if arguments.remove:
+            registry.unlabel(arguments.label)
+        else:
+            target = registry.find(arguments.name)
+            name = target.name
+            if target.id == arguments.label:
+                registry.promote(name)
+            else:
+                registry.label(arguments.label, name, warm=arguments.warm)
+    text = f"{arguments.label} means {name}" if name else f"removed the label {arguments.label}"
+    show({"label": arguments.label, "name": name}, text, arguments.format)
 
 
 def _remove(arguments: argparse.Namespace) -> None:
@@ -208,7 +201,7 @@ def _left(directory: Path, name: str) -> str | None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from ..artifact.reading import adapter_name
+    from ..artifact.reading import made_with
     from ..library.quarantine import Quarantine
 
     quarantine = Quarantine(settings_of(arguments).quarantine_dir)
@@ -218,17 +211,19 @@ def _list(arguments: argparse.Namespace) -> None:
             labels.setdefault(name, []).append(label)
         found = registry.all()
         current = registry.current(row.id for row in found)
+    made = [made_with(Path(row.location)) for row in found]
     rows: list[dict[str, Any]] = [
         {"id": row.id, "version": row.version, "current": row.name in current, "kind": row.kind,
-         "positions": row.positions, "bytes": row.bytes,
-         "lora": None if is_remote(row.location) else adapter_name(Path(row.location)), "labels": labels.get(row.name, []),
+         "positions": row.positions, "bytes": row.bytes, "model": by.get("model"), "registered": row.registered,
+         "lora": by.get("lora"),
+         "labels": labels.get(row.name, []),
          "quarantined": quarantine.reason(row.digest) is not None, "digest": row.digest}
-        for row in found
+        for row, by in zip(found, made, strict=True)
     ]  # fmt: skip
     readable = [
         row | {name: "yes" if row[name] else "" for name in ("current", "quarantined")}
         | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12]}
-        | {"lora": row["lora"] or ""}
+        | {"lora": row["lora"] or "", "model": row["model"] or "", "registered": row["registered"][:10]}
         for row in rows
     ]  # fmt: skip
     empty = "no cartridges yet; make one with `lmcache-cartridge build`"
@@ -247,9 +242,8 @@ def _describe(arguments: argparse.Namespace) -> None:
     reason = Quarantine(settings_of(arguments).quarantine_dir).reason(location.digest)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
     result = json.loads(manifest.encode())
-    if result["payload"]:
-        result["payload"].setdefault("encoding", "plain")
     if payload := result["payload"]:
+        payload.setdefault("encoding", "plain")
         del payload["checksums"]
     if rope := result["fingerprint"]["rope"]:
         for rotation in (rope, *rope.get("others", ())):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CartridgeError, SettingsError
 from .options import Verb, settings_of
-from .show import say, show, working
+from .show import say, show, size, working
 
 if TYPE_CHECKING:
     from ..serve.arguments import Arguments
@@ -145,18 +145,24 @@ def _serve(arguments: argparse.Namespace) -> None:
         if name in values or (name == "home" and arguments.home is not None):
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
         values[name] = value
+    settings = settings_of(arguments, **values)
     launch = plan(
-        arguments.model, settings_of(arguments, **values), chunk_tokens=arguments.chunk_size, mode=arguments.mode,
+        arguments.model, settings, chunk_tokens=arguments.chunk_size, mode=arguments.mode,
         on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
         l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes), lmcache_port=arguments.lmcache_port,
         saves=not arguments.no_save, l2_adapters=arguments.l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]")),
     )  # fmt: skip
     plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": launch.shown_environment,
              "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
-    show(plain, str(launch), arguments.format)
     if arguments.print:
+        show(plain, str(launch), arguments.format)
         return
     _look_before(arguments.model, Arguments(launch.command))
+    told = [arguments.model, arguments.mode, f"home={settings.home}"]
+    for name in sorted(settings.model_fields_set - {"home"}):
+        value = getattr(settings, name)
+        told.append(f"{name}={size(value) if name.endswith('_bytes') else value}")
+    show(plain, f"{', '.join(told)}; --print shows all", arguments.format)
     launch.write()
     launch.become()
 
@@ -203,13 +209,7 @@ def _seconds(text: str) -> float:
 def _top(arguments: argparse.Namespace) -> None:
     from .top import run
 
-    run(
-        arguments.url,
-        os.environ.get("VLLM_API_KEY"),
-        arguments.interval,
-        once=arguments.once,
-        as_json=arguments.format == "json",
-    )
+    run(arguments.url, arguments.interval, once=arguments.once, as_json=arguments.format == "json")
 
 
 def _demo(arguments: argparse.Namespace) -> int:

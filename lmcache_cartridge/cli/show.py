@@ -42,8 +42,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fields(values: Mapping[str, Any]) -> str:
-    """Return one `label   value` line a value; nested mappings are indented under their label."""
+    """Return one `label   value` line for each value that is not None; nested mappings are indented under their label."""
     lines = []
+    values = {key: value for key, value in values.items() if value is not None}
     width = max((len(key) for key in values), default=0)
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
-
-from ..errors import CartridgeError
+from ..errors import CartridgeError, SourceError
+from ..make.server import Server
 from ..serve.metrics import PREFIX, RANK_NUMBERS, TIER_NUMBERS
 from .show import scaled, size
 
@@ -38,13 +37,13 @@ class Reading(NamedTuple):
     """As `/v1/cartridges` lists them: its first page, and all that are active. None where it takes another API key."""
 
 
-def read(url: str, api_key: str | None = None, *, clock: Callable[[], float] = time.monotonic) -> Reading:
+def read(url: str, *, clock: Callable[[], float] = time.monotonic) -> Reading:
     """Ask a server. Blocks. Raises `CartridgeError` where none answers, or none with cartridges."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: Samples = defaultdict(list)
-    with httpx.Client(timeout=10.0, headers={"Authorization": f"Bearer {api_key}"} if api_key else {}) as client:
-        reply = _get(client, f"{url}/metrics")
+    with Server(url, "any", 10.0) as server:
+        reply = _get(server, "/metrics")
         at_s = clock()
         try:
             for family in text_string_to_metric_families(reply.content.decode()):
@@ -56,33 +55,33 @@ def read(url: str, api_key: str | None = None, *, clock: Callable[[], float] = t
         if not samples:
             raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
         try:
-            listed = _list(client, f"{url}/v1/cartridges")
+            listed = _list(server)
         except (ValueError, KeyError, TypeError):
             raise CartridgeError(f"{url}/v1/cartridges is no list of cartridges") from None
     return Reading(at_s, dict(samples), listed)
 
 
-def _list(client: httpx.Client, url: str) -> list[dict[str, Any]] | None:
+def _list(server: Server) -> list[dict[str, Any]] | None:
     """Return the first page of cartridges, and of the others those that are active; None without the right key."""
-    if (reply := _get(client, url, may_deny=True)).status_code != 200:
+    if (reply := _get(server, "/v1/cartridges", may_deny=True)).status_code != 200:
         return None
     first = reply.json()
     listed = first["data"]
     if first["has_more"]:
         known = {(row["id"], row["version"]) for row in listed}
-        active = _get(client, f"{url}?active=true").json()["data"]
+        active = _get(server, "/v1/cartridges?active=true").json()["data"]
         listed += [row for row in active if (row["id"], row["version"]) not in known]
     return listed
 
 
-def _get(client: httpx.Client, url: str, *, may_deny: bool = False) -> httpx.Response:
+def _get(server: Server, path: str, *, may_deny: bool = False) -> Any:
     try:
-        reply = client.get(url)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CartridgeError(f"{url} does not answer: {error}") from None
+        reply = server.send("GET", path)
+    except SourceError as error:
+        raise CartridgeError(f"{server.url}{path} does not answer: {error.__cause__}") from None
     if reply.status_code != 200 and not (may_deny and reply.status_code in (401, 403)):
         status = f"{reply.status_code} {reply.reason_phrase}"
-        raise CartridgeError(f"{url} answers {status}; is it a vLLM server with cartridges?")
+        raise CartridgeError(f"{server.url}{path} answers {status}; is it a vLLM server with cartridges?")
     return reply
 
 
@@ -134,7 +133,7 @@ def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
     }
 
 
-def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json: bool) -> None:
+def run(url: str, interval_s: float, *, once: bool, as_json: bool) -> None:
     """Show a server until interrupted, or once; as JSON one line each time. Blocks.
 
     Raises `CartridgeError` where the first reading fails; later failures are shown, and the server is asked again.
@@ -143,7 +142,7 @@ def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json
     from rich.live import Live
 
     url = url.rstrip("/").removesuffix("/metrics")
-    found = islice(views(url, api_key, interval_s, read(url, api_key)), 1 if once else None)
+    found = islice(views(url, interval_s, read(url)), 1 if once else None)
     console = Console()
     if as_json:
         for summary, problem in found:
@@ -159,9 +158,7 @@ def run(url: str, api_key: str | None, interval_s: float, *, once: bool, as_json
                 live.update(draw(url, summary, problem, lines=console.height), refresh=True)
 
 
-def views(
-    url: str, api_key: str | None, interval_s: float, first: Reading
-) -> Iterator[tuple[dict[str, Any], str | None]]:
+def views(url: str, interval_s: float, first: Reading) -> Iterator[tuple[dict[str, Any], str | None]]:
     """Yield what to show, and what is wrong, every `interval_s`; does not end. A lost server's last numbers stay."""
     now, summary = first, summarise(first)
     yield summary, None
@@ -169,7 +166,7 @@ def views(
         time.sleep(interval_s)
         problem = None
         try:
-            now, before = read(url, api_key), now
+            now, before = read(url), now
             summary = summarise(now, before)
         except CartridgeError as error:
             problem = str(error)

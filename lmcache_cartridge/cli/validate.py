@@ -145,7 +145,7 @@ def _ladder(arguments: argparse.Namespace) -> int:
         for done, row in enumerate(climb.climb(ladder, ground), 1):
             rows.append(row)
             say(
-                f"{done}/{len(ladder)} tier {_shown(row.tier)}, {row.what}: {row.result}, {row.seconds:.1f} s"
+                f"{done}/{len(ladder)} tier {row.tier}, {row.what}: {row.result}, {row.seconds:.1f} s"
                 + (f": {row.found}" if row.result == climb.FAIL else ""),
                 arguments.format,
             )
@@ -298,15 +298,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"--chunk-size {arguments.chunk_size} must be at least 16")
 
 
-def _shown(tier: str) -> str:
-    return tier.replace("3cross", "3 cross")
-
-
 def _tell(arguments: argparse.Namespace, ground: Ground, rows: list[Row]) -> int:
     import json
-
-    from rich.console import Console
-    from rich.table import Table
 
     from ..make.ladder import climb
 
@@ -320,15 +313,9 @@ def _tell(arguments: argparse.Namespace, ground: Ground, rows: list[Row]) -> int
     if arguments.format == "json":
         print(json.dumps(result, indent=2), flush=True)
         return code
-    shown = Table("tier", "what", "result", "found", "s", expand=False)
-    shown.columns[4].justify = "right"
-    colours = {climb.PASS: "green", climb.FAIL: "bold red", climb.NOT_CHECKED: "yellow"}
     for row in rows:
-        result_cell = f"[{colours[row.result]}]{row.result}[/]"
-        shown.add_row(_shown(row.tier), row.what, result_cell, row.found.replace("[", "\\["), f"{row.seconds:.1f}")
-    console = Console()
-    Console(width=None if console.is_terminal else 132).print(shown)
-    count = {name: sum(row.result == name for row in rows) for name in colours}
+        print(f"{row.result:11}  {row.tier:6}  {row.what}: {row.found} ({row.seconds:.1f} s)")
+    count = {name: sum(row.result == name for row in rows) for name in (climb.PASS, climb.FAIL, climb.NOT_CHECKED)}
     if code and not count[climb.FAIL]:
         print("not passed: what was asked for was not all checked; --allow-unchecked lets that pass where serving was")
     print(

@@ -92,8 +92,8 @@ class CartridgeBackend(StoragePluginInterface):
         engine = describe(self.config, self.metadata, lmcache_engine)
         store = open_store(settings, engine)
         logger.info(
-            "serving %d cartridges (%s) from %s: cpu tier %d bytes, chunk %d tokens of %d bytes, rank %d of %d, %s",
-            len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes,
+            "serving %d cartridges (%s) from %s: cpu tier %.2f GiB, chunk %d tokens of %d bytes, rank %d of %d, %s",
+            len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes / (1 << 30),
             engine.chunk_tokens, store.shape.size_bytes, engine.rank, engine.world, engine.layout,
         )  # fmt: skip
         return store

@@ -166,9 +166,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
         copies = L1Copies(self._http)
         named = ClaimingStore(store, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies, report)
         logger.info(
-            "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %d bytes, chunk %d tokens of %d bytes, %s",
+            "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %.2f GiB, chunk %d tokens of %d bytes, %s",
             len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
-            self._settings.cpu_bytes, report.chunk_tokens, store.shape.size_bytes, report.layout,
+            self._settings.cpu_bytes / (1 << 30), report.chunk_tokens, store.shape.size_bytes, report.layout,
         )  # fmt: skip
         return EngineRank(report, store, ControlServer(lambda: named), *_objects(report, store), copies)
 

@@ -387,7 +387,7 @@ def _candidates(db: sqlite3.Connection, name: str, limit: int) -> list[RegistryE
         rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
         if rest is not None:
             raise CartridgeNotFound(
-                f"no version of {name!r} is promoted; `lmcache-cartridge promote {name}@{rest}` does"
+                f"no version of {name!r} is promoted; `lmcache-cartridge label {name} {name}@{rest}` does"
             )
         raise CartridgeNotFound(
             f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"

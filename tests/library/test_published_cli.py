@@ -66,7 +66,7 @@ def test_what_the_page_shows(authors: list[Author]) -> None:
     assert [(row["id"], row["version"], row["current"], row["labels"]) for row in rows] == [
         ("handbook", 1, True, ["current"]), ("handbook", 2, False, [])
     ]  # fmt: skip
-    assert two.json("promote", "handbook@2")["name"] == "handbook@2"
+    assert two.json("label", "handbook", "handbook@2")["name"] == "handbook@2"
     assert two.json("label", "current", "handbook") == {"label": "current", "name": "handbook@2"}
     shown = one.json("describe", "current")
     assert (shown["version"], shown["current"], shown["location"].rpartition("/")[0]) == (
@@ -76,7 +76,7 @@ def test_what_the_page_shows(authors: list[Author]) -> None:
         {"name": f"handbook@{version}", "sound": True, "problem": None} for version in (1, 2)
     ]
     assert one.json("remove", "handbook@1")["files_deleted"] is False
-    assert one.json("unlabel", "current") == {"label": "current"}
+    assert one.json("label", "current", "--remove") == {"label": "current", "name": None}
     assert [row["version"] for row in two.json("list")] == [2]
     assert [row.name for row in Registry(one.path / "registry.sqlite").all()] == ["handbook@1", "handbook@2"]
 
@@ -149,5 +149,5 @@ def test_on_s3_too_with_its_server_named(
     assert two.json("verify", "current", *server)[0]["sound"]
     status, out, err = two("pull", told["location"], *server)
     assert (status, err, out.startswith("pulled handbook@1")) == (0, "", True)
-    assert two.json("unlabel", "current", *server) and two.json("remove", "handbook", *server)
+    assert two.json("label", "current", "--remove", *server) and two.json("remove", "handbook", *server)
     assert one.json("list", *server) == []
