@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import report
@@ -19,7 +19,7 @@ from lmcache_cartridge.make.prefill import run_canary
 from lmcache_cartridge.memory import codec
 from lmcache_cartridge.memory.device import promotions
 from lmcache_cartridge.memory.layout import DTYPES, ChunkShape
-from lmcache_cartridge.memory.loads import one_by_one
+from lmcache_cartridge.memory.loads import LoadRun
 from lmcache_cartridge.memory.tier import MemoryTier
 
 BLOCK = 16
@@ -44,13 +44,17 @@ class Tiers:
         self.keys = [ChunkKey("gpu", number) for number in range(count)]
         self.bytes = self.expected.numel()
         self.cpu = MemoryTier(
-            chunk.size_bytes, self.bytes, one_by_one(lambda key, out: out.copy_(self.expected[key.chunk])),
+            chunk.size_bytes, self.bytes, lambda key: LoadRun(1, self._fill),
             pin_memory=place.is_gpu,
         )  # fmt: skip
         self.device = MemoryTier(
             chunk.size_bytes, self.bytes, promotions(self.cpu), device=str(place.device), threads=1
         )
         self.fill(self.cpu)
+
+    def _fill(self, chunk: int, outs: Sequence[torch.Tensor]) -> list[None]:
+        outs[0].copy_(self.expected[chunk])
+        return [None]
 
     def fill(self, tier: MemoryTier) -> None:
         """Have all chunks in a tier; returns when they are there."""

@@ -33,6 +33,7 @@ from blake3 import blake3
 from lmcache_cartridge.artifact.manifest import FORMAT, Manifest, Payload, Provenance, Tokens, content_digest
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -122,7 +123,7 @@ def prepare(home: Path, count: int) -> dict[str, list[float]]:
     register_s = (time.perf_counter() - started) / first
     register_rest(settings.registry_path, made[first:])
     started = time.perf_counter()
-    store = CartridgeStore(settings, engine_of())
+    store = CartridgeStore(settings, engine_of(), Trust)
     while len(store.names()) < count:
         time.sleep(0.01)
     first_start_s = time.perf_counter() - started
@@ -138,7 +139,7 @@ def measure(home: Path, count: int) -> dict[str, list[float]]:
     gc.collect()
     before = memory_bytes()
     started = time.perf_counter()
-    store = CartridgeStore(settings, engine)
+    store = CartridgeStore(settings, engine, Trust)
     start_s = time.perf_counter() - started
     gc.collect()
     grown = memory_bytes() - before

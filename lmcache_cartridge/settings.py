@@ -124,8 +124,6 @@ class Settings(BaseModel):
     """Names for chains of cartridges; a request may use such a name like a cartridge's."""
     model_aliases: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
     """Model names by which a request gets these cartridges; `MODEL:CARTRIDGE` needs no alias."""
-    listed_models: int = Field(default=0, ge=0, le=1000)
-    """How many cartridges `GET /v1/models` lists, the newest first, as `MODEL:ID`; with any, also the aliases."""
     required: bool = False
     """Whether a request without a cartridge, named or from the router, is refused with 400 on every route that
     generates."""
@@ -146,6 +144,10 @@ class Settings(BaseModel):
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
     that carry no questions."""
+    plain_prompts: Literal["trusted", "all", "none"] = "trusted"
+    """Which cartridges may answer the prompts that begin with their text and do not name them. `trusted`: prefill ones
+    whose canary this engine has answered right since it started; with `canary` off, and where a cartridge has no canary
+    that can be asked, it answers those that name it alone. `all`: every one that is sound, tried or not. `none`: none."""
     resident_names: int = Field(default=0, ge=0, le=1024)
     """How many cartridges that are whole in memory `/metrics` names, for routers that place by it: the most recently used
     ones. Each change of what is named is a new time series."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from chunks import load
 from making import make_artifact
 from transformers import (
     AutoModelForCausalLM,
@@ -212,7 +213,7 @@ def chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) ->
         shape.kv_heads, shape.layers, offset, shape.head_size, shape.dtype, shape.planes
     )  # all of it in one
     out = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-    ChunkLoader(Sources(), chunk, range(shape.kv_heads), "heads").load(segments, 0, out)
+    load(ChunkLoader(Sources(), chunk, range(shape.kv_heads), "heads"), segments, 0, out)
     return heads_view(out, chunk)
 
 

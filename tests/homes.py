@@ -68,14 +68,17 @@ class Home:
         **engine: Any,
     ) -> CartridgeStore:
         """Return a store with memory for `chunks`, closed and checked at the end of the test."""
+        from lmcache_cartridge.engine.trust import Trust
         from lmcache_cartridge.memory.layout import rank_heads
         from lmcache_cartridge.memory.store import CartridgeStore
 
         engine = make_engine(fingerprint or make_fingerprint(), **engine)
         heads = len(rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)) / engine.fingerprint.kv_heads
         budget = int(chunks * engine.chunk_tokens * engine.fingerprint.token_bytes * heads)
-        given = {"home": self.path, "cpu_bytes": budget, "lookup_timeout_s": 20} | (settings or {})
-        store = CartridgeStore(Settings(**given), engine, clock=clock)
+        # What few tests are about, `test_trust.py` first of all, is whom this engine trusts.
+        given = {"home": self.path, "cpu_bytes": budget, "lookup_timeout_s": 20, "plain_prompts": "all"}
+        given |= settings or {}
+        store = CartridgeStore(Settings(**given), engine, Trust, clock=clock)
         self._opened.append(store)
         return store
 
@@ -83,7 +86,7 @@ class Home:
         for store in self._opened:
             store.close()
             store.check()
-            assert store.stats().lent == 0, "a test forgot to close a loan"
+            assert store.cpu.stats().lent == 0, "a test forgot to close a loan"
 
 
 @pytest.fixture

@@ -137,5 +137,5 @@ def load(
 def nothing_is_owed(store: CartridgeStore) -> bool:
     """Whether no chunk is leased or lent; asserts the store's invariants."""
     store.check()
-    stats = store.stats()
+    stats = store.cpu.stats()
     return stats.leased == stats.lent == 0

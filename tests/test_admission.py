@@ -52,7 +52,8 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission
         given = {"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings
         admission = Admission(from_mapping(given), max_reads=max_reads)
         engine = engine or SimpleNamespace()
-        engine.model_config = SimpleNamespace(max_model_len=1 << 20, model=str(home.path / "none"))
+        if not hasattr(engine, "model_config"):
+            engine.model_config = SimpleNamespace(max_model_len=1 << 20, model=str(home.path / "none"))
         engine.collective_rpc = partial(_answer, [server.path])
         asyncio.run(admission.start(engine))
         opened.append(admission)
@@ -129,7 +130,7 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
     monkeypatch.undo()
     _run(_admit(admission, "hot"))  # so that everything before it was answered
     until(lambda: store.status()["claims"] == 0)
-    assert store.stats().held == 0
+    assert store.cpu.stats().held == 0
 
 
 def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Callable, store: CartridgeStore) -> None:
@@ -147,7 +148,7 @@ def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Cal
 
     _run(leave())
     until(lambda: store.status()["claims"] == 0)
-    assert store.stats().held == 0
+    assert store.cpu.stats().held == 0
 
 
 def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store: CartridgeStore, home: Home) -> None:
@@ -167,7 +168,7 @@ def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store:
 
     _run(all_leave())
     until(lambda: store.status()["claims"] == 0)
-    assert (store.stats().held, store.stats().leased, store.stats().lent) == (0, 0, 0)
+    assert (store.cpu.stats().held, store.cpu.stats().leased, store.cpu.stats().lent) == (0, 0, 0)
     _run(_admit(admission, "large"))
 
 
@@ -328,7 +329,7 @@ def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(
         until(lambda: claim.poll().ready)  # noqa: B023
         claim.close()
     with_hot.close()
-    assert (store.stats().held, store.status()["claims"]) == (0, 0)
+    assert (store.cpu.stats().held, store.status()["claims"]) == (0, 0)
 
 
 # What a client may have dropped.
@@ -343,12 +344,12 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(
     for name in ("hot", "other"):
         _run(_admit(plain, name))
         assert read(store.claim(home.registry.find(name).digest, {})).poll().ready
-    until(lambda: (store.stats().resident, store.stats().held) == (6, 0))  # whoever was admitted is gone
+    until(lambda: (store.cpu.stats().resident, store.cpu.stats().held) == (6, 0))  # whoever was admitted is gone
     _run(_admit(plain, "hot", force_redownload=True))
-    until(lambda: store.stats().held == 0)
-    assert (store.stats().evicted, store.stats().resident) == (0, 6)
+    until(lambda: store.cpu.stats().held == 0)
+    assert (store.cpu.stats().evicted, store.cpu.stats().resident) == (0, 6)
     _run(_admit(admin, "hot", force_redownload=True))
-    assert store.stats().evicted == 4
+    assert store.cpu.stats().evicted == 4
 
 
 @pytest.mark.parametrize("admin", [True, False])

@@ -158,13 +158,19 @@ def _serving(
         connector = EngineWriteConnector()
         connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK))
     home = cartridges["short"].root.parent.parent
-    given = {"home": home, "cpu_bytes": chunks * blocks.shape(CHUNK).size_bytes, "lookup_timeout_s": 20, **settings}
+    given = {
+        "home": home,
+        "cpu_bytes": chunks * blocks.shape(CHUNK).size_bytes,
+        "lookup_timeout_s": 20,
+        "plain_prompts": "all",
+        **settings,
+    }
     with lmcache_engine(lmcache_config(from_mapping(given)), config, connector) as engine:
         serving = Serving(engine, blocks, cartridges)
         store = serving.store
         yield serving
         store.check()
-        assert store.stats().lent == 0, "LMCache was left with a memory object"
+        assert store.cpu.stats().lent == 0, "LMCache was left with a memory object"
 
 
 @pytest.fixture
@@ -216,7 +222,7 @@ def _raise(error: Exception) -> Callable[..., None]:
 def test_a_request_gets_exactly_its_cartridges_kv_and_owes_nothing(serving: Serving, name: str) -> None:
     assert _serve(serving, name) == serving.cartridges[name].whole
     assert nothing_is_owed(serving.store)
-    stats = serving.store.stats()
+    stats = serving.store.cpu.stats()
     assert stats.promoted == stats.resident == serving.cartridges[name].whole // CHUNK
 
 
@@ -297,10 +303,10 @@ def test_what_is_handed_out_is_what_lmcaches_constructors_make(
 
 def test_releasing_more_often_than_lmcache_should_counts_once(serving: Serving) -> None:
     first, second = _get(serving, serving.keys("short")[:1] * 2)
-    assert serving.store.stats().lent == 2
+    assert serving.store.cpu.stats().lent == 2
     for _ in range(3):
         first.ref_count_down()
-    assert serving.store.stats().lent == 1, "the other object's loan was ended too"
+    assert serving.store.cpu.stats().lent == 1, "the other object's loan was ended too"
     assert second.is_valid()
     second.ref_count_down()
     second.ref_count_down()
@@ -311,17 +317,17 @@ def test_an_object_that_lmcache_refers_to_twice_is_lent_until_both_are_gone(serv
     (memory_object,) = _get(serving, serving.keys("short")[:1])
     memory_object.ref_count_up()
     memory_object.ref_count_down()
-    assert serving.store.stats().lent == 1
+    assert serving.store.cpu.stats().lent == 1
     memory_object.pin()
     memory_object.ref_count_down()
-    assert serving.store.stats().lent == 1
+    assert serving.store.cpu.stats().lent == 1
     memory_object.unpin()
     assert nothing_is_owed(serving.store)
 
 
 def test_an_object_that_nobody_releases_is_lent_until_it_is_collected(serving: Serving) -> None:
     objects = _get(serving, serving.keys("short"))
-    assert serving.store.stats().lent == 5
+    assert serving.store.cpu.stats().lent == 5
     del objects
     gc.collect()
     assert nothing_is_owed(serving.store)
@@ -377,7 +383,7 @@ def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str
     assert serving.plugin.batched_get_blocking(keys) == [None] * len(keys)
     assert [serving.plugin.pin(key) for key in keys] == [False] * len(keys)
     assert [serving.plugin.unpin(key) for key in keys] == [False] * len(keys)
-    assert serving.store.stats().promoted == 0
+    assert serving.store.cpu.stats().promoted == 0
     assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
 
 
@@ -392,7 +398,7 @@ def test_a_list_of_the_same_length_comes_back_with_none_from_the_first_miss_on(s
     for asked, count in (([], 0), (keys, 5), ([strange, *keys], 0), ([*keys[:2], strange, *keys[3:]], 2)):
         objects = serving.plugin.batched_get_blocking(asked)
         assert [found is not None for found in objects] == [i < count for i in range(len(asked))]
-        assert serving.store.stats().lent == count
+        assert serving.store.cpu.stats().lent == count
         _release(objects)
     _release([found := serving.plugin.get_blocking(keys[2])])
     assert found is not None and serving.plugin.get_blocking(strange) is None
@@ -540,7 +546,7 @@ def test_lookups_and_retrievals_of_many_threads_do_not_mix(home: dict[str, Cartr
         assert all(whole) or chunks < CHUNKS
         for name, cartridge in home.items():
             assert _serve(serving, name) == cartridge.whole, "afterwards each is served alone"
-        assert (serving.store.stats().evicted > 0) is (chunks < CHUNKS)
+        assert (serving.store.cpu.stats().evicted > 0) is (chunks < CHUNKS)
 
 
 def test_a_plugin_that_lmcache_builds_again_shares_the_store(serving: Serving, config: VllmConfig) -> None:
@@ -551,7 +557,7 @@ def test_a_plugin_that_lmcache_builds_again_shares_the_store(serving: Serving, c
     assert serving.plugin is not first
     assert serving.plugin.store is first.store, "the memory budget would be spent twice"
     _serve(serving, "short")
-    assert serving.store.stats().promoted == 5
+    assert serving.store.cpu.stats().promoted == 5
     first.close()
 
 

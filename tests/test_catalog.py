@@ -32,14 +32,14 @@ def test_what_is_registered_while_serving_is_served_from_the_next_look_on(
     store = opened()
     assert_served(store, first, prompt_for(home, first, "first"))
     second = home.make("second", kind=kind, positions=64, seed=2)
-    prompt, before = prompt_for(home, second, "second"), store.stats()
+    prompt, before = prompt_for(home, second, "second"), store.cpu.stats()
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     store.refresh()
     assert store.names() == ["first@1", "second@1"]
-    assert store.stats() == before, "what is resident was touched"
+    assert store.cpu.stats() == before, "what is resident was touched"
     assert_served(store, second, prompt)
     assert_served(store, first, prompt_for(home, first, "first"))
-    assert store.stats().misses == 8, "the first was loaded again"
+    assert store.cpu.stats().misses == 8, "the first was loaded again"
 
 
 def test_bad_cartridges_that_are_registered_leave_the_others_served(home: Home, opened: Callable) -> None:
@@ -102,7 +102,7 @@ def test_numbers_are_the_lengths_of_what_the_status_lists(home: Home, opened: Ca
     store.pin(made["c"].manifest.digest)
     claim = store.claim(made["d"].manifest.digest, {})
     until(lambda: claim.poll().ready)
-    until(lambda: store.stats().loading == 0)
+    until(lambda: store.cpu.stats().loading == 0)
     for removed in (("b", "twin"), ("d",), ()):
         status, numbers = store.status(), store.numbers()
         assert {key: len(status[key]) for key in ("refused", "pinned", "loading")} == {
@@ -134,7 +134,7 @@ def test_what_was_removed_is_missed_by_those_who_do_not_name_it(home: Home, open
     assert store.lookup(prompt.hashes) == 0
     assert store.resident(prompt.hashes) == 0
     assert store.lend(prompt.hashes[0]) is None
-    assert store.stats().resident == 0, "what nobody relies on was not evicted"
+    assert store.cpu.stats().resident == 0, "what nobody relies on was not evicted"
     assert_served(store, other, prompt_for(home, other, "other"))
 
 
@@ -148,7 +148,7 @@ def test_what_was_promised_before_a_removal_is_delivered(home: Home, opened: Cal
     for chunk in range(4):
         assert lent(store, prompt.hashes[chunk]) == chunk_bytes(made, chunk)
         assert store.release(prompt.hashes[chunk]) is True
-    assert store.stats().leased == 0
+    assert store.cpu.stats().leased == 0
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
@@ -165,7 +165,7 @@ def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(
         store.refresh()
         clock.now += GRACE_S - 1
         assert_served(store, made, prompt)
-    assert store.stats().misses == 4, "it was loaded again"
+    assert store.cpu.stats().misses == 4, "it was loaded again"
     claim.close()
     clock.now += GRACE_S
     store.refresh()
@@ -219,7 +219,7 @@ def test_what_was_removed_and_registered_again_between_two_looks_was_never_away(
     home.registry.remove("doc")
     home.registry.register(home.root())
     store.refresh()
-    assert store.stats().resident == 4
+    assert store.cpu.stats().resident == 4
     assert store.status()["pinned"] == [made.manifest.digest]
 
 
@@ -239,7 +239,7 @@ def test_a_name_given_to_other_content_serves_that_and_lets_the_old_one_go(
     store.refresh()
     assert store.names() == ["doc@1"]
     assert store.lookup(old_prompt.hashes) == 0
-    assert store.stats().resident == 0, "the old content was not evicted"
+    assert store.cpu.stats().resident == 0, "the old content was not evicted"
     home.registry.register(shutil.copytree(root, home.root(), dirs_exist_ok=True))
     assert_served(store, new, prompt_for(home, new))
     clock.now += GRACE_S
@@ -327,12 +327,12 @@ def test_labels_that_move_need_no_look_and_warm_ones_bring_their_cartridge(home:
     made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
     store = opened()
     home.registry.label("current", "a", warm=True)
-    assert store.stats().resident == 0
+    assert store.cpu.stats().resident == 0
     store.refresh()
-    until(lambda: store.stats().resident == 4)
+    until(lambda: store.cpu.stats().resident == 4)
     home.registry.label("current", "b", warm=True)
     store.refresh()
-    until(lambda: store.stats().resident == 8)
+    until(lambda: store.cpu.stats().resident == 8)
     assert store.status()["resident"]["cpu"] == {one.manifest.digest: 4 for one in made}
 
 
@@ -455,10 +455,10 @@ def test_an_older_backup_put_back_is_followed(home: Home, opened: Callable) -> N
     for file in home.path.glob("registry.sqlite*"):
         file.unlink()
     shutil.copy(backup, home.registry.path)
-    before = store.stats()
+    before = store.cpu.stats()
     store.refresh()
     assert store.names() == ["old@1"]
-    assert store.stats() == before, "what is in both was touched"
+    assert store.cpu.stats() == before, "what is in both was touched"
     home.registry = Registry(home.registry.path)
     home.make("newer", seed=3)
     store.refresh()
@@ -492,7 +492,7 @@ def test_a_quarantine_of_its_own_is_lifted_by_others(home: Home, opened: Callabl
     assert store.lookup(prompt.hashes) == 0
     store.refresh()
     assert list(store.refused()) == ["doc@1"], "a look alone lifts nothing"
-    until(lambda: store.stats().loading == 0)  # a lookup now would share the failure of those loads
+    until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
     flip_bit(home.payload(), chunk_range(made.manifest, 0, range(1)).start)
     Quarantine(Settings(home=home.path).quarantine_dir).lift(made.manifest.digest)
     store.refresh()
@@ -504,7 +504,7 @@ def test_a_quarantine_that_could_not_be_noted_stays(home: Home, opened: Callable
     (home.path / "quarantine").write_text("not a directory")
     store = opened()
     flip_bit(home.payload(), chunk_range(made.manifest, 0, range(1)).start)
-    assert store.lookup(prompt_for(home, made).hashes) == 0
+    assert store.lookup(prompt_for(home, made).hashes, made.manifest.digest) == 0
     for _ in range(2):
         store.refresh()
         assert list(store.refused()) == ["doc@1"]
@@ -520,7 +520,7 @@ def test_a_quarantine_put_before_its_cartridge_is_registered_counts(home: Home, 
 
 def test_a_cartridge_that_was_forgotten_meanwhile_is_quarantined_all_the_same(home: Home, opened: Callable) -> None:
     store = opened()
-    catalog_of(store).quarantine("ab" * 32, "corrupt")
+    catalog_of(store).quarantine("ab" * 32, "corrupt", "/gone")
     assert Quarantine(Settings(home=home.path).quarantine_dir).reason("ab" * 32) == "corrupt"
 
 
@@ -626,7 +626,7 @@ def test_two_names_that_swap_their_contents_between_two_looks_disturb_neither(ho
         home.registry.register(_root_of(home.path / "swapped" / name, name, seed))
     store.refresh()
     assert sorted(store.names()) == ["a@1", "b@1"]
-    assert store.stats().resident == 8, "what is still registered was evicted"
+    assert store.cpu.stats().resident == 8, "what is still registered was evicted"
     for one, name in zip(made, "ab", strict=True):
         assert_served(store, one, prompt_for(home, one, name))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from chunks import load
 from recall.ward import Document, write_document
 from wards import MODEL, margins, patients, prefill, save
 
@@ -44,7 +45,7 @@ class Chain(NamedTuple):
         model = self.cartridges[0].manifest.fingerprint
         shape = ChunkShape(model.kv_heads, model.layers, offset, model.head_size, model.dtype)  # all of it in one chunk
         out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-        ChunkLoader(Sources(), shape, range(model.kv_heads), "heads").load(segments, 0, out)
+        load(ChunkLoader(Sources(), shape, range(model.kv_heads), "heads"), segments, 0, out)
         return heads_view(out, shape)
 
     def right(self, kv: torch.Tensor, document: int) -> float:

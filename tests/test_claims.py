@@ -58,7 +58,7 @@ def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(
     store = home.open(settings=STILL)
     gate = _Gate(monkeypatch)
     claim = store.claim(made.manifest.digest, {})
-    assert store.stats().loading == 0, "it started before anybody polled"
+    assert store.cpu.stats().loading == 0, "it started before anybody polled"
     assert claim.poll()[:3] == (0, 4, 4)
     for count in range(1, 4):
         gate.let(1)
@@ -66,7 +66,7 @@ def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(
         assert not claim.poll().ready
     gate.let(1)
     until(lambda: claim.poll().ready)
-    assert store.stats().misses == 4
+    assert store.cpu.stats().misses == 4
     assert_served(store, made, prompt_for(home, made))
     claim.close()
 
@@ -79,13 +79,13 @@ def test_a_claim_keeps_its_chunks_however_much_else_is_wanted(home: Home) -> Non
     for _ in range(3):
         assert _lookup_and_release(store, home, other, "other") == 0
         assert store.evict(made.manifest.digest) == 0
-    assert store.stats().evicted == 0
+    assert store.cpu.stats().evicted == 0
     assert_served(store, made, prompt_for(home, made))
     with_claim.close()
     with_claim.close()
     assert _lookup_and_release(store, home, other, "other") == 4
     with_claim.poll()
-    assert store.stats().held == 0, "a closed claim took something"
+    assert store.cpu.stats().held == 0, "a closed claim took something"
 
 
 def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(home: Home) -> None:
@@ -131,7 +131,7 @@ def test_a_claim_says_why_it_is_refused(home: Home) -> None:
     assert "made for another model" in reason
     reason, mismatch = refusal(big.manifest.digest)
     assert (mismatch, reason) == (False, f"5 chunks take {5 * store.shape.size_bytes} bytes, more than cpu_bytes")
-    assert store.stats().misses == 0
+    assert store.cpu.stats().misses == 0
 
 
 def test_a_chain_that_cannot_stand_in_that_order_is_refused(home: Home) -> None:
@@ -276,8 +276,8 @@ def test_a_pin_without_room_pins_nothing(home: Home) -> None:
     with pytest.raises(OverBudget, match="only 2 of 4 chunks can be pinned: others hold the memory"):
         store.pin(second.manifest.digest)
     assert store.status()["pinned"] == [first.manifest.digest]
-    until(lambda: store.stats().loading == 0)
-    assert store.stats().held == 4
+    until(lambda: store.cpu.stats().loading == 0)
+    assert store.cpu.stats().held == 4
     store.unpin(first.manifest.digest)
     assert store.pin(second.manifest.digest) == 4
 
@@ -297,11 +297,11 @@ def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home: H
     store = home.open(settings=STILL)
     away = home.payload().rename(home.path / "away")
     assert store.pin(made.manifest.digest) == 4
-    until(lambda: store.stats().failed >= 4)
+    until(lambda: store.cpu.stats().failed >= 4)
     assert store.pin(made.manifest.digest) == 4, "a pin on its way is a pin"
     away.rename(home.payload())
     until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
-    assert store.stats().held == 4
+    assert store.cpu.stats().held == 4
 
 
 # Fetches in the background.
@@ -316,11 +316,11 @@ def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home, monkeypatc
     gate.let(1)
     until(lambda: store.preload(made.manifest.digest, {}).resident == 1)
     gate.let(3)
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().held == 0)
     assert store.resident(prompt_for(home, made).hashes) == 4
     assert store.status()["loading"] == {}
     assert store.preload(made.manifest.digest, {}).ready
-    assert (store.stats().held, store.stats().misses) == (0, 4), "asking again began another"
+    assert (store.cpu.stats().held, store.cpu.stats().misses) == (0, 4), "asking again began another"
 
 
 def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Home) -> None:
@@ -335,7 +335,7 @@ def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Hom
     time.sleep(3 * store_module._POLL_S)
     assert list(store.status()["loading"]) == [made.manifest.digest]
     clock.now += 2
-    until(lambda: store.status()["loading"] == {} and store.stats().held == 0)
+    until(lambda: store.status()["loading"] == {} and store.cpu.stats().held == 0)
 
 
 def test_evicting_ends_a_fetch_in_the_background(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,12 +344,12 @@ def test_evicting_ends_a_fetch_in_the_background(home: Home, monkeypatch: pytest
     gate = _Gate(monkeypatch)
     store.preload(made.manifest.digest, {})
     gate.let(2)
-    until(lambda: store.stats().resident == 2)
+    until(lambda: store.cpu.stats().resident == 2)
     assert store.evict(made.manifest.digest) == 2
     assert store.status()["loading"] == {}
     gate.let(2)
-    until(lambda: store.stats().loading == 0)
-    assert store.stats().held == 0
+    until(lambda: store.cpu.stats().loading == 0)
+    assert store.cpu.stats().held == 0
 
 
 # Warm labels.
@@ -361,7 +361,7 @@ def test_what_warm_labels_point_at_is_brought_in_at_the_start(home: Home) -> Non
     home.registry.label("other", "cold")
     store = home.open(settings=STILL)
     until(lambda: store.resident(prompt_for(home, warm, "warm").hashes) == 4)
-    assert store.stats().resident == 4
+    assert store.cpu.stats().resident == 4
     assert store.resident(prompt_for(home, cold, "cold").hashes) == 0
 
 
@@ -369,11 +369,11 @@ def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) 
     made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
     home.registry.label("current", "a", warm=True)
     store = home.open(settings=STILL)
-    until(lambda: store.stats().resident == 4)
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().resident == 4)
+    until(lambda: store.cpu.stats().held == 0)
     assert store.evict(made[0].manifest.digest) == 4
     store.refresh()
-    assert store.stats().loading == store.stats().resident == 0, "a person's eviction was undone"
+    assert store.cpu.stats().loading == store.cpu.stats().resident == 0, "a person's eviction was undone"
     home.registry.label("current", "b", warm=True)
     store.refresh()
     until(lambda: store.resident(prompt_for(home, made[1], "b").hashes) == 4)
@@ -387,7 +387,7 @@ def test_a_warm_label_on_what_is_bad_is_followed_once_that_is_good(home: Home) -
     home.registry.label("current", "doc", warm=True)
     away = home.root().rename(home.path / "away")
     store = home.open(settings=STILL)
-    assert store.stats().loading == 0
+    assert store.cpu.stats().loading == 0
     away.rename(home.root())
     home.registry.register(home.root())
     store.refresh()
@@ -424,6 +424,6 @@ def test_claims_pins_looks_and_questions_from_many_threads_keep_the_books_right(
             store.check()
 
     run_threads(10, work)
-    until(lambda: store.stats().held == store.stats().leased == store.stats().loading == 0)
+    until(lambda: store.cpu.stats().held == store.cpu.stats().leased == store.cpu.stats().loading == 0)
     for name in made:
         assert_served(store, made[name], prompt_for(home, made[name], name))

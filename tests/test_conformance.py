@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from chunks import one_by_one
 from s3 import S3Server
 from waiting import Clock, run_threads
 
@@ -20,7 +21,6 @@ from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.errors import SourceNotFound
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory.loads import one_by_one
 from lmcache_cartridge.memory.loan import Loan
 from lmcache_cartridge.memory.tier import MemoryTier
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache

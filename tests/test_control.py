@@ -84,11 +84,11 @@ def test_a_claim_holds_its_chunks_until_it_is_released(
 ) -> None:
     state = _claimed(workers, "mine", made.manifest.digest)
     assert (state["resident"], state["chunks"], state["refused"], state["eta_s"]) == (4, 4, None, 0.0)
-    assert store.stats().held == 4
+    assert store.cpu.stats().held == 4
     workers.call("release", "nobody's")
-    assert store.stats().held == 4
+    assert store.cpu.stats().held == 4
     assert workers.call("release", "mine") == [None]
-    assert store.stats().held == 0
+    assert store.cpu.stats().held == 0
     assert workers.call("release", "mine") == [None]
 
 
@@ -96,7 +96,7 @@ def test_a_claim_may_say_where_a_cartridge_lies(workers: ControlClient, tmp_path
     other = make_artifact(tmp_path / "other", positions=32, seed=7)
     places = {other.manifest.digest: (str(tmp_path / "other"), str(tmp_path / "other"))}
     until(lambda: workers.call("claim", "mine", other.manifest.digest, places)[0]["ready"])
-    assert store.stats().held == 2
+    assert store.cpu.stats().held == 2
 
 
 def test_everything_the_store_can_do_is_there(
@@ -106,13 +106,13 @@ def test_everything_the_store_can_do_is_there(
     status = workers.call("status")[0]
     assert (status["rank"], status["served"], store.names(), status["refused"]) == (0, 1, ["doc@1"], {})
     assert workers.call("preload", digest, {})[0]["chunks"] == 4
-    until(lambda: store.stats().resident == 4)
+    until(lambda: store.cpu.stats().resident == 4)
     assert workers.call("pin", digest) == [4]
     assert workers.call("status")[0]["pinned"] == [digest]
-    until(lambda: store.stats().held == 4)
+    until(lambda: store.cpu.stats().held == 4)
     assert workers.call("evict", digest) == [0]
     assert workers.call("unpin", digest) == [4]
-    until(lambda: workers.call("evict", digest) == [4] or store.stats().resident == 0)
+    until(lambda: workers.call("evict", digest) == [4] or store.cpu.stats().resident == 0)
     home.make("later", seed=2)
     assert workers.call("refresh") == [None]
     assert (workers.call("status")[0]["served"], store.names()) == (2, ["doc@1", "later@1"])
@@ -142,7 +142,7 @@ def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
     with pytest.raises(CartridgeError, match=message):
         workers.call(*call)
     assert (workers.call("status")[0]["served"], store.names()) == (1, ["doc@1"])
-    assert store.stats().held == 4, "the claim was lost"
+    assert store.cpu.stats().held == 4, "the claim was lost"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_client_that_talks_nonsense_is_disconnected_and_loses_its_claims_only(
     with frames.connect(server.path) as connection:
         connection.sendall(frames.encode([1, "claim", "its", other.manifest.digest, {}]))
         assert connection.recv(4)
-        until(lambda: store.stats().held == 6)
+        until(lambda: store.cpu.stats().held == 6)
         connection.sendall(data)
-        until(lambda: store.stats().held == 4)
+        until(lambda: store.cpu.stats().held == 4)
         rest = b"x"
         while rest:
             try:
@@ -189,11 +189,11 @@ def test_a_client_that_goes_in_the_middle_of_a_frame_loses_its_claims(
 ) -> None:
     with frames.connect(server.path) as connection:
         connection.sendall(frames.encode([1, "claim", "its", made.manifest.digest, {}]))
-        until(lambda: store.stats().held == 4)
+        until(lambda: store.cpu.stats().held == 4)
         connection.sendall(frames.encode([2, "release", "its"])[:sent])
         time.sleep(0.05)
-        assert store.stats().held == 4
-    until(lambda: store.stats().held == 0)
+        assert store.cpu.stats().held == 4
+    until(lambda: store.cpu.stats().held == 0)
 
 
 def test_a_client_that_says_half_a_frame_keeps_nobody_waiting(
@@ -228,9 +228,9 @@ def test_every_rank_answers_in_order(serve: Callable, connect: Callable, ranks: 
     workers = connect(*map(serve, ranks))
     assert [rank["rank"] for rank in workers.call("status")] == [0, 1]
     _claimed(workers, "mine", made.manifest.digest)
-    assert [store.stats().held for store in ranks] == [4, 4]
+    assert [store.cpu.stats().held for store in ranks] == [4, 4]
     workers.close()
-    until(lambda: [store.stats().held for store in ranks] == [0, 0])
+    until(lambda: [store.cpu.stats().held for store in ranks] == [0, 0])
 
 
 def test_an_error_of_one_rank_is_the_callers_and_no_answer_is_left_over(
@@ -273,7 +273,7 @@ def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_
     for message in ("ended while it was asked|does not answer status: .*reset", "does not answer status: .*refused"):
         with pytest.raises(UnsupportedEngine, match=message):
             workers.call("status")
-    until(lambda: ranks[0].stats().held == 0)
+    until(lambda: ranks[0].cpu.stats().held == 0)
     path.unlink()
     path.symlink_to(serve(ranks[1]).path)
     assert [rank["rank"] for rank in workers.call("status")] == [0, 1]
@@ -297,7 +297,7 @@ def test_thirty_two_threads_get_their_own_answers(workers: ControlClient, home: 
             claim.release()
 
     run_threads(32, work)
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().held == 0)
 
 
 def test_a_claim_that_nobody_refers_to_is_released_wherever_that_is_found_out(
@@ -311,9 +311,9 @@ def test_a_claim_that_nobody_refers_to_is_released_wherever_that_is_found_out(
 
     for _ in range(40):
         Request()
-    assert store.stats().held == 4
+    assert store.cpu.stats().held == 4
     gc.collect()
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().held == 0)
 
 
 def test_a_release_comes_through_from_the_thread_that_is_in_a_call(
@@ -338,7 +338,7 @@ def test_after_closing_a_late_release_does_not_connect_again(
     claim.release()
     time.sleep(0.1)
     assert not connected
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().held == 0)
 
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next(
@@ -422,9 +422,9 @@ def test_what_was_released_is_not_claimed_again_by_a_poll_that_comes_later(
     workers.call("release", "mine")
     (state,) = workers.call("claim", "mine", made.manifest.digest, {})
     assert "released" in state["refused"]
-    assert store.stats().held == 0
+    assert store.cpu.stats().held == 0
     assert _claimed(workers, "another", made.manifest.digest)["ready"], "the control: another name holds its chunks"
-    assert store.stats().held == 4
+    assert store.cpu.stats().held == 4
 
 
 def test_a_release_while_a_poll_is_on_its_way_is_said_again_after_it(
@@ -442,7 +442,7 @@ def test_a_release_while_a_poll_is_on_its_way_is_said_again_after_it(
     claim.poll()
     workers.call("status")
     assert store.status()["claims"] == 0
-    assert store.stats().held == 0
+    assert store.cpu.stats().held == 0
 
 
 def test_a_worker_drops_what_nobody_has_any_more_and_keeps_what_is_not_polled(
@@ -457,7 +457,7 @@ def test_a_worker_drops_what_nobody_has_any_more_and_keeps_what_is_not_polled(
     assert store.status()["claims"] == 2
     until(lambda: store.status()["claims"] == 1)
     time.sleep(0.3)
-    assert (store.status()["claims"], store.stats().held) == (1, 4)
+    assert (store.status()["claims"], store.cpu.stats().held) == (1, 4)
     assert kept.poll()[0]["ready"]
     workers.close()
     until(lambda: store.status()["claims"] == 0)
@@ -484,7 +484,7 @@ def test_a_call_that_hangs_ends_no_claim_and_holds_up_no_other_call(
             short.setattr(client, "TIMEOUT_S", 0.2)
             with pytest.raises(UnsupportedEngine, match="does not answer evict: timed out"):
                 workers.call("evict", made.manifest.digest)
-        assert (store.status()["claims"], store.stats().held) == (2, 4), "claims ended with the call"
+        assert (store.status()["claims"], store.cpu.stats().held) == (2, 4), "claims ended with the call"
     finally:
         go_on.set()
     assert late.result(20) == [7], "its answer comes when there is one"

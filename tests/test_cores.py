@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from chunks import one_by_one
 
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.library.workers import Workers
-from lmcache_cartridge.memory.loads import one_by_one
 from lmcache_cartridge.memory.tier import MemoryTier
 from lmcache_cartridge.sources.cores import use_all_cores
 

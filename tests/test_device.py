@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from chunks import one_by_one
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
 from making import Made, make_fingerprint
 from waiting import run_threads, until
@@ -16,7 +17,6 @@ from waiting import run_threads, until
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import device as device_module
-from lmcache_cartridge.memory.loads import one_by_one
 from lmcache_cartridge.memory.loan import Loan
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.memory.tier import MemoryTier

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from chunks import load
 from homes import CHUNK_BYTES, Home, assert_served, prompt_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def _loaded(made: Made, root: Path, chunk: int, *, tokens: int = CHUNK, rank: in
     shape = ChunkShape(len(heads), model.layers, tokens, model.head_size, model.dtype)
     loader = ChunkLoader(sources or Sources(), shape, heads, layout, disk, keep_local=True)
     out = torch.full((shape.size_bytes,), 0xEE, dtype=torch.uint8)
-    loader.load([Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
+    load(loader, [Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
     return VIEWS[layout](out, shape)
 
 
@@ -202,7 +203,7 @@ def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made,
     shape = ChunkShape(4, model.layers, CHUNK, model.head_size, model.dtype)
     out = torch.empty(shape.size_bytes, dtype=torch.uint8)
     segments = [Segment(Cartridge(made.manifest, root, str(root)), at) for at in (0, POSITIONS)]
-    ChunkLoader(Sources(), shape, range(4), "heads").load(segments, (offset + 2 * CHUNK) // CHUNK, out)
+    load(ChunkLoader(Sources(), shape, range(4), "heads"), segments, (offset + 2 * CHUNK) // CHUNK, out)
     keys, values = _served(made, root)[:, :, 2 * CHUNK : 3 * CHUNK]
     expected = shift_keys(keys, model, offset) if offset else keys
     assert torch.equal(VIEWS["heads"](out, shape), torch.stack([expected, values]))
@@ -225,7 +226,7 @@ def test_the_cpu_tier_holds_the_models_dtype_and_counts_it(home: Home) -> None:
     made = made._replace(kv=_served(made, home.root()))
     store = home.open(chunks=5)
     assert_served(store, made, prompt_for(home, made))
-    assert store.stats().resident_bytes == store.stats().budget_bytes == 5 * CHUNK_BYTES
+    assert store.cpu.stats().resident_bytes == store.cpu.stats().budget_bytes == 5 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a step that is no number"])

@@ -49,12 +49,7 @@ with quietly():
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.client import ControlClient
 from lmcache_cartridge.engine.contract import GRANT, TAG
-from lmcache_cartridge.engine.report import (
-    Report,
-    check_ids,
-    confirm,
-    key_name,
-)
+from lmcache_cartridge.engine.report import Report, check_ids, confirm, key_name
 from lmcache_cartridge.engine.salts import (
     adapter_name,
     adapter_salt,
@@ -126,7 +121,7 @@ class Server:
         self.socket = home.path.parent / "s" / "control"
         adapter = PluginL2AdapterConfig(
             "lmcache_cartridge.engine.l2", "CartridgeL2Adapter",
-            {"home": str(home.path), "control": str(self.socket), "cpu_bytes": 4 << 20, "lookup_timeout_s": 5} | params,
+            {"home": str(home.path), "control": str(self.socket), "cpu_bytes": 4 << 20, "lookup_timeout_s": 5, "plain_prompts": "all"} | params,
         )  # fmt: skip
         with quietly():
             self.manager = StorageManager(

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from blocks import quietly, vllm_config
+from chunks import load
 from families import FAMILIES, chain, make_model, write
 from making import make_fingerprint
 from safetensors import safe_open
@@ -110,7 +111,7 @@ def test_it_comes_from_s3_and_after_a_restart_from_the_disk_and_stands_where_it_
     for sources in (Sources(source), Sources()):
         loader = ChunkLoader(sources, shape, range(1), "kv_2ltd", DiskCache(tmp_path / "disk", 64 << 20))
         out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-        loader.load(segments, 0, out)
+        load(loader, segments, 0, out)
         found.append(out)
     source.close()
     kv = VIEWS["kv_2ltd"](found[0], shape)

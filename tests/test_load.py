@@ -81,7 +81,7 @@ def test_twenty_cartridges_in_room_for_five_are_kept_better_than_by_an_lru(home:
             assert store.release(chunk_hash, prompt.tag)
         if by == "claim":
             claim.close()
-        stats = store.stats()
+        stats = store.cpu.stats()
         assert stats.resident_bytes <= stats.budget_bytes
     expected = _hits(asked)
     assert expected - _lru_hits(asked) > 0.1 * REQUESTS
@@ -128,7 +128,7 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> _Growth:
 
     before_mib, before_objects = cycles(warm_up)
     after_mib, after_objects = cycles(count)
-    stats = store.stats()
+    stats = store.cpu.stats()
     home.close()
     return _Growth(
         after_mib - before_mib,
@@ -165,7 +165,7 @@ def test_nothing_is_left_of_cartridges_that_came_and_went(home: Home) -> None:
     home.registry.label("current", "a", warm=True)
     settings = {"reload_s": 0, "lease_s": 10.0}
     store = home.open(fingerprint=make_fingerprint(**SMALL), chunks=4, settings=settings, clock=clock)
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().held == 0)
     before = _tables(store)
     for turn in range(30):
         name, one = "bc"[turn % 2], made[1 + turn % 2]
@@ -179,6 +179,6 @@ def test_nothing_is_left_of_cartridges_that_came_and_went(home: Home) -> None:
         store.refresh()
         home.registry.register(home.root(name))
         store.refresh()
-    until(lambda: store.stats().held == 0)
+    until(lambda: store.cpu.stats().held == 0)
     assert _tables(store) == before
     assert sorted(store.names()) == ["a@1", "b@1", "c@1"]

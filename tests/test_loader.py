@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from chunks import load
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv, make_rope
 
 from lmcache_cartridge.artifact import check
@@ -67,7 +68,7 @@ def _loader(
 def _load(loader: ChunkLoader, made: Made, root: Path, chunk: int) -> torch.Tensor:
     """Return the loaded bytes; the memory held something else before."""
     out = torch.full((loader.shape.size_bytes,), 0xEE, dtype=torch.uint8)
-    loader.load([Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
+    load(loader, [Segment(Cartridge(made.manifest, root, str(root)), 0)], chunk, out)
     return out
 
 
@@ -119,7 +120,7 @@ def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(m
     source = _Counting()
     loader = _loader(made, 16, source=source)
     out = torch.empty(loader.shape.size_bytes, dtype=torch.uint8)
-    loader.load([Segment(Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc")), 0)], 3, out)
+    load(loader, [Segment(Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc")), 0)], 3, out)
     assert source.addresses == [out.data_ptr()]
     assert source.reads == [chunk_range(made.manifest, 3, range(4))]
 
@@ -448,7 +449,7 @@ def test_stages_have_together_what_one_engine_has_in_a_chain_too(
         loader = ChunkLoader(Sources(), shape, range(model.kv_heads), layout, layers=layers)
         outs = [torch.full((shape.size_bytes,), 0xEE, dtype=torch.uint8) for _ in range(2 * POSITIONS // 32)]
         for chunk, out in enumerate(outs):
-            loader.load(chain, chunk, out)
+            load(loader, chain, chunk, out)
         return torch.cat([VIEWS[layout](out, shape) for out in outs], dim=2)
 
     whole = loaded(range(4))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from blocks import Blocks, vllm_config  # before anything that imports lmcache
+from chunks import load
 from making import make_artifact, make_fingerprint, make_rope
 from test_inject import _memory_object
 from test_l2_probe import _beside, _Layer
@@ -71,7 +72,7 @@ def _by_us(
     loader = ChunkLoader(Sources(), plain, range(2), connector.layout, quantiser=rules)
     raw = [torch.empty(plain.size_bytes // 2, dtype=torch.uint8) for _ in range(chunks)]
     for chunk, out in enumerate(raw):
-        loader.load(segments, chunk, out)
+        load(loader, segments, chunk, out)
     starts = [CHUNK * n for n in range(chunks)]
     objects, ends = list(map(_memory_object, raw)), [start + CHUNK for start in starts]
     connector.batched_to_gpu(objects, starts, ends, slot_mapping=slots, vllm_cached_tokens=cached)
@@ -253,6 +254,6 @@ def test_a_rank_and_a_stage_have_their_own_heads_and_layers(tmp_path: Path) -> N
     plain = ChunkShape(1, 2, CHUNK, 64, "bfloat16")
     loader = ChunkLoader(Sources(), plain, range(1, 2), "kv_2ltd", layers=range(1, 3), quantiser=quantiser(rules[1:]))
     out = torch.empty(plain.size_bytes // 2, dtype=torch.uint8)
-    loader.load([segment], 0, out)
+    load(loader, [segment], 0, out)
     expected = torch.stack([rule(kv[:, 1 + n, :, 1:]) for n, rule in enumerate(rules[1:])], dim=1)
     assert torch.equal(out.view(2, 2, CHUNK, 1, 64), expected)

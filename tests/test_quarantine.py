@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
-from lmcache_cartridge.library import quarantine as quarantines
-from lmcache_cartridge.library.manifest_cache import ManifestCache
-from lmcache_cartridge.library.quarantine import BadCopy, ProcessQuarantine, Quarantine
+from lmcache_cartridge.library.quarantine import Note, ProcessQuarantine, Quarantine, name_of
 from lmcache_cartridge.memory.store import CartridgeStore
 
 DIGEST = "ab" * 32
@@ -29,7 +26,7 @@ def test_a_reason_is_seen_through_every_instance(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "asking made a directory"
     writer.put(DIGEST, "chunk 3 ≠ its checksum\nin two lines")
     assert reader.reason(DIGEST) == "chunk 3 ≠ its checksum\nin two lines"
-    assert (reader.reason("cd" * 32), reader.copy(DIGEST), reader.copy("cd" * 32)) == (None, None, None)
+    assert (reader.reason("cd" * 32), reader.read("cd" * 32), reader.read(DIGEST).location) == (None, None, "")
 
 
 def test_lifting_ends_a_quarantine_and_again_is_no_change(tmp_path: Path) -> None:
@@ -70,21 +67,25 @@ def test_many_that_quarantine_at_once_leave_one_whole_reason(tmp_path: Path) -> 
 
 
 def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Path) -> None:
-    quarantine, copy = Quarantine(tmp_path), BadCopy("s3://bucket/a b", '"some-etag"')
-    assert quarantine.put(DIGEST, "corrupt", copy) is True
-    assert (Quarantine(tmp_path).copy(DIGEST), quarantine.reason(DIGEST)) == (copy, "corrupt")
+    quarantine, where = Quarantine(tmp_path), "s3://bucket/a b"
+    assert quarantine.put(DIGEST, "corrupt", where) is True
+    assert Quarantine(tmp_path).read(name_of(DIGEST, where)) == Note("corrupt", where)
+    assert (quarantine.reason(DIGEST), quarantine.reason(DIGEST, where)) == ("corrupt", "corrupt")
+    assert quarantine.reason(DIGEST, "/elsewhere") is None
+    quarantine.lift(DIGEST, "/elsewhere")
+    assert quarantine.reason(DIGEST, where) == "corrupt"
     quarantine.lift(DIGEST)
     assert list(tmp_path.iterdir()) == []
 
 
-def _follower(directory: Path, revision: str = "new") -> ProcessQuarantine:
-    return ProcessQuarantine(Quarantine(directory), lambda location: revision, lambda: 0.0)
+def _follower(directory: Path, location: str = "/here") -> ProcessQuarantine:
+    return ProcessQuarantine(Quarantine(directory), lambda digest: location)
 
 
-def test_a_distrust_outlives_what_is_lifted_and_is_seen_by_this_process_alone(tmp_path: Path) -> None:
+def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> None:
     mine, theirs = _follower(tmp_path), _follower(tmp_path)
-    mine.put(DIGEST, "chunk 3 is corrupt", None)
-    mine.distrust(DIGEST, "it answers wrongly")
+    assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
+    assert mine.put(DIGEST, "chunk 4 is corrupt", "/here") is False
     for one in (mine, theirs):
         one.follow(lambda digest: True)
     assert mine.reasons == {DIGEST: "chunk 3 is corrupt"}
@@ -92,27 +93,29 @@ def test_a_distrust_outlives_what_is_lifted_and_is_seen_by_this_process_alone(tm
     Quarantine(tmp_path).lift(DIGEST)
     for one in (mine, theirs):
         one.follow(lambda digest: True)
-    assert (mine.reasons, theirs.reasons) == ({DIGEST: "it answers wrongly"}, {})
+    assert (mine.reasons, theirs.reasons) == ({}, {})
 
 
-def test_what_is_distrusted_first_is_noted_for_others_once_its_bytes_are_wrong(tmp_path: Path) -> None:
-    follower = _follower(tmp_path)
-    follower.distrust(DIGEST, "it answers wrongly")
-    assert Quarantine(tmp_path).digests() == set()
-    assert follower.put(DIGEST, "chunk 3 is corrupt", None) is True
-    assert follower.put(DIGEST, "chunk 4 is corrupt", None) is False
-    assert Quarantine(tmp_path).reason(DIGEST) == "chunk 3 is corrupt"
+def test_a_copy_elsewhere_is_not_quarantined_with_it(tmp_path: Path) -> None:
+    mine, theirs = _follower(tmp_path), _follower(tmp_path, location="/there")
+    assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
+    theirs.follow(lambda digest: True)
+    assert (mine.reasons, theirs.reasons) == ({DIGEST: "chunk 3 is corrupt"}, {})
+    assert (theirs.holds(DIGEST, "/here"), theirs.holds(DIGEST, "/there")) == (True, False)
+    Quarantine(tmp_path).put(DIGEST, "by hand")
+    theirs.follow(lambda digest: True)
+    assert theirs.reasons == {DIGEST: "quarantined: by hand"}, "a note without a place is about every copy"
 
 
-@pytest.mark.parametrize(("revision", "left"), [("old", {DIGEST}), ("new", set())])
-def test_a_copy_that_was_replaced_lifts_the_quarantine_and_the_same_one_does_not(
-    tmp_path: Path, revision: str, left: set[str]
-) -> None:
-    _follower(tmp_path, "old").put(DIGEST, "chunk 3 is corrupt", "s3://bucket/doc")
-    follower = _follower(tmp_path, revision)
-    assert follower.follow(lambda digest: True) is True, "it is not time to ask"
-    follower.ask_again()
-    assert (Quarantine(tmp_path).digests(), set(follower.reasons)) == (left, left)
+def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path)
+    for text, note in (
+        ("by hand", Note("by hand", "")), ("in two\nlines\n", Note("in two\nlines", "")), ("a\nb\nc", Note("a\nb\nc", "")),
+        ("chunk 3\ns3://bucket/doc\n\"etag\"", Note("chunk 3", "s3://bucket/doc")), ("chunk 3\n\n", Note("chunk 3", "")),
+    ):  # fmt: skip
+        (tmp_path / f"{DIGEST}.txt").write_text(text)
+        assert quarantine.read(DIGEST) == note
+        assert quarantine.reason(DIGEST, "/anywhere") == note.reason, "a note of this name is about every copy"
 
 
 class _Remote:
@@ -144,6 +147,9 @@ class _Remote:
         settings = {"s3_endpoint_url": self.proxy.endpoint, "s3_region": "us-east-1", "reload_s": 0}
         return self.home.open(settings=settings | {"disk_dir": self.home.path / "cache"})
 
+    def note(self) -> Note | None:
+        return self.quarantine.read(name_of(self.made.manifest.digest, self.location))
+
     def claim(self, store: CartridgeStore) -> str | None:
         """Claim the cartridge by its location until it is there, or return why it will not be."""
         digest = self.made.manifest.digest
@@ -155,7 +161,6 @@ class _Remote:
 
 @pytest.fixture
 def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Remote]:
-    monkeypatch.setattr(quarantines, "_LOOK_AGAIN_S", 0.0)
     with FaultyProxy(s3_credentials.port) as proxy:
         remote = _Remote(home, s3_credentials, bucket, proxy)
         home.registry.remove("doc")
@@ -165,60 +170,17 @@ def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytes
 
 @both
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_copy_on_s3_that_was_repaired_is_served_again(remote: _Remote, restart: bool) -> None:
+def test_a_copy_on_s3_that_was_repaired_is_served_again_once_it_was_verified(remote: _Remote, restart: bool) -> None:
     store = remote.open()
     assert "cartridge doc@1: chunk 3" in remote.claim(store)
     store = remote.open() if restart else store
     assert "cartridge doc@1: chunk 3" in remote.claim(store)
     remote.put()
-
-    def served() -> bool:
-        store.refresh()
-        return remote.claim(store) is None
-
-    until(served)
+    remote.quarantine.lift(remote.made.manifest.digest, remote.location)  # as `verify` does
+    store.refresh()
+    assert remote.claim(store) is None
     assert_served(store, remote.made, remote.prompt)
-    assert remote.quarantine.digests() == set()
-
-
-def test_one_that_is_repaired_as_soon_as_it_is_refused_is_served_again(
-    remote: _Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(cache: ManifestCache, location: str) -> str:
-        time.sleep(1)
-        return ask(cache, location)
-
-    ask = ManifestCache.payload_revision
-    monkeypatch.setattr(ManifestCache, "payload_revision", slow)
-    store = remote.open()
-    assert remote.claim(store)
-    remote.put()
-    until(lambda: store.refresh() or remote.claim(store) is None)
-
-
-def test_a_copy_on_s3_that_is_as_it_was_stays_quarantined(remote: _Remote) -> None:
-    store = remote.open()
-    assert remote.claim(store)
-    until(lambda: remote.quarantine.copy(remote.made.manifest.digest))
-    seen = len(remote.proxy.requests)
-    until(lambda: store.refresh() or len(remote.proxy.requests) >= seen + 3)  # it looks at what is there
-    assert set(remote.proxy.requests[-3:]) == {""}, "its payload was read again"
-    assert "chunk 3" in remote.claim(store)
-
-
-def test_a_copy_on_s3_that_is_replaced_by_a_bad_one_is_quarantined_again(remote: _Remote) -> None:
-    store, digest = remote.open(), remote.made.manifest.digest
-    assert remote.claim(store)
-    quarantine = remote.quarantine
-    first = quarantine.copy(digest)
-    remote.put(bad_byte=200)
-
-    def again() -> bool:
-        store.refresh()
-        return remote.claim(store) is not None and quarantine.copy(digest) not in (None, first)
-
-    until(again)
-    assert quarantine.reason(digest) is not None
+    assert remote.quarantine.names() == set()
 
 
 def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote: _Remote) -> None:

@@ -26,7 +26,7 @@ from lmcache_cartridge.settings import from_mapping
 
 HARMLESS = ("/tokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens")
 
-_NAMES: dict[str, Any] = {"model_aliases": {"ward": ["a"]}, "listed_models": 5}
+_NAMES: dict[str, Any] = {"model_aliases": {"ward": ["a"]}}
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +83,6 @@ def test_a_model_that_names_no_cartridge_or_another_is_refused(http: httpx.Clien
     ):  # fmt: skip
         reply = http.post(path, json=TAKING[path] | {"model": model} | fields, headers=headers)
         assert reply.status_code == status, (model, reply.text)
-
-
-def test_cartridges_are_listed_as_models_beside_the_base(http: httpx.Client) -> None:
-    cards = {card["id"]: (card["parent"], card["root"]) for card in http.get("/v1/models").json()["data"]}
-    assert cards == {MODEL: (None, MODEL), "ward": (MODEL, "a"), f"{MODEL}:a": (MODEL, "a@1")}
 
 
 @pytest.mark.parametrize("extra", [{"cartridges": None}, {"cartridges": ["nope"]}, {"kv_transfer_params": {}}])

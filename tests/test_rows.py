@@ -276,7 +276,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     assert list(store.refused()) == ["doc@1"]
     assert reason in store.refused()["doc@1"]
     assert store.names() == ["other@1"]
-    assert Quarantine(Settings(home=home.path).quarantine_dir).digests() == set()
+    assert Quarantine(Settings(home=home.path).quarantine_dir).names() == set()
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
     assert store.claim(made.manifest.digest, {}).poll().refused
     assert_served(store, other, prompt_for(home, other, "other"))
@@ -287,7 +287,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     clock.now += read_queue._RETRY_S
     store.refresh()
     until(lambda: not store.refused())
-    until(lambda: store.stats().loading == 0)  # a lookup now would share the failure of those loads
+    until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
     assert_served(store, made, prompt)
 
 
@@ -299,7 +299,7 @@ def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, op
     store, prompt = opened(), prompt_for(home, twin._replace(manifest=made[0].manifest), "a")
     assert store.lookup(prompt.hashes) == 0
     assert list(store.refused()) == ["b@1"]
-    until(lambda: store.stats().loading == 0)  # a lookup now would share the failure of those loads
+    until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
     assert store.lookup(prompt.hashes) == 4
     for chunk_hash in prompt.hashes[:4]:
         assert store.release(chunk_hash)
@@ -321,7 +321,7 @@ def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
             with store.lend(chunk_hash) as loan:
                 assert loan.bytes.numel()
             assert store.release(chunk_hash)
-    assert store.stats().leased == 0
+    assert store.cpu.stats().leased == 0
 
 
 # Rows that are wrong.
@@ -382,7 +382,7 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
                 assert store.release(chunk_hash, tag)
         claim = store.claim(made[name].manifest.digest, {})
         claim.poll()
-        until(lambda: store.stats().loading == 0)
+        until(lambda: store.cpu.stats().loading == 0)
         claim.close()
     assert store.lookup(prompts["t"].hashes) == 0, "identity tokens alone were answered"
     clock.now += read_queue._RETRY_S

@@ -145,7 +145,13 @@ def _saving(
     connector = EngineWriteConnector()
     connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK), saves=True)
     settings = from_mapping(
-        {"home": home, "cpu_bytes": 8 * blocks.shape(CHUNK).size_bytes, "lookup_timeout_s": 20, "reload_s": 0}
+        {
+            "home": home,
+            "cpu_bytes": 8 * blocks.shape(CHUNK).size_bytes,
+            "lookup_timeout_s": 20,
+            "reload_s": 0,
+            "plain_prompts": "all",
+        }
     )
     config_ = lmcache_config(settings, **SAVING | options)
     with lmcache_engine(config_, config, connector, leaves_threads="local_cpu" in options) as engine:
@@ -156,7 +162,7 @@ def _saving(
             lmcache.ask_first(CartridgeBackend)
         saving = Saving(engine, blocks, cartridges)
         yield saving
-        assert plugin(engine).store.stats().lent == 0, "LMCache was left with cartridge memory"
+        assert plugin(engine).store.cpu.stats().lent == 0, "LMCache was left with cartridge memory"
 
 
 @pytest.fixture
@@ -241,7 +247,7 @@ def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving: Saving, kind: 
     assert not saving.hot
     assert nothing_is_owed(store)
     store.evict(cartridge.made.manifest.digest)
-    assert store.stats().resident_bytes == 0, "its memory is free"
+    assert store.cpu.stats().resident_bytes == 0, "its memory is free"
     local = saving.engine.storage_manager.local_cpu_backend
     assert not any(map(local.contains, keys)), "LMCache would answer for a cartridge that may be removed"
 
@@ -255,7 +261,7 @@ def test_adoption_is_noticed(saving: Saving, kind: str) -> None:
     ids, configs = cartridge.prompt[:P], cartridge.configs
     saving.loaded(ids, configs)
     assert len(saving.hot) == 4 and all(map(local.contains, saving.keys(ids, configs)))
-    assert store.stats().lent == 4
+    assert store.cpu.stats().lent == 4
     local.submit_put_task = ours
     saving.engine.storage_manager.clear(["LocalCPUBackend"])
     assert nothing_is_owed(store)
@@ -343,7 +349,7 @@ def test_both_budgets_hold_and_neither_side_evicts_the_other(saving: Saving) -> 
         cartridge = saving.cartridges[KINDS[turn % 2]]
         assert torch.equal(saving.loaded(cartridge.prompt[:P], cartridge.configs), cartridge.made.kv)
         assert len(saving.hot) * size <= 0.01 * 2**30
-        stats = store.stats()
+        stats = store.cpu.stats()
         assert stats.resident_bytes <= stats.budget_bytes == 8 * size
     assert room // 2 < len(saving.hot) < 4 * room, "the pool was never full"
     assert nothing_is_owed(store)

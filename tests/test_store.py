@@ -33,6 +33,7 @@ from waiting import run_threads, until
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.artifact.writing import TOKENS
+from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.errors import OverBudget, RegistryError
 from lmcache_cartridge.library import index
 from lmcache_cartridge.library.quarantine import Quarantine
@@ -63,12 +64,12 @@ def test_what_is_lent_is_the_kv_that_was_written(home: Home, kind: str) -> None:
 def test_what_is_not_trusted_yet_loads_and_answers_nothing(home: Home) -> None:
     """So that it is in memory by the time that the engine was tried with it, or its damage is known."""
     made = home.make(positions=64)
-    prompt, store = prompt_for(home, made), home.open()
-    store.trust([])
+    prompt, store = prompt_for(home, made), home.open(settings={"plain_prompts": "trusted"})
+    digest = made.manifest.digest
     assert store.lookup(prompt.hashes) == 0
-    until(lambda: store.resident(prompt.hashes) == prompt.whole)
-    assert (store.lookup(prompt.hashes), store.untried()) == (0, [made.manifest.digest])
-    store.trust([made.manifest.digest])
+    until(lambda: store.resident(prompt.hashes, digest) == prompt.whole)
+    assert (store.lookup(prompt.hashes), store.untried()) == (0, [digest])
+    store.tried(digest, "canary", True)
     assert_served(store, made, prompt)
 
 
@@ -92,11 +93,11 @@ def test_asking_what_is_resident_loads_and_leases_nothing(home: Home) -> None:
     made = home.make()
     store, prompt = home.open(), prompt_for(home, made)
     assert store.resident(prompt.hashes) == 0
-    assert store.stats().promoted == 0
+    assert store.cpu.stats().promoted == 0
     store.lookup(prompt.hashes)
-    before = store.stats()
+    before = store.cpu.stats()
     assert store.resident(prompt.hashes) == 4
-    assert store.stats() == before
+    assert store.cpu.stats() == before
 
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))
@@ -205,13 +206,13 @@ def test_a_quarantine_outlives_the_process_until_it_is_lifted(home: Home) -> Non
 def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: Home) -> None:
     made = home.make()
     (home.path / "quarantine").write_text("not a directory")
-    store, prompt = home.open(), prompt_for(home, made)
+    store, prompt = home.open(), prompt_for(home, made)._replace(tag=made.manifest.digest)
     _corrupt(home, made, "doc", 0)
-    assert store.lookup(prompt.hashes) == 0
+    assert store.lookup(prompt.hashes, prompt.tag) == 0
     _assert_not_served(store, prompt, made)
     assert list(store.refused()) == ["doc@1"]
     store.close()
-    assert store.stats().loading == 0, "a load hangs"
+    assert store.cpu.stats().loading == 0, "a load hangs"
 
 
 def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home: Home) -> None:
@@ -298,7 +299,7 @@ def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home:
     store, prompt = home.open(), prompt_for(home, made)
     _corrupt(home, made, "doc", chunk)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
-    assert store.stats().leased == 0
+    assert store.cpu.stats().leased == 0
     _assert_not_served(store, prompt, made)
     assert store.lend(prompt.hashes[chunk], prompt.tag) is None
     assert f"chunk {chunk}," in store.refused()["doc@1"]
@@ -323,7 +324,7 @@ def test_part_of_a_trained_cartridge_is_not_answered(home: Home) -> None:
     store, prompt = home.open(), prompt_for(home, made)
     for count in range(4):
         assert store.lookup(prompt.hashes[:count], prompt.tag) == 0
-    assert store.stats().promoted == 0
+    assert store.cpu.stats().promoted == 0
     assert_served(store, made, prompt)
 
 
@@ -331,14 +332,14 @@ def test_a_trained_cartridge_that_memory_cannot_hold_is_not_begun(home: Home) ->
     made = home.make(kind="trained", positions=64)
     store, prompt = home.open(chunks=3), prompt_for(home, made)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
-    assert (store.stats().promoted, store.stats().resident) == (0, 0)
+    assert (store.cpu.stats().promoted, store.cpu.stats().resident) == (0, 0)
 
 
 def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: Home) -> None:
     made = home.make(positions=64)
     store, prompt = home.open(chunks=3), prompt_for(home, made)
     assert_served(store, made, prompt._replace(whole=3))
-    assert store.stats().resident_bytes == store.stats().budget_bytes == 3 * CHUNK_BYTES
+    assert store.cpu.stats().resident_bytes == store.cpu.stats().budget_bytes == 3 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("tag", [None, "", "00" * 32])
@@ -382,10 +383,10 @@ def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home:
     away = home.payload().rename(home.path / "away")
     assert store.lookup(prompt.hashes) == 0
     assert store.lend(prompt.hashes[0]) is None
-    assert store.stats().failed > 0
+    assert store.cpu.stats().failed > 0
     assert store.refused() == {}
     assert store.names() == ["doc@1"]
-    while store.stats().loading:  # a lookup now would wait for the same loads, and share their failure
+    while store.cpu.stats().loading:  # a lookup now would wait for the same loads, and share their failure
         time.sleep(0.001)
     away.rename(home.payload())
     assert_served(store, made, prompt)
@@ -398,7 +399,7 @@ def test_a_chunk_that_was_evicted_is_loaded_again_when_it_is_lent(home: Home) ->
     assert_served(store, second, prompt_for(home, second, "second"))
     assert store.resident(prompt.hashes) == 0
     assert lent(store, prompt.hashes[2]) == heads_bytes(first.kv[:, :, 2 * CHUNK : 3 * CHUNK])
-    assert store.stats().leased == 0, "lending leaves no lease"
+    assert store.cpu.stats().leased == 0, "lending leaves no lease"
 
 
 def _alike(home: Home) -> tuple[Made, Made]:
@@ -432,24 +433,25 @@ def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: 
     for _ in range(2):
         for chunk_hash in prompt.hashes[:4]:
             assert store.release(chunk_hash) is True
-    assert store.stats().leased == 0
+    assert store.cpu.stats().leased == 0
 
 
 def test_serving_changes_no_artefact_and_no_registry(home: Home) -> None:
     made = home.make()
     before = files_under(home.path)
     assert_served(home.open(), made, prompt_for(home, made))
-    assert files_under(home.path) == before
+    changed = dict(files_under(home.path).items() - before.items())
+    assert set(changed) == {"quarantine/plain/withdrawn", f"quarantine/plain/{made.manifest.digest}"}, "who answered"
 
 
 def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:
     made = home.make()
     settings = Settings(
-        home=home.path, cpu_bytes=4 * CHUNK_BYTES, disk_bytes="1MiB", disk_dir=home.path / "cache", disk_local=True,
+        home=home.path, plain_prompts="all", cpu_bytes=4 * CHUNK_BYTES, disk_bytes="1MiB", disk_dir=home.path / "cache", disk_local=True,
         lookup_timeout_s=20,
     )  # fmt: skip
     for expected_misses in (4, 0):
-        store = CartridgeStore(settings, make_engine(make_fingerprint()))
+        store = CartridgeStore(settings, make_engine(make_fingerprint()), Trust)
         assert_served(store, made, prompt_for(home, made))
         assert store.tiers()["disk"]["misses"] == expected_misses
         store.close()
@@ -457,7 +459,7 @@ def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:
 
 def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home: Home) -> None:
     with pytest.raises(OverBudget, match=f"at least {CHUNK_BYTES}"):
-        CartridgeStore(Settings(home=home.path, cpu_bytes=CHUNK_BYTES - 1), make_engine(make_fingerprint()))
+        CartridgeStore(Settings(home=home.path, cpu_bytes=CHUNK_BYTES - 1), make_engine(make_fingerprint()), Trust)
 
 
 def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home: Home) -> None:
@@ -468,7 +470,7 @@ def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home: Home) -> N
 
 def test_an_empty_home_serves_nothing_and_is_not_made(tmp_path: Path) -> None:
     store = CartridgeStore(
-        Settings(home=tmp_path / "none", cpu_bytes=CHUNK_BYTES, disk_bytes=0), make_engine(make_fingerprint())
+        Settings(home=tmp_path / "none", cpu_bytes=CHUNK_BYTES, disk_bytes=0), make_engine(make_fingerprint()), Trust
     )
     assert (store.names(), store.refused(), store.lookup([1, 2])) == ([], {}, 0)
     assert list(tmp_path.iterdir()) == []
@@ -519,7 +521,7 @@ def test_many_requests_for_sound_and_corrupt_cartridges_at_once_get_the_right_by
 
     run_threads(16, work)
     assert sorted(store.names()) == ["a@1", "b@1"]
-    assert store.stats().leased == 0
+    assert store.cpu.stats().leased == 0
     for name in "ab":
         assert_served(store, made[name], prompts[name])
 
@@ -562,7 +564,7 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
         loan.close()
     for name in "ba":  # each is forgotten for the other
         assert all(store.release(chunk_hash, tags[name]) for chunk_hash in prompts[name].hashes[:4])
-    assert store.stats().leased == 0
+    assert store.cpu.stats().leased == 0
 
 
 def test_artefacts_whose_reads_hang_keep_no_others_waiting(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

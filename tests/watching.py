@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_cartridge.artifact.reading import load_token_ids
+from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.memory.store import CartridgeStore
@@ -41,7 +42,8 @@ class Watched:
 
     def __init__(self, home: Path, *, device: bool = True, resident_names: int = 0) -> None:
         self.settings = Settings(
-            home=home, cpu_bytes=CPU_CHUNKS * CHUNK_BYTES, device_bytes=device * DEVICE_CHUNKS * CHUNK_BYTES,
+            home=home, plain_prompts="all", cpu_bytes=CPU_CHUNKS * CHUNK_BYTES,
+            device_bytes=device * DEVICE_CHUNKS * CHUNK_BYTES,
             disk_bytes=DISK_CHUNKS * CHUNK_BYTES, disk_local=True, lookup_timeout_s=20, reload_s=0,
             resident_names=resident_names,
         )  # fmt: skip
@@ -51,7 +53,7 @@ class Watched:
         self.requests = RequestMetrics(self.registry)
         Registry(self.settings.registry_path)
         engines = (make_engine(make_fingerprint(rope=ROPE), rank=rank, world=RANKS) for rank in range(RANKS))
-        self.stores = [CartridgeStore(self.settings, engine) for engine in engines]
+        self.stores = [CartridgeStore(self.settings, engine, Trust) for engine in engines]
 
     def make(self, name: str, positions: int = 4 * CHUNK + 8, dtype: str = "bfloat16", **arguments: Any) -> Made:
         """Register an artefact and have the stores take it in."""
@@ -111,7 +113,7 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
     async def ask(method: str) -> list[Any]:
         return [getattr(store, method)() for store in watched.stores]
 
-    nobody_asked = SimpleNamespace(outcome=lambda digest: None)
+    nobody_asked = SimpleNamespace(outcome=lambda name, digest: (None, None))
     nothing_imported = SimpleNamespace(imports=SimpleNamespace(rows=list, location=lambda name: None))
     add_routes(
         app,

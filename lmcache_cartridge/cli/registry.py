@@ -274,7 +274,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             except CartridgeError as error:
                 problem = str(error)
             else:
-                quarantine.lift(location.digest)
+                quarantine.lift(location.digest, location.location)
             results.append({"name": location.name, "sound": problem is None, "problem": problem})
     lines = [f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results]
     show(results, "\n".join(lines), arguments.format)

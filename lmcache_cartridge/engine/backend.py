@@ -33,6 +33,7 @@ from ..memory.store import CartridgeStore
 from ..settings import Settings, from_extra_config
 from . import contract, host, host_inprocess
 from .describe import describe
+from .trust import Trust
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
@@ -182,13 +183,6 @@ def _failed(answer: Any) -> Any:
     return answer
 
 
-_ATTRIBUTES = set(
-    "meta raw_data valid lock parent_allocator group_prefix_sum _used_size_override _l1_manager_id".split()
-)
-_METADATA = set("shape dtype address phy_size ref_count pin_count fmt cached_positions shapes dtypes".split())
-"""The attributes of LMCache's objects. Those of one that has others too are not copied to the next one."""
-
-
 class MemoryObjects:
     """Makes memory objects over chunks of one shape, a fresh one for each hold: LMCache counts references in it."""
 
@@ -200,31 +194,16 @@ class MemoryObjects:
         self._format = MemoryFormat.KV_2LTD if shape.planes == 2 else MemoryFormat.KV_MLA_FMT
         self._size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
         self._dtype, self._bytes = HELD[shape.dtype], shape.size_bytes
-        made = self._construct(torch.empty(0, dtype=torch.uint8))
-        self._object, self._metadata = vars(made).copy(), vars(made.meta).copy()
-        made.invalidate()  # there is nothing to free
-        self._are_known = self._object.keys() == _ATTRIBUTES and self._metadata.keys() == _METADATA
 
     def over(self, data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
         """Return an object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing."""
-        if not self._are_known:
-            made = self._construct(data)
-            made.end_loan = end
-            return made
-        # What the constructors would make, in a third of the time.
-        metadata, made = object.__new__(MemoryObjMetadata), object.__new__(CartridgeMemory)
-        metadata.__dict__ = facts = self._metadata.copy()
-        facts["address"] = data.data_ptr()
-        made.__dict__ = own = self._object.copy()
-        own["meta"], own["raw_data"], own["lock"], own["end_loan"] = metadata, data, threading.Lock(), end
-        return made
-
-    def _construct(self, data: torch.Tensor) -> CartridgeMemory:
         metadata = MemoryObjMetadata(
             self._size, self._dtype, data.data_ptr(), self._bytes, ref_count=1, fmt=self._format,
             shapes=[self._size], dtypes=[self._dtype],
         )  # fmt: skip
-        return CartridgeMemory(data, metadata, _LENDER)
+        made = CartridgeMemory(data, metadata, _LENDER)
+        made.end_loan = end
+        return made
 
 
 class CartridgeMemory(TensorMemoryObj):
@@ -282,7 +261,7 @@ def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
     identity = settings.model_dump_json(), tuple(facts.values())
     with _stores_lock:
         if identity not in _stores:
-            _stores[identity] = CartridgeStore(settings, engine)
+            _stores[identity] = CartridgeStore(settings, engine, Trust)
         return _stores[identity]
 
 

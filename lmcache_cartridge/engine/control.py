@@ -39,7 +39,7 @@ _PREFIX, _SOCKET = "lmcache-cartridge-control-", "control"
 _STARTING_S = 60.0
 """A directory younger than this may be that of a server which does not listen yet."""
 _METHODS = (
-    "pin", "unpin", "evict", "trust", "untried", "distrust", "refresh", "status", "numbers", "chunks_by_tier", "described",
+    "pin", "unpin", "evict", "tried", "untried", "refresh", "status", "numbers", "chunks_by_tier", "described",
 )  # fmt: skip
 """Those of a store that a client may call as they are."""
 _MAX_CALLS = 64

@@ -297,10 +297,6 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**CHAT),
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**CHAT),
-        "vllm.entrypoints.serve.engine.protocol:ModelCard": lambda kind: (
-            kind(id="m:a", root="a@1", parent="m").parent == "m"
-        ),
-        "vllm.entrypoints.serve.engine.protocol:ModelPermission": lambda kind: kind(),
         "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": callable,
         "vllm.renderers.online_renderer:OnlineRenderer.render_responses": callable,
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from http import HTTPStatus
 from importlib import import_module
@@ -72,21 +72,15 @@ def refuse_sleep(engine_client: Any, reason: str) -> None:
     engine_client.sleep = sleep
 
 
-def extend_models(
-    state: Any, takes: Callable[[str], bool], answered: Callable[[], str | None],
-    more: Callable[[], Awaitable[Mapping[str, str]]],
-) -> list[str]:  # fmt: skip
+def extend_models(state: Any, takes: Callable[[str], bool], answered: Callable[[], str | None]) -> list[str]:
     """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
 
-    `answered` is what a request's answer calls the model in the place of the first name, `more` the names that
-    `GET /v1/models` lists beside those, with what each stands for. Raises `UnsupportedEngine` where a handler asks for
-    models elsewhere.
+    `answered` is what a request's answer calls the model in the place of the first name. Raises `UnsupportedEngine` where
+    a handler asks for models elsewhere.
     """
-    from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelPermission
-
     models = attribute(state, "openai_serving_models")
     served = [path.name for path in attribute(models, "base_model_paths")]
-    is_base, name, show = (attribute(models, n) for n in ("is_base_model", "model_name", "show_available_models"))
+    is_base, name = attribute(models, "is_base_model"), attribute(models, "model_name")
     for handler in _HANDLERS:
         if getattr(getattr(state, handler, None), "models", models) is not models:
             raise changed(f"models of {handler}", "it has others than the server")
@@ -94,17 +88,8 @@ def extend_models(
     def model_name(lora_request: Any = None) -> str:
         return (None if lora_request else answered()) or name(lora_request)
 
-    async def show_available_models() -> Any:
-        shown = await show()
-        shown.data += [
-            ModelCard(id=name, root=root, parent=served[0], permission=[ModelPermission()])
-            for name, root in (await more()).items()
-        ]
-        return shown
-
     models.is_base_model = lambda model: is_base(model) or takes(model)
     models.model_name = model_name
-    models.show_available_models = show_available_models
     return served
 
 

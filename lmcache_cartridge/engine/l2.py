@@ -42,6 +42,7 @@ from .l1_copies import L1Copies
 from .l2_tasks import Acknowledgements, Task, Tasks
 from .report import HASH, HashChecks, Report, ReportServer, check_ids
 from .salts import tag_part, tag_salt
+from .trust import Trust
 from .versions import check_versions
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
                     f"an engine of the same name was here before and writes KV as {rank.report.layout} in chunks of "
                     f"{rank.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
                 )
+            if not self._present[report.key]:  # of an earlier process nothing is known that is true of this one
+                rank.store.begin_trials()
+                rank.copies.drop(lambda key: tag_part(key.cache_salt) is None)
             self._present[report.key] += 1
             return rank.control.path
 
@@ -162,7 +166,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             worker=report.rank,
             quantiser=report.quantiser,
         )
-        store = CartridgeStore(self._settings, engine)
+        store = CartridgeStore(self._settings, engine, Trust)
         copies = L1Copies(self._http)
         named = ClaimingStore(store, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies, report)
         logger.info(

@@ -64,8 +64,9 @@ class Catalog:
         self.index = KeyIndex(hasher, chunk_tokens)
         self._registry, self._copies = registry, copies
         self._chunk_tokens = chunk_tokens
-        self._quarantine = ProcessQuarantine(quarantine, copies.payload_revision, clock)
         self._entries = Entries(grace_s, clock)
+        self._quarantine = ProcessQuarantine(quarantine, self._location_of)
+        self.forgive = self._quarantine.forgive
         self._manifests: Lru[str, Cartridge] = Lru(_MAX_MANIFESTS)
         self._manifest_reads = Workers("cartridge-manifest", 4)
         """A digest's manifest is read once, however many want it, and they alone wait for it."""
@@ -100,6 +101,8 @@ class Catalog:
                 names = {one.name for one in present}
                 gone = [name for name in (*self._entries.all_names(), *self._queue) if name not in names]
                 present = self._adopt(present, known)
+            # What is served from the place of a name that goes is read from that of another.
+            present += self._registry.having(filter(None, map(self._entries.digest_of, gone)))
             requests = [ReadRequest(one.name, one.digest, one.location) for one in present]
             self._queue.add(requests)
         if not self._pruned:
@@ -113,8 +116,7 @@ class Catalog:
                 self._remove(name)
             # Without those that another name of this look brought back.
             removed, self._removed = [d for d in dict.fromkeys(self._removed) if self._entries.is_retired(d)], []
-            if self._quarantine.follow(self.knows):
-                self._queue.later(self._quarantine.ask_again)
+            self._quarantine.follow(self.knows)
             for digest in self._entries.drop_expired():
                 self._manifests.pop(digest)
                 self.index.forget(digest)
@@ -137,24 +139,23 @@ class Catalog:
             for digest in tag.split("."):
                 self._entries.keep(digest)
 
-    def quarantine(self, digest: str, reason: str) -> None:
-        """Serve a cartridge no more, in this process and in those that see the same quarantine.
+    def quarantine(self, digest: str, reason: str, location: str) -> bool:
+        """Serve a cartridge no more from this place, in this process and in those that see the same quarantine.
 
-        Where its bytes came from S3 it is served again once there are others. Blocks to ask S3 which ones they were.
+        Returns whether it is served from another place from now on, where a sound copy is registered. Blocks to read it.
         """
+        if self._quarantine.put(digest, reason, location):
+            logger.error("cartridge %s at %s is quarantined: %s", self.names_of(digest) or digest, location, reason)
+        for one in self._registry.having([digest]) if self._location_of(digest) == location else ():
+            request = ReadRequest(one.name, digest, one.location)
+            if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
+                self._queue.add([request])
+                self._read_queued(request, network=True)
+        return self._location_of(digest) != location
+
+    def _location_of(self, digest: str) -> str | None:
         row = self._entries.row(digest)
-        if self._quarantine.put(digest, reason, row.location if row and is_remote(row.location) else None):
-            entry = self._entries.get(digest)
-            names = ", ".join(entry.names) if entry else ""
-            logger.error("cartridge %s is quarantined: %s", names or digest, reason)
-
-    def forgive(self, digest: str) -> None:
-        """Lift a quarantine that a copy on S3 caused; what is there now is checked when it is loaded. Else no change."""
-        self._quarantine.forgive(digest)
-
-    def distrust(self, digest: str, reason: str) -> None:
-        """Serve a cartridge no more in this process alone: its bytes are sound, and others may serve it."""
-        self._quarantine.distrust(digest, reason)
+        return None if row is None else row.location
 
     def close(self) -> None:
         """Stop reading. Blocks for the artefact that is being read, and to write the rows of those that were."""
@@ -312,12 +313,14 @@ class Catalog:
         digest = row.digest
         with self._lock:
             entry = self._name(name, digest)
+            if self._quarantine.holds(digest, row.location) and entry.row is not None:
+                return  # it lies elsewhere too
             self._entries.serve(row)
             self._manifests.put(digest, cartridge)
             if row.kind != "tokens":
                 # A document that is not registered answers those who name it, not every prompt that begins like it.
                 self.index.add(digest, row.hashes, open_to_all=row.is_open and bool(entry.names))
-            self._quarantine.look_up([digest])
+            self._quarantine.look_up(())
 
     def _give_up(self, request: ReadRequest, error: CartridgeError) -> None:
         name, digest, location = request

@@ -147,10 +147,10 @@ class KeyIndex:
             if (key := self._table(digest).get(chunk_hash)) is not None:
                 yield key
 
-    def leading(self, hashes: Sequence[int], tag: str | None, without: Container[str] = ()) -> list[ChunkKey]:
-        """Return the chunks of the longest run of known hashes from the first on.
+    def leading(self, hashes: Sequence[int], tag: str | None, may: Callable[[str], bool] = bool) -> list[ChunkKey]:
+        """Return the chunks of the longest run of known hashes from the first on, of cartridges whose digest `may`.
 
-        Cartridges whose digest is in `without` do not count.
+        Where several have the same chunk, the newest of those that may leads.
         """
         hidden: Container[str] = self._hidden if tag is None else ()
         digests: list[Any] = [tag] * len(hashes) if tag is not None else list(map(self._newest.get, hashes))
@@ -159,12 +159,12 @@ class KeyIndex:
         run: list[Any] = []
         if digests and digests.count(digests[0]) == len(digests):
             run = list(map(self._table(digests[0]).get, hashes[: len(digests)]))
-            if all(run) and not without and not hidden:
+            if all(run) and not hidden and all(map(may, {key.digest for key in run})):
                 return run
         run = []
         for chunk_hash in hashes[: len(digests)]:
             keys = self.candidates(chunk_hash, tag)
-            key = next((k for k in keys if k.digest not in without and k.digest not in hidden), None)
+            key = next((k for k in keys if k.digest not in hidden and may(k.digest)), None)
             if key is None:
                 break
             run.append(key)

@@ -109,10 +109,6 @@ class ManifestCache:
             entry.checked_s = time.monotonic()
             return found
 
-    def payload_revision(self, location: str) -> str:
-        """Return a text that changes whenever the payload at an `s3://` location does. Asks S3. Raises `SourceError`."""
-        return self._source.revision(location, reading.PAYLOAD)
-
     def prune(self, keep: Container[str]) -> None:
         """Remove the copies of locations that nobody asked for in a month, except those to `keep`, and what killed processes
         left half-made. Never raises.

@@ -1,4 +1,4 @@
-"""Quarantine: cartridges that must not be served, with the reason; one small file each, seen by every process."""
+"""Quarantine: copies of cartridges that must not be served, with the reason; one small file each, seen by every process."""
 
 from __future__ import annotations
 
@@ -9,172 +9,140 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from ..artifact import files
-from ..artifact.location import is_remote
-from ..errors import CartridgeError
+from ..artifact.location import SCHEME, is_remote
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 10.0
-"""How often S3 is asked whether a quarantined cartridge has other bytes now."""
 
+class Note(NamedTuple):
+    """Why one copy of a cartridge is quarantined."""
 
-class BadCopy(NamedTuple):
-    """The payload on S3 that had wrong bytes."""
-
+    reason: str
     location: str
-    revision: str
-    """Of the payload; empty where it is not known."""
+    """Where that copy lies; empty where the note is about all of them."""
 
 
 class Quarantine:
-    """Reasons by content digest, under one directory that serving may write.
+    """Notes by content digest and place, under one directory that serving may write.
 
-    A quarantine outlives the process; `lmcache-cartridge verify` lifts it when the artefact is sound again. One that a
-    copy on S3 caused is lifted by servers too, once there is another.
+    A quarantine outlives the process; `lmcache-cartridge verify` lifts it when the artefact is sound again.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def put(self, digest: str, reason: str, copy: BadCopy | None = None) -> bool:
-        """Quarantine a cartridge, for what `copy` holds on S3 if given; return whether others will see it. Never raises."""
-        text = "\n".join((reason, *(copy or ("", ""))))
+    def put(self, digest: str, reason: str, location: str = "") -> bool:
+        """Quarantine the copy at `location`, or all that there are; return whether others will see it. Never raises."""
+        text = f"{reason}\n{location}\n"
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files.replace(self._path(digest), [text.encode("utf-8", "backslashreplace")], 0o600)
+            path = self._directory / f"{name_of(digest, location)}.txt"
+            files.replace(path, [text.encode("utf-8", "backslashreplace")], 0o600)
         except OSError:
             return False
         return True
 
-    def reason(self, digest: str) -> str | None:
-        """Return why a cartridge is quarantined, None if it is not."""
-        return self._read(digest)[0]
+    def reason(self, digest: str, location: str | None = None) -> str | None:
+        """Return why the copy at `location`, or any of a digest, is quarantined; None if it is not."""
+        notes = map(self.read, sorted(self.about(digest, location)))
+        return next((note.reason for note in notes if note is not None), None)
 
-    def copy(self, digest: str) -> BadCopy | None:
-        """Return what on S3 caused a quarantine, None if nothing did."""
-        _, location, revision = self._read(digest)
-        return BadCopy(location, revision) if is_remote(location) else None
+    def about(self, digest: str, location: str | None = None) -> set[str]:
+        """Return the names that notes about the copy at `location` have, or all of a digest that there are."""
+        return _names(digest, location) if location else {name for name in self.names() if name.startswith(digest)}
 
-    def digests(self) -> set[str]:
-        """Return the digests of every quarantined cartridge."""
+    def names(self) -> set[str]:
+        """Return the name of every note; it begins with the digest."""
         try:
             return {path.stem for path in self._directory.glob("[!.]*.txt")}
         except OSError:
             return set()
 
-    def lift(self, digest: str) -> None:
-        """Let a cartridge be served again; no change if it may already."""
-        self._path(digest).unlink(missing_ok=True)
-
-    def _read(self, digest: str) -> tuple[str | None, str, str]:
-        """Return the reason, None without one, and from the last two lines the copy's location and revision, or ""."""
+    def read(self, name: str) -> Note | None:
+        """Return a note, None if there is none."""
         try:
-            text = self._path(digest).read_text(encoding="utf-8", errors="replace")
+            text = (self._directory / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return None, "", ""
-        reason, location, revision = (*text.rsplit("\n", 2), "", "")[:3]  # by hand, a reason alone will do
-        return reason, location, revision
+            return None
+        reason, location, *_ = *text.rsplit("\n", 2), "", ""
+        return Note(reason, location) if location.startswith(("/", SCHEME)) else Note(text.strip(), "")  # by hand
 
-    def _path(self, digest: str) -> Path:
-        return self._directory / f"{digest}.txt"
+    def lift(self, digest: str, location: str | None = None) -> None:
+        """Let the copy at `location`, or all of a digest, be served again; no change if they may already."""
+        for name in self.about(digest, location):
+            (self._directory / f"{name}.txt").unlink(missing_ok=True)
 
 
-class _Case(NamedTuple):
-    """Why one cartridge is quarantined."""
+def name_of(digest: str, location: str) -> str:
+    """Return what a note is called."""
+    return f"{digest}-{blake3(location.encode()).hexdigest(8)}" if location else digest
 
-    reason: str
-    is_noted: bool
-    """Whether that lies in the directory, so that it is lifted when it is removed there."""
-    copy: BadCopy | None
+
+def _names(digest: str, location: str) -> set[str]:
+    return {digest, name_of(digest, location)}
 
 
 class ProcessQuarantine:
     """The quarantine as one serving process follows it. Safe from any thread."""
 
-    def __init__(self, quarantine: Quarantine, revision: Callable[[str], str], clock: Callable[[], float]) -> None:
-        """`revision` returns a text that changes with the payload at an `s3://` location; it may block and raise."""
+    def __init__(self, quarantine: Quarantine, location_of: Callable[[str], str | None]) -> None:
+        """`location_of` returns where the copy lies that a digest is served from."""
         self.reasons: Mapping[str, str] = {}
         """By digest; such cartridges are not served. Replaced and never changed, so that it can be read at any time."""
-        self._quarantine, self._revision, self._clock = quarantine, revision, clock
-        self._cases: dict[str, _Case] = {}
-        self._distrusted: dict[str, str] = {}
-        self._asked_at = float("-inf")
+        self._quarantine, self._location_of = quarantine, location_of
+        self._notes: dict[str, Note] = {}
+        self._unwritten: set[str] = set()
+        """Names of notes that the directory did not take, so that they are not lifted when they are not there."""
         self._lock = threading.Lock()
 
-    def put(self, digest: str, reason: str, location: str | None) -> bool:
-        """Quarantine a cartridge here and for those who see the same directory; whether it was not already.
-
-        `location` is that of a payload on S3: the cartridge is served again once there are other bytes. Blocks to ask
-        which ones they were.
-        """
-        copy = None
-        if location is not None:  # before anybody is told: whoever puts it right from now on is heard
-            copy = BadCopy(location, "")
-            with suppress(CartridgeError):
-                copy = BadCopy(location, self._revision(location))
+    def put(self, digest: str, reason: str, location: str) -> bool:
+        """Quarantine a copy here and for those who see the same directory; whether it was not already."""
         with self._lock:
-            if digest in self._cases:
+            name = name_of(digest, location)
+            if name in self._notes or digest in self._notes:
                 return False
-            self._cases[digest] = _Case(reason, self._quarantine.put(digest, reason, copy), copy)
+            self._notes[name] = Note(reason, location)
+            if not self._quarantine.put(digest, reason, location):
+                self._unwritten.add(name)
             self._publish()
             return True
 
-    def distrust(self, digest: str, reason: str) -> None:
-        """Serve a cartridge no more in this process alone: its bytes are sound, and others may serve it."""
+    def holds(self, digest: str, location: str) -> bool:
+        """Whether the copy at `location` is quarantined. Takes in what the directory says of it."""
+        names = _names(digest, location)
+        self.look_up(names)
+        return not names.isdisjoint(self._notes)
+
+    def look_up(self, names: Iterable[str]) -> None:
+        """Take in notes of the directory."""
         with self._lock:
-            self._distrusted.setdefault(digest, reason)
+            for name in names:
+                if name not in self._notes and (note := self._quarantine.read(name)) is not None:
+                    self._notes[name] = note._replace(reason=f"quarantined: {note.reason}")
             self._publish()
 
-    def look_up(self, digests: Iterable[str]) -> None:
-        """Take in what the directory says of cartridges that come to be served."""
+    def follow(self, knows: Callable[[str], bool]) -> None:
+        """Take in what others put into the directory, of cartridges that the caller `knows`, or lifted from it."""
+        noted = self._quarantine.names()
         with self._lock:
-            for digest in digests:
-                if digest not in self._cases and (reason := self._quarantine.reason(digest)) is not None:
-                    self._cases[digest] = _Case(f"quarantined: {reason}", True, None)
-                    self._publish()
-
-    def follow(self, knows: Callable[[str], bool]) -> bool:
-        """Take in what others put into the directory, of cartridges that the caller `knows`, or lifted from it.
-
-        Return whether it is time for `ask_again`.
-        """
-        noted = self._quarantine.digests()
-        with self._lock:
-            for digest in [d for d, case in self._cases.items() if case.is_noted and d not in noted]:
-                del self._cases[digest]
-                self._publish()
-                logger.info("the quarantine of %s was lifted", digest)
-        self.look_up(filter(knows, noted))
-        now = self._clock()
-        if not (noted or self._cases) or now - self._asked_at < _LOOK_AGAIN_S:
-            return False
-        self._asked_at = now
-        return True
-
-    def ask_again(self) -> None:
-        """Lift the quarantines of those that have other bytes on S3 than the ones that were wrong. Asks S3."""
-        for digest in self._quarantine.digests() | self.reasons.keys():
-            copy = self._copy(digest)
-            with suppress(CartridgeError):
-                if copy is not None and self._revision(copy.location) != copy.revision:
-                    self.forgive(digest)
+            for name in self._notes.keys() - noted - self._unwritten:
+                del self._notes[name]
+                logger.info("the quarantine of %s was lifted", name)
+        self.look_up(name for name in noted if knows(name.partition("-")[0]))
 
     def forgive(self, digest: str) -> None:
-        """Lift a quarantine that a copy on S3 caused; what is there now is checked when it is loaded. Else no change."""
-        if self._copy(digest) is None:
-            return
-        with suppress(OSError):
-            self._quarantine.lift(digest)
+        """Lift the quarantines that copies on S3 caused; what is there now is checked when it is loaded. Else no change."""
         with self._lock:
-            lifted = self._cases.pop(digest, None)
+            for name, note in list(self._notes.items()):
+                if name.startswith(digest) and is_remote(note.location):
+                    with suppress(OSError):
+                        self._quarantine.lift(digest, note.location)
+                    del self._notes[name]
             self._publish()
-        if lifted is not None:
-            logger.info("the quarantine of %s is lifted: it is fetched from S3 again", digest)
-
-    def _copy(self, digest: str) -> BadCopy | None:
-        case = self._cases.get(digest)
-        return case.copy if case is not None and case.copy is not None else self._quarantine.copy(digest)
 
     def _publish(self) -> None:
-        self.reasons = self._distrusted | {digest: case.reason for digest, case in self._cases.items()}
+        found = ((name.partition("-")[0], note) for name, note in self._notes.items())
+        self.reasons = {d: note.reason for d, note in found if note.location in ("", self._location_of(d))}

@@ -85,16 +85,6 @@ class ChunkLoader:
         """Return the counters; no side effects."""
         return self._stats
 
-    def load(self, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> None:
-        """Fill `out`, flat uint8 of a chunk's size, with engine chunk `chunk` of some cartridges in a row.
-
-        Blocks; safe from any thread. Raises a subclass of `ArtifactError` when the bytes are wrong and of `SourceError`
-        when they cannot be had, its `digest` naming the cartridge at fault; `out` is then undefined.
-        """
-        (error,) = self.load_run(segments, chunk, [out])
-        if error is not None:
-            raise error
-
     def run_of(self, segments: Sequence[Segment]) -> int:
         """Return the most chunks that one `load_run` should be given: the number nearest to one request of the source."""
         if len(segments) != 1 or not self._is_stored_as_served(segments[0], 0, self.shape.tokens):
@@ -108,10 +98,12 @@ class ChunkLoader:
     def load_run(
         self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
     ) -> list[CartridgeError | None]:
-        """Fill `outs` with `chunk` and the chunks after it; return for each None, or the error that `load` would raise.
+        """Fill `outs`, flat uint8 of a chunk's size, with engine chunk `chunk` of some cartridges in a row and those after it.
 
+        Returns for each None, or why it could not be had: a subclass of `ArtifactError` when the bytes are wrong and of
+        `SourceError` when they cannot be had, its `digest` naming the cartridge at fault; the buffer is then undefined.
         `run_of` tells how many are worth it. Those that the disk cache has not are read from the source by one request.
-        Where that brings wrong bytes each is loaded by itself, so one bad chunk fails alone.
+        Where that brings wrong bytes each is loaded by itself, so one bad chunk fails alone. Blocks; safe from any thread.
         """
         # The one place where chunks get the engine's layout, however they were read.
         read = [slab(self.shape.size_bytes) for _ in outs] if self._packed else outs

@@ -44,19 +44,6 @@ Loaded = Callable[[Sequence[ChunkKey], Sequence[CartridgeError | None]], None]
 """Is told which chunks were loaded together, and for each None or why it could not be."""
 
 
-def one_by_one(load: Callable[[ChunkKey, torch.Tensor], None]) -> Plan:
-    """Return the plan of a function that loads one chunk, or raises `CartridgeError`."""
-
-    def plan(key: ChunkKey) -> LoadRun:
-        def run(chunk: int, outs: Sequence[torch.Tensor]) -> list[None]:
-            load(key, outs[0])
-            return [None]
-
-        return LoadRun(1, run)
-
-    return plan
-
-
 _streams = threading.local()
 
 
@@ -90,16 +77,15 @@ class LoadThreads:
         threads: int = 4,
         slow_threads: int = 0,
         is_slow: Callable[[ChunkKey], bool] = lambda key: False,
-        on_failure: Callable[[ChunkKey, CartridgeError], None] = lambda key, error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """No thread begins with a chunk while a caller holds `lock`, so chunks submitted meanwhile are loaded together.
 
         Chunks that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting. A
-        thread takes waiting neighbours of its chunk along, up to the limit of its plan. `on_failure` is told of every
-        chunk that was not loaded, before `loaded` is; both are called by the loading thread.
+        thread takes waiting neighbours of its chunk along, up to the limit of its plan. `loaded` is called by the loading
+        thread.
         """
-        self._plan, self._loaded, self._on_failure, self._is_slow = plan, loaded, on_failure, is_slow
+        self._plan, self._loaded, self._is_slow = plan, loaded, is_slow
         self._waiting: dict[ChunkKey, torch.Tensor] = {}
         self._seconds, self._counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._lock = lock
@@ -150,7 +136,7 @@ class LoadThreads:
                 errors = [_as_error(keys[0], caught)] * len(keys)
         for failed, error in zip(keys, errors, strict=True):
             if error is not None:
-                self._tell(failed, error)
+                logger.warning("chunk %d of %s was not loaded: %s", failed.chunk, failed.digest, error)
         took_s = time.perf_counter() - started
         with self._lock:
             self._seconds += took_s
@@ -174,12 +160,6 @@ class LoadThreads:
                 taken[first] = self._waiting.pop(first)
                 first = _neighbour(first, 1)
             return taken
-
-    def _tell(self, key: ChunkKey, error: CartridgeError) -> None:
-        try:
-            self._on_failure(key, error)
-        except Exception:
-            logger.exception("chunk %d of %s was not loaded (%s), and nobody was told", key.chunk, key.digest, error)
 
 
 def _neighbour(key: ChunkKey, step: int) -> ChunkKey:

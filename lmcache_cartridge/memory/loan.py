@@ -34,15 +34,21 @@ class Entry:
         """Whether it can be evicted."""
         return not self.holds and self.state == "resident"
 
+    def lease(self, plain: bool) -> Lease | None:
+        """Return its oldest lease of a lookup that did, or did not, name cartridges; None without one."""
+        return next((lease for lease in self.leases if lease.plain == plain), None)
+
 
 class Lease:
     """Chunks that one lookup found."""
 
-    __slots__ = ("entries", "left", "until")
+    __slots__ = ("entries", "left", "plain", "until")
 
-    def __init__(self, until: float, entries: Sequence[Entry]) -> None:
-        """It runs out at the time `until`. `left` is how many of its entries were not released before."""
-        self.until, self.entries, self.left = until, entries, len(entries)
+    def __init__(self, until: float, entries: Sequence[Entry], plain: bool) -> None:
+        """It runs out at the time `until`. `left` is how many of its entries were not released before, and `plain` whether
+        the lookup named no cartridge.
+        """
+        self.until, self.entries, self.left, self.plain = until, entries, len(entries), plain
 
 
 class Leases:
@@ -54,17 +60,17 @@ class Leases:
         self.count = 0
         """Of one chunk each, those that were not released and have not run out."""
 
-    def add(self, until: float, entries: Sequence[Entry]) -> None:
+    def add(self, until: float, entries: Sequence[Entry], plain: bool) -> None:
         """Lease chunks. No lease runs out before one that was added earlier."""
-        lease = Lease(until, entries)
+        lease = Lease(until, entries, plain)
         self._open[lease] = None
         self.count += len(entries)
         for entry in entries:
             entry.leases.append(lease)
 
-    def release(self, entry: Entry) -> None:
-        """End the oldest lease of a chunk that has one."""
-        lease = entry.leases.pop(0)
+    def release(self, entry: Entry, lease: Lease) -> None:
+        """End one lease of a chunk."""
+        entry.leases.remove(lease)
         lease.left -= 1
         if not lease.left:
             del self._open[lease]

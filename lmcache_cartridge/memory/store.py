@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..artifact.cartridge import Place
+import torch
+
+from ..artifact.cartridge import Place, Segment
 from ..errors import ArtifactError, CartridgeError
 from ..library.catalog import Catalog
 from ..library.index import ChunkKey
@@ -34,7 +36,6 @@ from .loan import Loan, Make
 from .readiness import Readiness
 from .residents import described, residents
 from .tier import Hold, MemoryTier
-from .tier_stats import TierStats
 from .warm import Warm
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,17 @@ class CartridgeStore:
     and from there onto the device. Safe from any thread.
     """
 
-    def __init__(self, settings: Settings, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        trust: Callable[..., Any],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Read the registry and make its cartridges findable. Blocks for that; loads no payload.
 
+        `trust` makes a `Trust` of the settings, a catalog and a registry.
         Raises `OverBudget` or `RegistryError`. A cartridge that cannot be served is reported by `refused`.
         """
         self.engine, self._settings, self._clock = engine, settings, clock
@@ -86,18 +95,20 @@ class CartridgeStore:
         self.cpu = MemoryTier(
             self.shape.size_bytes, settings.cpu_bytes, self._plan, pin_memory=engine.pin_memory,
             lease_s=settings.lease_s, clock=clock, threads=settings.load_threads, slow_threads=settings.s3_connections,
-            is_slow=lambda key: self._catalog.is_remote(key.digest), on_failure=self._load_failed,
+            is_slow=lambda key: self._catalog.is_remote(key.digest),
         )  # fmt: skip
         self._catalog.refresh()
+        self._trust = trust(settings, self._catalog, self._registry)
+        self.tried, self.untried = self._trust.tried, self._trust.untried
+        self.begin_trials = self._trust.begin_trials
         self.device: MemoryTier | None = None
         self._memory = {"cpu": self.cpu}
         self.wake()
         self._reads = Workers("cartridge-read", _MAX_READS, one_a_group=True)
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
-        self._trusted: set[str] | None = None
-        """Those that may answer prompts which do not name them; None where nobody tries this engine, and all may."""
-        self._untried: set[str] = set()
-        self._background = Background(self.claim)
+        self._background = background = Background(self.claim)
+        self.preload, self.pin, self.unpin = background.preload, background.pin, background.unpin
+        self.names, self.refused = self._catalog.names, self._catalog.refused
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._warm = Warm(self._registry, self._background, self._catalog.knows)
@@ -109,22 +120,24 @@ class CartridgeStore:
         """Lease the leading chunks of a prompt and return how many of its hashes they answer.
 
         `tag` names a cartridge or chain by its digests, joined by dots; without one only prefill cartridges answer,
-        each for its own tokens. What is not resident starts loading, and is waited for `lookup_timeout_s` at most.
-        Where a trained cartridge is part of it, all its chunks answer or none. Every chunk counted is resident,
-        verified, and stays for the lease. Without a tag only what `trust` was told of answers, once it was called.
+        each for its own tokens, as far as they are trusted. What is not resident starts loading, and is waited for
+        `lookup_timeout_s` at most. Where a trained cartridge is part of it, all its chunks answer or none. Every chunk
+        counted is resident, verified, and stays for the lease.
         """
-        needed = self._catalog.derive(tag)
-        keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
-        if needed is None or not keys or len(keys) < needed:
+        needed, plain = self._catalog.derive(tag), tag is None
+        keys = self._leading(hashes, tag)
+        if plain:
+            self._load_untried(hashes[len(keys) :])
+        if needed is None or not keys or len(keys) < needed or not self._note(keys, tag):
             return 0
-        if tag is None and (trusted := self._count_trusted(keys)) < len(keys):
-            with self.cpu.hold(keys[trusted:]) as untried:
-                untried.poll()  # it loads while the engine is tried with it
-            keys = keys[:trusted]
         device = self.device
-        if device is not None and device.resident(keys) == len(keys) and device.lease(keys, 0.0, whole=True):
+        if (
+            device is not None
+            and device.resident(keys) == len(keys)
+            and device.lease(keys, 0.0, whole=True, plain=plain)
+        ):
             return len(keys)
-        found = self.cpu.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0)
+        found = self.cpu.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0, plain=plain)
         if device is not None and found:
             with device.hold(keys[:found]) as promoted:
                 promoted.poll()
@@ -134,50 +147,79 @@ class CartridgeStore:
         """Return how many leading hashes one tier could lend now; leases and loads nothing."""
         if self._catalog.derive(tag) is None:
             return 0
-        keys = self._catalog.index.leading(hashes, tag, self._catalog.quarantined)
+        keys = self._leading(hashes, tag)
         return max(tier.resident(keys) for tier in self._memory.values())
 
     def lend(self, chunk_hash: int, tag: str | None = None, make: Make = Loan) -> Any:
-        """Return a loan of one chunk, the caller's to close, or None if it cannot be had.
-
-        A chunk that is not resident any more is loaded again, waiting up to `lookup_timeout_s`.
-        """
-        servable = self._catalog.derive(tag) is not None
-        # A quarantined cartridge's resident chunks were verified, and a lookup may have promised them already.
-        for key in self._catalog.index.candidates(chunk_hash, tag):
-            for tier in self._memory.values():
-                if loans := tier.lend([key], make):
-                    return loans[0]
-        keys = self._catalog.index.leading((chunk_hash,), tag, self._catalog.quarantined)
-        return self.cpu.load(keys[0], self._settings.lookup_timeout_s, make) if servable and keys else None
+        """Return a loan of one chunk, the caller's to close, or None if it cannot be had; see `lend_run`."""
+        return next(iter(self.lend_run((chunk_hash,), tag, make)), None)
 
     def lend_run(self, hashes: Sequence[int], tag: str | None = None, make: Make = Loan) -> list[Any]:
-        """Lend one chunk after the other, as `lend` does, until one cannot be had; return the loans, the caller's."""
-        if tag is not None:
-            self._find(tag)
-        keys = self._catalog.index.leading(hashes, tag)
+        """Lend one chunk after the other until one cannot be had; return the loans, the caller's to close.
+
+        They are the chunks that a lookup leased; without one, those that it could find now. One that is not resident any
+        more is loaded again, waiting up to `lookup_timeout_s`.
+        """
         loans: list[Any] = []
-        for tier in self._memory.values():
-            if loans := tier.lend(keys, make):
+        keys = self._promised(hashes, tag)
+        if not self._note(keys, tag):
+            return loans
+        while rest := keys[len(loans) :]:
+            more = next(filter(None, (tier.lend(rest, make) for tier in self._memory.values())), [])
+            found = self._trust.may_answer(rest[0].digest) if tag is None else self._catalog.derive(tag) is not None
+            if not more and found:
+                loan = self.cpu.load(rest[0], self._settings.lookup_timeout_s, make)
+                more = [] if loan is None else [loan]
+            if not more:
                 break
-        for chunk_hash in hashes[len(loans) :]:
-            loan = self.lend(chunk_hash, tag, make)
-            if loan is None:
-                break
-            loans.append(loan)
+            loans += more
         return loans
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
         if tag is not None:
             self._find(tag)
-        keys = self._catalog.index.candidates(chunk_hash, tag)
-        return any(tier.release(key) for key in keys for tier in self._memory.values())
+        keys, tiers = self._catalog.index.candidates(chunk_hash, tag), self._memory.values()
+        return any(tier.release(key, tag is None) for key in keys for tier in tiers)
+
+    def _note(self, keys: Sequence[ChunkKey], tag: str | None) -> bool:
+        """Note whose chunks answer a prompt that does not name them; whether they may."""
+        return tag is not None or self._trust.note({key.digest for key in keys})
+
+    def _leading(self, hashes: Sequence[int], tag: str | None) -> list[ChunkKey]:
+        """Return the chunks of the longest leading run that a lookup may find."""
+        quarantined = self._catalog.quarantined
+        may = self._trust.may_answer if tag is None else lambda digest: digest not in quarantined
+        return self._catalog.index.leading(hashes, tag, may)
+
+    def _promised(self, hashes: Sequence[int], tag: str | None) -> list[ChunkKey]:
+        """Return the leading chunks that lookups of these hashes leased, and for those without a lease what is found now.
+
+        Of a quarantined cartridge that is named, what is resident was verified, and may have been promised already.
+        """
+        if tag is not None:
+            self._find(tag)
+            return self._catalog.index.leading(hashes, tag)
+        keys, tiers = self._leading(hashes, None), self._memory.values()
+        if len(keys) == len(hashes) and any(tier.promised(keys) for tier in tiers):
+            return keys
+        for at, chunk_hash in enumerate(hashes):
+            candidates = self._catalog.index.candidates(chunk_hash, None)
+            leased = (key for key in candidates if any(tier.promised([key]) for tier in tiers))
+            keys[at : at + 1] = [key for key in [next(leased, None) or next(iter(keys[at:]), None)] if key]
+        return keys
 
     def _find(self, tag: str) -> None:
         """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
         if not self._catalog.index.has(tag):
             self._catalog.derive(tag)
+
+    def _load_untried(self, hashes: Sequence[int]) -> None:
+        """Load what may come to answer the rest of a prompt, since the engine will be tried with it."""
+        if keys := self._catalog.index.leading(hashes, None, self._trust.may_be_tried):
+            self._trust.want(keys[0].digest)
+            with self.cpu.hold(keys) as hold:
+                hold.poll()
 
     def claim(self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None = None) -> Claim:
         """Return a claim on a cartridge or chain, the caller's to poll and close. Does not block: what there is to read
@@ -229,18 +271,6 @@ class CartridgeStore:
                 self._catalog.add(digest, place)
         return self._catalog.require(tag)
 
-    def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
-        """See `Background.preload`."""
-        return self._background.preload(tag, places)
-
-    def pin(self, digest: str) -> int:
-        """See `Background.pin`."""
-        return self._background.pin(digest)
-
-    def unpin(self, digest: str) -> int:
-        """See `Background.unpin`."""
-        return self._background.unpin(digest)
-
     def evict(self, digest: str) -> int:
         """Drop a cartridge's chunks that nobody relies on, local copies too, and return how many were in memory.
 
@@ -277,25 +307,6 @@ class CartridgeStore:
             )  # fmt: skip
             self._memory = {"device": self.device, "cpu": self.cpu}
 
-    def distrust(self, digest: str, reason: str) -> None:
-        """Serve a cartridge no more as long as this process runs: this engine does not answer right from it."""
-        self._catalog.distrust(digest, reason)
-
-    def trust(self, digests: Sequence[str]) -> None:
-        """Let cartridges answer prompts that do not name them: this engine was seen to answer right from them.
-
-        From the first call on no others do.
-        """
-        with self._lock:
-            self._trusted = (self._trusted or set()) | set(digests)
-            self._untried -= self._trusted
-
-    def untried(self) -> list[str]:
-        """Return the digests of those that could have answered such prompts since the last call, were they trusted."""
-        with self._lock:
-            untried, self._untried = sorted(self._untried), set()
-        return untried
-
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
 
@@ -307,6 +318,7 @@ class CartridgeStore:
         for digest in self._catalog.refresh():
             self.unpin(digest)
             self.evict(digest)
+        self._trust.withdraw()
         self._warm.follow()
 
     def status(self) -> dict[str, Any]:
@@ -332,7 +344,7 @@ class CartridgeStore:
             "quarantined": len(self._catalog.quarantined),
             "pinned": len(self._background.pinned()),
             "loading": len(waiting),
-            "untried": len(self._untried),
+            "untried": len(self._trust.wanted),
             "claims": len(started_at),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
@@ -353,18 +365,6 @@ class CartridgeStore:
         if self._disk is not None:
             tiers["disk"] = self._disk.stats()._asdict()
         return tiers | {"source": self._loader.stats()._asdict()}
-
-    def names(self) -> list[str]:
-        """Return `id@version` of every cartridge that is served now."""
-        return self._catalog.names()
-
-    def refused(self) -> dict[str, str]:
-        """Return the reason for every registered cartridge that is not served, by `id@version`."""
-        return self._catalog.refused()
-
-    def stats(self) -> TierStats:
-        """Return the cpu tier's counters."""
-        return self.cpu.stats()
 
     def check(self) -> None:
         """Assert the invariants of the tiers in memory."""
@@ -391,17 +391,6 @@ class CartridgeStore:
         states = {claim.tag: claim.poll() for claim in self._claims()}
         return {tag: state for tag, state in states.items() if not state.ready and state.refused is None}
 
-    def _count_trusted(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many leading keys may answer a prompt that names no cartridge; note whose the next one is."""
-        if (trusted := self._trusted) is None:
-            return len(keys)
-        for count, key in enumerate(keys):
-            if key.digest not in trusted:
-                with self._lock:
-                    self._untried.add(key.digest)
-                return count
-        return len(keys)
-
     def _refusal(self, tag: str) -> Readiness | None:
         error = self._catalog.refusal(tag)
         return None if error is None else Readiness.never(error)
@@ -411,14 +400,20 @@ class CartridgeStore:
         segments = self._catalog.segments(key.digest)
         if not segments:
             raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
-        return LoadRun(self._loader.run_of(segments), partial(self._loader.load_run, segments))
+        return LoadRun(self._loader.run_of(segments), partial(self._load, key.digest, segments))
 
-    def _load_failed(self, key: ChunkKey, error: CartridgeError) -> None:
-        """Quarantine a cartridge whose bytes are wrong. One that could not be read is only a miss, for this time."""
-        if error.digest is not None and isinstance(error, ArtifactError):
-            self._catalog.quarantine(error.digest, str(error))
-        else:
-            logger.warning("chunk %d of %s was not loaded: %s", key.chunk, key.digest, error)
+    def _load(
+        self, tag: str, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
+    ) -> list[CartridgeError | None]:
+        """Load chunks; quarantine a copy whose bytes are wrong, and load from another place where there is one."""
+        errors, moved = self._loader.load_run(segments, chunk, outs), False
+        for error in errors:
+            if error is not None and isinstance(error, ArtifactError):
+                at = [s.cartridge.location for s in segments if s.cartridge.manifest.digest == error.digest]
+                moved |= self._catalog.quarantine(str(error.digest), str(error), at[0])
+        if moved and (others := self._catalog.segments(tag)):
+            return self._load(tag, others, chunk, outs)
+        return errors
 
     def _keep(self) -> None:
         """Poll the claims in the background and follow changes of the registry, until the store is closed."""

@@ -131,30 +131,35 @@ class MemoryTier:
         hold.whole = whole
         return hold
 
-    def lease(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> int:
+    def lease(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False, plain: bool = False) -> int:
         """Lease the longest leading run of `keys` that is resident within `timeout_s`, and return its length.
 
         Chunks that are not resident start loading, as far as memory allows, and go on loading after the deadline. With
         `whole` the answer is all of `keys` or none. Nothing beyond that run stays held. A lease ends by `release`, chunk
-        by chunk, or when it runs out.
+        by chunk, or when it runs out. A `plain` one is that of a prompt that names no cartridge; see `promised`.
         """
         with self._lock:
             run = self._keep_run(keys, timeout_s, whole=whole)
             if run:
-                self._leases.add(self.clock() + self._lease_s, run)
+                self._leases.add(self.clock() + self._lease_s, run, plain)
             return len(run)
 
-    def release(self, key: ChunkKey) -> bool:
+    def release(self, key: ChunkKey, plain: bool = False) -> bool:
         """End one lease of a chunk, the oldest that has not run out; False if it has none."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and entry.leases and entry.leases[0].until <= self.clock():
                 self._expire()
-            if entry is None or not entry.leases:
+            if entry is None or (lease := entry.lease(plain)) is None:
                 return False
-            self._leases.release(entry)
+            self._leases.release(entry, lease)
             self._let_go((entry,))
             return True
+
+    def promised(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether all of these were leased for prompts that name no cartridge; no side effects."""
+        with self._lock:
+            return all((entry := self._entries.get(key)) is not None and entry.lease(True) for key in keys)
 
     def lend(self, keys: Sequence[ChunkKey], make: Make = Loan) -> list[Any]:
         """Return a loan of each of the longest leading run of `keys` that is resident, the caller's to close."""

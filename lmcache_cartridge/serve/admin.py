@@ -189,19 +189,25 @@ def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: 
 def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[RegistryEntry]) -> list[dict[str, Any]]:
     """Describe cartridges for a client, without a path. Blocks."""
     quarantine = Quarantine(admission.settings.quarantine_dir)
-    reasons = {digest: quarantine.reason(digest) for digest in quarantine.digests() & {row.digest for row in rows}}
     current = _registry(admission).current(row.id for row in rows)
     current |= {row.name for row in admission.resolver.imports.rows()}
-    return [
-        _state(row, ranks, reasons.get(row.digest), row.name in current)
-        | {"canary": admission.canaries.outcome(row.digest)}
-        for row in rows
-    ]
+    states = []
+    for row in rows:
+        outcome, problem = admission.canaries.outcome(row.name, row.digest)
+        quarantined = quarantine.reason(row.digest, row.location)
+        state = _state(row, ranks, quarantined, problem, row.name in current)
+        states.append(state | {"canary": outcome})
+    return states
 
 
-def _state(row: RegistryEntry, ranks: list[dict[str, Any]], quarantined: str | None, current: bool) -> dict[str, Any]:
-    """Describe one cartridge. `quarantined` is the reason or None; `current` whether its id stands for this version."""
-    reason = quarantined or next((rank["refused"][row.name] for rank in ranks if row.name in rank["refused"]), None)
+def _state(
+    row: RegistryEntry, ranks: list[dict[str, Any]], quarantined: str | None, failed: str | None, current: bool
+) -> dict[str, Any]:
+    """Describe one cartridge. `quarantined` and `failed`, its canary, are the reason or None; `current` whether its id
+    stands for this version.
+    """
+    refused = (rank["refused"][row.name] for rank in ranks if row.name in rank["refused"])
+    reason = quarantined or next(refused, failed)
     whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0
     tiers = {
         tier: {"resident_chunks": min(rank["resident"][tier].get(row.digest, 0) for rank in ranks), "chunks": whole}

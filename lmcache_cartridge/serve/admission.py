@@ -84,7 +84,6 @@ class Admission:
         served = from_plain((await self.client.ask("fingerprint"))[0])
         self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
         self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"], served)
-        await self.canaries.begin()
 
     def close(self) -> None:
         """Disconnect from the workers, which ends every claim."""

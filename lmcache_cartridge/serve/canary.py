@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, S
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
+from blake3 import blake3
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -39,6 +41,10 @@ logger = init_logger("vllm.lmcache_cartridge.serve.canary")
 
 _TOP = 20
 """Likeliest tokens to ask for: more than are expected, as two of them may change places."""
+
+
+Key = tuple[str, ServedCanary]
+"""A tag, and the canary that was asked."""
 
 
 class Unfinished(Exception):
@@ -105,6 +111,72 @@ class Trial(NamedTuple):
         return None if reach % chunk_tokens or reach > self.positions else (reach, reach)
 
 
+class Trials:
+    """How the trials of one engine ended, of each cartridge's own canary: copies with one digest may have several."""
+
+    def __init__(self, settings: Settings, engine: Any, chunk_tokens: int, fingerprint: Fingerprint | None) -> None:
+        """`engine` has the `vllm_config`; `chunk_tokens` is LMCache's chunk size, `fingerprint` the engine's, for the setting
+        `accept_weights`.
+        """
+        self._settings, self._engine, self._chunk_tokens = settings, engine, chunk_tokens
+        self._fingerprint = None if settings.canary == "required" else fingerprint
+        self.problems: dict[Key, str | None] = {}
+        """How the engine's answers differ from those expected, None if they do not."""
+        self.accepted: set[Key] = set()
+        """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
+        self.keys: dict[str, Key] = {}
+        """Of cartridges alone, by `id@version`."""
+        self._unasked: set[str] = set()
+
+    def key(self, trial: Trial) -> Key | None:
+        """Return the key of a trial's result; None where there can be no trial."""
+        manifest = trial.manifest
+        if not trial.questions or manifest.canary is None:
+            return None
+        size = trial.positions * manifest.fingerprint.token_bytes
+        if _in_fp8(self._engine.vllm_config):
+            size //= DTYPE_BYTES[manifest.fingerprint.dtype]
+        if trial.longest > self._engine.vllm_config.model_config.max_model_len or (
+            trial.is_behind and size > self._settings.cpu_bytes
+        ):
+            reason = f"no room for {trial.longest} positions"
+        elif trial.prefix(self._chunk_tokens) is None:
+            reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
+        else:
+            key = trial.tag, manifest.canary
+            if not trial.is_behind:
+                self.keys[manifest.name] = key
+            return key
+        if manifest.digest not in self._unasked:
+            self._unasked.add(manifest.digest)
+            logger.warning("%s cannot be tried on this engine: %s", manifest.name, reason)
+        return None
+
+    def end(self, key: Key, trial: Trial, found: Comparison | None) -> str | None:
+        """Note the first answer that was not as expected, None if all were; return why it is not served, None if it is."""
+        name = trial.manifest.name
+        problem = None if found is None else str(found)
+        weights = other_weights(trial.manifest, self._fingerprint)
+        # Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
+        if found is not None and weights and math.isfinite(found.difference):
+            logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
+            self.accepted.add(key)
+            problem = None
+        if problem is not None:
+            logger.error("%s is set aside on this engine: %s", name, problem)
+        self.problems[key] = problem
+        return problem
+
+    def told(self, trial: Trial) -> tuple[str, str, bool] | None:
+        """Return what workers are told of a cartridge alone by `CartridgeStore.tried`; None for what was not tried yet."""
+        digest, key = trial.manifest.digest, self.key(trial)
+        if key is None:
+            return digest, "", False
+        if trial.is_behind or key not in self.problems:
+            return None
+        return digest, blake3(msgspec.json.encode(key[1])).hexdigest(16), self.problems[key] is None
+
+
 class Canaries:
     """Which cartridges one engine answers right from. Requests for the same cartridge share one trial."""
 
@@ -117,30 +189,20 @@ class Canaries:
         chunk_tokens: int,
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        """`chunk_tokens` is LMCache's chunk size, `fingerprint` the engine's, for the setting `accept_weights`."""
+        """See `Trials`."""
         self._settings, self._engine, self._client = settings, engine, client
-        self._fingerprint = fingerprint
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
-        self._results: dict[tuple[str, ServedCanary], str | None] = {}
-        """How the engine's answers differ from those expected, None if they do not."""
-        self._asking: dict[tuple[str, ServedCanary], asyncio.Task[str | None]] = {}
-        self._accepted: set[tuple[str, ServedCanary]] = set()
-        """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
-        self._unasked: set[str] = set()
+        self._trials = Trials(settings, engine, chunk_tokens, fingerprint)
+        self._asking: dict[Key, asyncio.Task[str | None]] = {}
         self._trying: asyncio.Task[None] | None = None
 
-    def outcome(self, digest: str) -> str | None:
-        """Return `passed`, `accepted` or `failed` for a cartridge alone; None where the engine was not tried with it."""
-        found = [(key in self._accepted, why) for key, why in self._results.items() if key[0] == digest]
-        if not found:
-            return None
-        accepted, why = found[-1]
-        return "accepted" if accepted else "failed" if why else "passed"
-
-    async def begin(self) -> None:
-        """Let no cartridge answer prompts that do not name it before the engine was tried with it."""
-        if self._settings.canary:
-            await self._client.ask("trust", [])
+    def outcome(self, name: str, digest: str) -> tuple[str | None, str | None]:
+        """Return `passed`, `accepted` or `failed` for `id@version`, and why; None where the engine was not tried with it."""
+        key = self._trials.keys.get(name)
+        if key is None or key[0] != digest or key not in self._trials.problems:
+            return None, None
+        problem = self._trials.problems[key]
+        return "accepted" if key in self._trials.accepted else "failed" if problem else "passed", problem
 
     def follow(self, ranks: Sequence[Mapping[str, Any]]) -> asyncio.Task[None] | None:
         """Have those tried whose document's text came in prompts that do not name them; return the task under way.
@@ -158,17 +220,20 @@ class Canaries:
             try:
                 selection = await self._resolve([Reference(id=row.name, source="registry")])
                 refusal: Exception | None = await self.check(selection)
+                told = self._trials.told(next(trials(selection)))
+                if told is not None:
+                    await self._client.ask("tried", *told)
+                if told is None or told[2]:
+                    continue
+                refusal = refusal or CartridgeError("it has no canary that this engine could be asked")
             except (Refusal, CartridgeError) as error:
                 refusal = error
-            if refusal is None:
-                await self._client.ask("trust", [row.digest])
-            else:  # the next prompt with its text has it tried again, unless it failed
-                logger.warning("%s answers those that name it at most: %s", row.name, refusal)
+            logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
         for trial in trials(selection) if self._settings.canary else ():
-            if (key := self._key(trial)) is not None and (problem := self._results.get(key)):
+            if (key := self._trials.key(trial)) is not None and (problem := self._trials.problems.get(key)):
                 return _failed(trial.manifest, problem)
         return None
 
@@ -178,13 +243,10 @@ class Canaries:
         Tries the engine with those it was not tried with since it started, and waits for that, `ready_timeout_s` at
         most. A cartridge without a canary passes unless the settings require one.
         """
-        if not self._settings.canary:
-            return None
-        required = self._settings.canary == "required"
-        for trial in trials(selection):
+        for trial in trials(selection) if self._settings.canary else ():
             name = trial.manifest.name
-            if (key := self._key(trial)) is None:
-                if required:
+            if (key := self._trials.key(trial)) is None:
+                if self._settings.canary == "required":
                     message = f"{name} has no canary for this, and the server requires one"
                     return Unservable(422, message, trial.manifest.digest)
                 continue
@@ -196,30 +258,9 @@ class Canaries:
                 return _failed(trial.manifest, problem)
         return None
 
-    def _key(self, trial: Trial) -> tuple[str, ServedCanary] | None:
-        """Return the key of a trial's result; None where there can be no trial."""
-        manifest = trial.manifest
-        if not trial.questions or manifest.canary is None:
-            return None
-        size = trial.positions * manifest.fingerprint.token_bytes
-        if _in_fp8(self._engine.vllm_config):
-            size //= DTYPE_BYTES[manifest.fingerprint.dtype]
-        if trial.longest > self._engine.model_config.max_model_len or (
-            trial.is_behind and size > self._settings.cpu_bytes
-        ):
-            reason = f"no room for {trial.longest} positions"
-        elif trial.prefix(self._chunk_tokens) is None:
-            reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
-        else:
-            return trial.tag, manifest.canary
-        if manifest.digest not in self._unasked:
-            self._unasked.add(manifest.digest)
-            logger.warning("%s cannot be tried on this engine: %s", manifest.name, reason)
-        return None
-
-    async def _result(self, key: tuple[str, ServedCanary], trial: Trial) -> str | None:
-        if key in self._results:
-            return self._results[key]
+    async def _result(self, key: Key, trial: Trial) -> str | None:
+        if key in self._trials.problems:
+            return self._trials.problems[key]
         if key not in self._asking:
             self._asking[key] = asyncio.create_task(self._settle(key, trial))
             self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
@@ -229,35 +270,17 @@ class Canaries:
         except TimeoutError:
             raise Unfinished("it took too long") from None
 
-    async def _settle(self, key: tuple[str, ServedCanary], trial: Trial) -> str | None:
+    async def _settle(self, key: Key, trial: Trial) -> str | None:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
-                found = await self._examine(trial)
-                problem = None if found is None else str(found)
-                accepts = self._settings.canary != "required"
-                weights = other_weights(trial.manifest, self._fingerprint) if accepts else ""
-                if may_be_of_weights(found, weights):
-                    logger.warning(
-                        "%s is served, as its weights are accepted (%s): %s", trial.manifest.name, weights, found
-                    )
-                    self._accepted.add(key)
-                    problem = None
-                if problem is not None and not trial.is_behind:
-                    await self._client.ask("distrust", trial.manifest.digest, problem)
-                elif not trial.is_behind:
-                    await self._client.ask("trust", [trial.manifest.digest])
-        except Unfinished as reason:
-            requests().canary("unfinished")
-            logger.warning("%s could not be tried on this engine: %s", trial.manifest.name, reason)
-            raise
-        except (TimeoutError, Refusal, CartridgeError) as error:
+                problem = self._trials.end(key, trial, await self._examine(trial))
+                if (told := self._trials.told(trial)) is not None:
+                    await self._client.ask("tried", *told)
+        except (TimeoutError, Unfinished, Refusal, CartridgeError) as error:
             requests().canary("unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
-        requests().canary("failed" if problem else "accepted" if key in self._accepted else "passed")
-        if problem is not None:
-            logger.error("%s is set aside on this engine: %s", trial.manifest.name, problem)
-        self._results[key] = problem
+        requests().canary("failed" if problem else "accepted" if key in self._trials.accepted else "passed")
         return problem
 
     async def _examine(self, trial: Trial) -> Comparison | None:
@@ -308,14 +331,6 @@ def examine(
         if not found.passed:
             return found
     return None
-
-
-def may_be_of_weights(found: Comparison | None, weights: str) -> bool:
-    """Whether an answer that is not as expected may be what other `weights`, empty for none, make of it.
-
-    Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
-    """
-    return found is not None and bool(weights) and math.isfinite(found.difference)
 
 
 def other_weights(manifest: Manifest, engine: Fingerprint | None) -> str:

@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 
 from ..artifact.canary import Comparison
 from ..artifact.chat import Chat
-from ..artifact.manifest import Manifest
 from ..artifact.model import from_plain
 from ..engine.client import ControlClient, RemoteClaim
 from ..engine.contract import CONTROL_METHOD, GRANT, TAG
@@ -22,7 +21,7 @@ from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..settings import Settings
 from .adapters import check, read
-from .canary import Trial, Unfinished, examine, may_be_of_weights, other_weights, trials
+from .canary import Trial, Trials, Unfinished, examine, trials
 from .chat import behind
 from .launch import plan
 from .request import read_references
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_cartridge.serve.offline")
 _clients: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
 _chunk_tokens: weakref.WeakKeyDictionary[LLM, int] = weakref.WeakKeyDictionary()
-_tried: weakref.WeakKeyDictionary[LLM, dict[str, str | None]] = weakref.WeakKeyDictionary()
-"""By engine and tag: how the engine's answers to a canary differ from those expected, None if they do not."""
+_trials: weakref.WeakKeyDictionary[LLM, Trials] = weakref.WeakKeyDictionary()
 
 
 def engine_arguments(
@@ -117,28 +115,29 @@ class Prompt(dict):
 
 def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
     """Try the engine with what it was not tried with yet. Raises `CartridgeError` unless it answers right."""
-    tried, config = _tried.setdefault(llm, {}), llm.llm_engine.model_config
-    chunk_tokens = _chunk_tokens[llm]
+    client, engine = _clients[llm], None
+    if llm not in _trials:
+        if settings.accept_weights:
+            engine = from_plain(client.call("fingerprint")[0])
+        _trials[llm] = Trials(settings, llm.llm_engine, _chunk_tokens[llm], engine)
+    ended = _trials[llm]
     for trial in trials(selection):
-        tag, name = trial.tag, trial.manifest.name
-        if not trial.questions or trial.longest > config.max_model_len or trial.prefix(chunk_tokens) is None:
+        name = trial.manifest.name
+        if (key := ended.key(trial)) is None:
             if settings.canary == "required":
                 raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
             continue
-        if tag not in tried:
+        if key not in ended.problems:
             held = Prompt()
             _claim(llm, settings, trial.selection, held)
             try:
-                found = _examine(llm, trial)
-                tried[tag] = None if found is None else str(found)
-                weights = "" if found is None else _accepted_weights(llm, settings, trial.manifest)
-                if may_be_of_weights(found, weights):
-                    logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
-                    tried[tag] = None
+                ended.end(key, trial, _examine(llm, trial))
             except Unfinished as reason:
                 raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
-        if tried[tag] is not None:
-            raise CartridgeError(f"{name} is set aside on this engine: {tried[tag]}")
+            if (told := ended.told(trial)) is not None:
+                client.call("tried", *told)
+        if (problem := ended.problems[key]) is not None:
+            raise CartridgeError(f"{name} is set aside on this engine: {problem}")
 
 
 def _examine(llm: LLM, trial: Trial) -> Comparison | None:
@@ -151,13 +150,6 @@ def _examine(llm: LLM, trial: Trial) -> Comparison | None:
         except StopIteration as done:
             return done.value
         (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=trial.within.adapter)
-
-
-def _accepted_weights(llm: LLM, settings: Settings, manifest: Manifest) -> str:
-    """Return in which weights a cartridge is another model's, where it is served all the same; else nothing."""
-    if not settings.accept_weights or settings.canary == "required":
-        return ""
-    return other_weights(manifest, from_plain(_clients[llm].call("fingerprint")[0]))
 
 
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:

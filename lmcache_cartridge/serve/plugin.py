@@ -79,7 +79,7 @@ class CartridgePlugin:
             lambda engine: GuardedEngine(engine, admission.settings, admission.adapters),
             lambda renderer: ShowingRenderer(renderer, admission),
         )
-        CartridgeModels(admission.settings, admission.router, state)
+        CartridgeModels(admission.router, state)
         with requests().paused():
             await host_api.check_handlers(state)
         self.collector.model = admission.router.models[0]

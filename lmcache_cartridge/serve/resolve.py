@@ -349,10 +349,10 @@ class Resolver:
     def _usable(self, reference: Reference, found: Found) -> Found:
         """Return it. Raises `Refusal` for a quarantined one without text, unless it is fetched anew."""
         manifest = found.manifest
-        reason = self._quarantine.reason(manifest.digest)
-        if reference.force_redownload:
-            return found
-        if reason is not None and manifest.kind == "trained" and found.document_ids is None:
+        is_needed = manifest.kind == "trained" and found.document_ids is None and not reference.force_redownload
+        reason = self._quarantine.reason(manifest.digest, found.location) if is_needed else None
+        copies = self._registry.having([manifest.digest]) if reason else []
+        if reason and all(self._quarantine.reason(row.digest, row.location) for row in copies):
             places = {str(found.root): manifest.name, found.location: manifest.name}
             raise Refusal(422, f"cartridge {manifest.name} is quarantined: {without_paths(reason, places)}")
         return found

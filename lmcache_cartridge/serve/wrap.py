@@ -8,11 +8,13 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
 from ..engine.contract import COMPUTED, TAG
 from ..engine.host_api import retryable
+from ..engine.withdrawals import Withdrawals
 from ..errors import CartridgeError
 from ..settings import Settings
 from . import http
@@ -160,6 +162,7 @@ class GuardedEngine:
 
     def __init__(self, inner: Any, settings: Settings, adapters: Adapters) -> None:
         self._inner, self._settings, self._adapters = inner, settings, adapters
+        self._withdrawals = Withdrawals(settings.quarantine_dir)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -245,6 +248,9 @@ class GuardedEngine:
         """Generate for a request that names no cartridge. Its prompt may still begin with a document that has KV, and
         what of that is lost on the way is computed."""
         begun = False
+        if (stamp := self._withdrawals.stamp()) and isinstance(prompt, dict):
+            salt = f"{stamp} {prompt.get('cache_salt') or ''}"
+            prompt = {**prompt, "cache_salt": blake3(salt.encode("utf-8", "surrogatepass")).hexdigest()}
         async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
                 if not begun and _lost(output) and isinstance(prompt, dict):

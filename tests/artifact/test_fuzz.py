@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from chunks import load
 from making import Made, heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact import reading
@@ -52,7 +53,9 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
 def _served(manifest: Manifest, root: Path, chunk: int) -> tuple[torch.Tensor, ChunkShape]:
     shape = ChunkShape(2, 1, 16, 8, "bfloat16")
     out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-    ChunkLoader(_SOURCES, shape, range(2), "heads").load([Segment(Cartridge(manifest, root, str(root)), 0)], chunk, out)
+    load(
+        ChunkLoader(_SOURCES, shape, range(2), "heads"), [Segment(Cartridge(manifest, root, str(root)), 0)], chunk, out
+    )
     return out, shape
 
 
@@ -140,7 +143,7 @@ def _read(made: Made, root: Path, *, original: bool) -> str:
         loader = ChunkLoader(_SOURCES, chunks, range(own.kv_heads), "heads")
         out = torch.empty(chunks.size_bytes, dtype=torch.uint8)
         for chunk in range(manifest.positions // 16):
-            loader.load([Segment(Cartridge(manifest, root, str(root)), 0)], chunk, out)
+            load(loader, [Segment(Cartridge(manifest, root, str(root)), 0)], chunk, out)
             assert out.numpy().tobytes() == heads_bytes(made.kv[:, :, 16 * chunk : 16 * chunk + 16])
     except CartridgeError as error:
         assert str(error)

@@ -1,0 +1,84 @@
+"""Trust: which cartridges may answer prompts that do not name them. The one rule, for all that finds or lends chunks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ..library.catalog import Catalog
+from ..library.registry import Registry
+from ..settings import Settings
+from .withdrawals import Withdrawals
+
+
+class Trust:
+    """What one engine was seen to answer right from, and what has answered prompts since. Safe from any thread."""
+
+    def __init__(self, settings: Settings, catalog: Catalog, registry: Registry) -> None:
+        """`catalog` was refreshed. What answered prompts of an earlier process and was taken out since is withdrawn.
+
+        Raises `OSError` where that cannot be noted.
+        """
+        self._plain_prompts, self._is_tried = settings.plain_prompts, bool(settings.canary)
+        self._catalog = catalog
+        self._trials: dict[str, dict[str, bool]] = {}
+        """Of each digest that this engine was tried with, by its canary: whether the engine answered right."""
+        self.wanted: set[str] = set()
+        """Those that could have answered such a prompt, had the engine been tried with them."""
+        self._withdrawals, self._lock = Withdrawals(settings.quarantine_dir), threading.Lock()
+        earlier = self._withdrawals.earlier()
+        registered = {row.digest for row in registry.having(earlier)} - catalog.quarantined.keys()
+        self._withdrawals.withdraw(earlier - registered)
+
+    def may_answer(self, digest: str) -> bool:
+        """Whether a cartridge may answer prompts that do not name it, as the setting `plain_prompts` says.
+
+        By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away.
+        """
+        if self._plain_prompts == "none" or digest in self._catalog.quarantined:
+            return False
+        trials = self._trials.get(digest)
+        return any(trials.values()) if trials else self._plain_prompts == "all"
+
+    def may_be_tried(self, digest: str) -> bool:
+        """Whether it may come to answer such prompts once the engine was tried with it."""
+        is_wanted = self._is_tried and self._plain_prompts == "trusted"
+        return is_wanted and digest not in self._trials and digest not in self._catalog.quarantined
+
+    def want(self, digest: str) -> None:
+        """Note one that could have answered such a prompt, had the engine been tried with it."""
+        with self._lock:
+            self.wanted.add(digest)
+
+    def untried(self) -> list[str]:
+        """Return the digests of those that were wanted since the last call."""
+        with self._lock:
+            untried, self.wanted = sorted(self.wanted), set()
+        return untried
+
+    def tried(self, digest: str, canary: str, passed: bool) -> None:
+        """Note whether this engine answers a canary of a cartridge right, of several copies each its own; "" for one that
+        has none which could be asked.
+        """
+        with self._lock:
+            self._trials[digest] = self._trials.get(digest, {}) | {canary: passed}
+            self.wanted.discard(digest)
+        self.withdraw()
+
+    def begin_trials(self) -> None:
+        """Forget how trials ended: the engine is another one from now on."""
+        with self._lock:
+            self._trials = {}
+
+    def note(self, digests: Iterable[str]) -> bool:
+        """Note who is about to answer a prompt that does not name it; False where it must not."""
+        return self._withdrawals.note(digests)
+
+    def withdraw(self) -> None:
+        """Withdraw what has answered such prompts and is not registered any more, quarantined, or failed its canary."""
+
+        def is_gone(digest: str) -> bool:
+            failed = digest in self._trials and not any(self._trials[digest].values())
+            return failed or digest in self._catalog.quarantined or not self._catalog.names_of(digest)
+
+        self._withdrawals.withdraw(list(filter(is_gone, self._withdrawals.noted.copy())))

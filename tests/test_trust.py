@@ -1,0 +1,264 @@
+"""Which cartridges answer prompts that do not name them: those this engine was seen to answer right from, and no others."""
+
+from __future__ import annotations
+
+import pytest
+from homes import CHUNK, Home, Prompt, chunk_bytes, lent, prompt_for
+from making import Made, make_ids
+
+from lmcache_cartridge.artifact.reading import load_token_ids
+from lmcache_cartridge.engine.withdrawals import Withdrawals
+from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.memory.store import CartridgeStore
+
+IDS = make_ids(64, 7)
+TRUSTED = {"reload_s": 0, "plain_prompts": "trusted"}
+
+
+class Twins:
+    """Two cartridges of the same tokens, `bad` registered last, so that it would lead, and both in memory."""
+
+    def __init__(self, home: Home, settings: dict[str, object] = TRUSTED, shared: int = 64) -> None:
+        self.home = home
+        self.good = home.make("good", positions=64, seed=1, token_ids=IDS)
+        self.bad = home.make("zbad", positions=64, seed=2, token_ids=IDS[:shared] + make_ids(64 - shared, 8))
+        self.store = home.open(settings=settings)
+        self.prompt = prompt_for(home, self.good, "good")
+        for name, made in (("good", self.good), ("zbad", self.bad)):
+            prompt, digest = prompt_for(home, made, name), made.manifest.digest
+            assert self.store.lookup(prompt.hashes, digest) == 4
+            assert all(self.store.release(chunk_hash, digest) for chunk_hash in prompt.hashes[:4])
+
+    def told(self, good: bool | None, bad: bool | None) -> Twins:
+        """Tell the store how the canaries ended; None for one that was not asked."""
+        for made, passed in ((self.good, good), (self.bad, bad)):
+            if passed is not None:
+                self.store.tried(made.manifest.digest, "canary", passed)
+        return self
+
+    def whose(self, data: bytes | None, chunk: int) -> str:
+        return next((n for n in ("good", "bad") if data == chunk_bytes(getattr(self, n), chunk)), "nobody")
+
+    def run(self) -> list[str]:
+        """Return whose chunks are lent in a row."""
+        loans = self.store.lend_run(self.prompt.hashes[:4])
+        found = [self.whose(loan.bytes.numpy().tobytes(), chunk) for chunk, loan in enumerate(loans)]
+        for loan in loans:
+            loan.close()
+        return found
+
+    def each(self) -> list[str]:
+        """Return whose chunks are lent one by one."""
+        return [self.whose(lent(self.store, self.prompt.hashes[chunk]), chunk) for chunk in range(4)]
+
+
+@pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
+def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_trusted_twin(home: Home, bad: bool | None) -> None:
+    twins = Twins(home).told(True, bad)
+    assert twins.store.lookup(twins.prompt.hashes) == twins.store.resident(twins.prompt.hashes) == 4
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
+
+
+@pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
+def test_nor_where_only_the_first_chunk_is_shared(home: Home, bad: bool | None) -> None:
+    twins = Twins(home, shared=CHUNK).told(True, bad)
+    assert twins.store.lookup(twins.prompt.hashes) == 4
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
+
+
+@pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
+def test_what_is_not_trusted_is_not_lent_without_a_lookup_either(home: Home, bad: bool | None) -> None:
+    twins = Twins(home).told(None, bad)
+    assert (twins.store.lookup(twins.prompt.hashes), twins.store.resident(twins.prompt.hashes)) == (0, 0)
+    assert (twins.run(), twins.each()) == ([], ["nobody"] * 4)
+
+
+def test_what_is_not_trusted_is_lent_to_those_that_name_it(home: Home) -> None:
+    twins = Twins(home).told(True, None)
+    digest = twins.bad.manifest.digest
+    assert twins.store.lookup(twins.prompt.hashes, digest) == 4
+    assert twins.whose(lent(twins.store, twins.prompt.hashes[0], digest), 0) == "bad"
+    what = "a lease of who named the other one is no promise to a plain prompt"
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4), what
+
+
+def test_a_quarantined_twin_does_not_lead(home: Home) -> None:
+    twins = Twins(home).told(True, True)
+    assert twins.store.lookup(twins.prompt.hashes) == 4
+    assert twins.run() == ["bad"] * 4, "the newest of those that are trusted leads"
+    assert all(twins.store.release(chunk_hash) for chunk_hash in twins.prompt.hashes[:4])
+    Quarantine(home.path / "quarantine").put(twins.bad.manifest.digest, "by hand")
+    twins.store.refresh()
+    assert twins.store.lookup(twins.prompt.hashes) == 4
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
+
+
+def test_what_a_lookup_leased_is_lent_though_another_leads_since(home: Home) -> None:
+    twins = Twins(home).told(True, None)
+    assert twins.store.lookup(twins.prompt.hashes) == 4
+    twins.told(None, True)
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
+    assert all(twins.store.release(chunk_hash) for chunk_hash in twins.prompt.hashes[:4])
+    assert not twins.store.release(twins.prompt.hashes[0]), "a lease is left"
+    assert twins.run() == ["bad"] * 4, "without a lease the leader"
+
+
+def test_releasing_for_a_plain_prompt_ends_no_lease_of_who_named_it(home: Home) -> None:
+    twins = Twins(home).told(True, True)
+    digest = twins.bad.manifest.digest
+    assert twins.store.lookup(twins.prompt.hashes, digest) == 4
+    assert not twins.store.release(twins.prompt.hashes[0])
+    assert twins.store.release(twins.prompt.hashes[0], digest)
+
+
+def test_a_copy_with_another_canary_takes_no_trust_away(home: Home) -> None:
+    twins = Twins(home).told(True, None)
+    digest = twins.good.manifest.digest
+    twins.store.tried(digest, "another", False)
+    assert twins.store.lookup(twins.prompt.hashes) == 4
+    twins.store.tried(digest, "canary", False)
+    assert twins.store.lookup(twins.prompt.hashes) == 0
+
+
+def _alone(home: Home, **settings: object) -> tuple[CartridgeStore, Made, Prompt]:
+    made = home.make(positions=64)
+    return home.open(settings=TRUSTED | settings), made, prompt_for(home, made)
+
+
+def test_one_that_was_not_tried_is_loaded_and_told_once(home: Home) -> None:
+    store, made, prompt = _alone(home)
+    assert (store.lookup(prompt.hashes), store.untried()) == (0, [made.manifest.digest])
+    assert store.untried() == []
+    store.tried(made.manifest.digest, "", False)
+    assert (store.lookup(prompt.hashes), store.untried()) == (0, []), "it has no canary: it is not asked for again"
+
+
+@pytest.mark.parametrize(
+    ("plain_prompts", "passed", "found"),
+    [("all", None, 4), ("all", False, 0), ("all", True, 4), ("none", None, 0), ("none", True, 0), ("trusted", True, 4)],
+)
+def test_the_setting_says_whom_plain_prompts_may_get(
+    home: Home, plain_prompts: str, passed: bool | None, found: int
+) -> None:
+    store, made, prompt = _alone(home, plain_prompts=plain_prompts)
+    if passed is not None:
+        store.tried(made.manifest.digest, "canary", passed)
+    assert (store.lookup(prompt.hashes), store.untried()) == (found, [])
+    assert store.lookup(prompt.hashes, made.manifest.digest) == 4, "who names it gets it all the same"
+
+
+def test_where_nobody_tries_the_engine_nothing_is_loaded_for_plain_prompts(home: Home) -> None:
+    store, _, prompt = _alone(home, canary=False)
+    assert (store.lookup(prompt.hashes), store.untried()) == (0, [])
+    assert store.cpu.stats().misses == 0, "it was asked for"
+
+
+def _stamp(home: Home) -> int:
+    return Withdrawals(home.path / "quarantine").stamp()
+
+
+def _answer(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
+    """Trust a cartridge and have it answer a prompt that does not name it."""
+    store.tried(made.manifest.digest, "canary", True)
+    assert store.lookup(prompt.hashes) == 4
+    assert all(store.release(chunk_hash) for chunk_hash in prompt.hashes[:4])
+
+
+def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home: Home) -> None:
+    store, made, prompt = _alone(home)
+    _answer(store, made, prompt)
+    store.refresh()
+    assert _stamp(home) == 0, "nothing was withdrawn: routers' block hashes stay as they are"
+    home.registry.remove("doc")
+    store.refresh()
+    assert (store.lookup(prompt.hashes), _stamp(home) > 0) == (0, True)
+    first = _stamp(home)
+    store.refresh()
+    assert _stamp(home) == first, "once"
+
+
+@pytest.mark.parametrize("why", ["canary", "quarantine"])
+def test_so_it_is_where_its_canary_fails_later_or_it_is_quarantined(home: Home, why: str) -> None:
+    store, made, prompt = _alone(home)
+    _answer(store, made, prompt)
+    if why == "canary":
+        store.tried(made.manifest.digest, "canary", False)
+    else:
+        Quarantine(home.path / "quarantine").put(made.manifest.digest, "by hand")
+    store.refresh()
+    assert (store.lookup(prompt.hashes), _stamp(home) > 0) == (0, True)
+
+
+@pytest.mark.parametrize("asked", ["nobody", "by name", "untried"])
+def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home: Home, asked: str) -> None:
+    store, made, prompt = _alone(home)
+    if asked == "by name":
+        assert store.lookup(prompt.hashes, made.manifest.digest) == 4
+    elif asked == "untried":
+        assert store.lookup(prompt.hashes) == 0
+    home.registry.remove("doc")
+    store.refresh()
+    assert _stamp(home) == 0
+
+
+def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home: Home) -> None:
+    store, made, prompt = _alone(home)
+    home.make("copy", positions=64, token_ids=load_token_ids(made.manifest, home.root()).tolist())
+    store.refresh()
+    _answer(store, made, prompt)
+    home.registry.remove("copy")
+    store.refresh()
+    assert (store.lookup(prompt.hashes), _stamp(home)) == (4, 0)
+
+
+@pytest.mark.parametrize("down", [True, False], ids=["while none ran", "before the restart"])
+def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home: Home, down: bool) -> None:
+    store, made, prompt = _alone(home)
+    _answer(store, made, prompt)
+    if down:
+        store.close()
+    home.registry.remove("doc")
+    if not down:
+        store.refresh()
+    stamp = _stamp(home)
+    home.open(settings=TRUSTED)
+    assert (stamp > 0, _stamp(home) > 0) == (not down, True)
+    last = _stamp(home)
+    home.open(settings=TRUSTED)
+    assert _stamp(home) == last
+
+
+def test_a_restart_alone_withdraws_nothing(home: Home) -> None:
+    store, made, prompt = _alone(home)
+    _answer(store, made, prompt)
+    store.close()
+    store = home.open(settings=TRUSTED)
+    assert (store.lookup(prompt.hashes), _stamp(home)) == (0, 0), "and this engine was not tried yet"
+
+
+def test_every_process_that_had_it_answer_withdraws_it(home: Home) -> None:
+    """Else the second would go on lending it for a moment to prompts that have the new salt already."""
+    first, made, prompt = _alone(home)
+    second = home.open(settings=TRUSTED)
+    for store in (first, second):
+        _answer(store, made, prompt)
+    home.registry.remove("doc")
+    first.refresh()
+    stamp = _stamp(home)
+    second.refresh()
+    assert _stamp(home) > stamp > 0
+
+
+def test_where_it_cannot_be_noted_nothing_answers_plain_prompts(home: Home) -> None:
+    store, made, prompt = _alone(home)
+    (home.path / "quarantine").write_text("no directory")
+    store.tried(made.manifest.digest, "canary", True)
+    assert (store.lookup(prompt.hashes), store.lend(prompt.hashes[0])) == (0, None)
+    assert store.lookup(prompt.hashes, made.manifest.digest) == 4
+
+
+def test_another_engine_begins_without_trust(home: Home) -> None:
+    store, made, prompt = _alone(home)
+    _answer(store, made, prompt)
+    store.begin_trials()
+    assert (store.lookup(prompt.hashes), store.untried(), _stamp(home)) == (0, [made.manifest.digest], 0)

@@ -1,0 +1,242 @@
+"""Prompts that begin with a document's text are answered from KV this engine was seen to answer right from, and no other.
+
+Answers are counted: each question has one right answer, which the model knows. The bad cartridges hold the KV of a sheet
+with the same patients and other values, under the good one's tokens and with right checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import openai
+import pytest
+import torch
+from making import flip_bit
+from recall.ward import Fact, ask
+from serving import SERVER_ARGS
+from waiting import until
+from wards import MODEL, Asker, Ward, patients, prefill, write_ward
+
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_manifest
+from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import pack
+from lmcache_cartridge.make.write import write_kv
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+CHUNK, FACTS = 256, 12
+MADE = Provenance(tool="tests", created="2026-01-01T00:00:00Z")
+
+
+class Library(NamedTuple):
+    """A good cartridge `p` that is registered, and bad ones that are not, each of its tokens."""
+
+    settings: Settings
+    registry: Registry
+    ward: Ward
+    facts: list[Fact]
+    others: dict[tuple[str, str], str]
+    """What the KV of the bad ones says."""
+
+    def root(self, name: str) -> Path:
+        return self.settings.home / "made" / name
+
+
+def _write(root: Path, name: str, like: Manifest, ids: list[int], kv: torch.Tensor) -> None:
+    """Write KV with right checksums, and the canary of another cartridge."""
+    with ArtifactWriter(
+        root, cartridge_id=name, version=1, kind="prefill", fingerprint=like.fingerprint, token_ids=np.array(ids),
+        chunk_tokens=CHUNK,
+    ) as writer:  # fmt: skip
+        for chunk in kv.split(CHUNK, dim=2):
+            writer.write(pack(chunk, like.fingerprint))
+        writer.commit(MADE, like.canary)
+
+
+def make_library(home: Path) -> Library:
+    settings = from_mapping({"home": home, "cpu_bytes": 256 << 20, "admin": True, "reload_s": 0.2})
+    model = CausalModel(MODEL)
+    ward, other = (write_ward(model, patients(0, 6), seed, tokens=520) for seed in ("trust", "other"))
+    values = {(fact.patient, fact.attribute): fact.value for fact in other.document.facts}
+    facts = [f for f in ward.facts if values.get((f.patient, f.attribute), f.value) != f.value][:FACTS]
+    assert len(facts) == FACTS
+    library = Library(settings, Registry(settings.registry_path), ward, facts, values)
+    size = len(ward.ids)
+    good, bad = prefill(model, ward.ids), prefill(model, (other.ids + ward.ids[1:])[:size])
+
+    def make(name: str, ids: list[int], kv: torch.Tensor, *, with_canary: bool = True) -> Manifest:
+        return write_kv(
+            model, kv.split(CHUNK, dim=2), library.root(name), lambda _: MADE, cartridge_id=name, version=1,
+            positions=len(ids), token_ids=ids, chunk_tokens=CHUNK, with_canary=with_canary,
+        )  # fmt: skip
+
+    p = make("p", ward.ids, good)
+    _write(library.root("zbad"), "zbad", p, ward.ids, bad)
+    begins = [*ward.ids[:300], *other.ids[1 : size - 299]]
+    like = make("like", begins, prefill(model, begins))
+    _write(library.root("zbegin"), "zbegin", like, begins, prefill(model, (other.ids + ward.ids[1:])[: len(begins)]))
+    make("znone", ward.ids, bad, with_canary=False)
+    make("zself", ward.ids, bad)
+    _write(library.root("zdup"), "zdup", like, ward.ids, good)
+    assert load_manifest(library.root("zdup")).digest == p.digest
+    _write(library.root("zflip"), "zflip", p, ward.ids, good)
+    assert load_manifest(library.root("zflip")).digest == p.digest
+    flip_bit(library.root("zflip") / PAYLOAD, chunk_range(p, 0, range(1)).start + 9)
+    library.registry.register(library.root("p"))
+    return library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return make_library(tmp_path_factory.mktemp("home"))
+
+
+class Served:
+    """A server over the library, which can be started again."""
+
+    def __init__(self, library: Library, mode: Any) -> None:
+        self.library, self._mode, self.stack = library, mode, ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        """Start the server, after the end of the one that runs."""
+        self.stack.close()
+        launch = plan(MODEL, self.library.settings, chunk_tokens=CHUNK, mode=self._mode, vllm_args=SERVER_ARGS)
+        log = self.library.settings.home / f"log-{uuid.uuid4().hex}"
+        server = self.stack.enter_context(ServerProcess(launch, log, environment=SMALL))
+        self.asker = self.stack.enter_context(Asker(server.url))
+
+    def right(self, cartridge: str | None = None, *, salted: bool = True) -> int:
+        """Return how many of the questions are answered right, of the document's text or of a cartridge."""
+        head = self.library.ward.document.text if cartridge is None else ""
+        found = 0
+        for fact in self.library.facts:
+            extra: dict[str, Any] = {"cache_salt": uuid.uuid4().hex} if salted else {}
+            answer = self.asker.complete(f"{head} {ask(fact, 0)}", cartridge, **extra)
+            found += answer.text.strip() == fact.value
+        return found
+
+    def plain(self) -> tuple[int, int]:
+        """Return `right` of the document's text, of clients with a salt of their own and without."""
+        return self.right(), self.right(salted=False)
+
+    def status(self, name: str) -> int:
+        with contextlib.suppress(openai.APIStatusError):
+            self.asker.complete(" x", name)
+            return 200
+        return 422
+
+    def state(self, name: str) -> dict[str, Any]:
+        return self.asker.http.get(f"/v1/cartridges/{name}").json()
+
+    @contextmanager
+    def registered(self, name: str) -> Iterator[None]:
+        """Have a cartridge registered meanwhile; afterwards the server has noticed that it is gone."""
+        registry = self.library.registry
+        registry.register(self.library.root(name))
+        until(lambda: self.state(name).get("id") == name and self._served() == len(registry.all()))
+        try:
+            yield
+        finally:
+            registry.remove(name)
+            until(lambda: self._served() == len(registry.all()))
+
+    def _served(self) -> int:
+        lines = self.asker.http.get("/metrics").text.splitlines()
+        names = ("lmcache_cartridge_served_cartridges", "lmcache_cartridge_refused_cartridges")
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
+
+
+ALL = (FACTS, FACTS)
+
+
+class TrustTests:
+    """In each mode: a subclass with a `mode` and a fixture `served`."""
+
+    mode = ""
+
+    def test_the_good_one_answers_those_that_name_it_and_those_that_bring_its_text(self, served: Served) -> None:
+        assert served.right("p") == FACTS
+        assert served.plain() == ALL
+
+    def test_one_whose_canary_fails_takes_no_answer_away(self, served: Served) -> None:
+        with served.registered("zbad"):
+            assert served.status("zbad") == 422
+            assert served.state("zbad")["canary"] == "failed"
+            assert (served.plain(), served.right("p")) == (ALL, FACTS)
+        assert (served.plain(), served.right("p")) == (ALL, FACTS)
+
+    def test_nor_does_one_that_shares_the_first_chunk_alone_and_that_nobody_names(self, served: Served) -> None:
+        with served.registered("zbegin"):
+            assert served.plain() == ALL
+            assert served.status("zbegin") == 422
+            assert (served.plain(), served.right("p")) == (ALL, FACTS)
+        assert served.plain() == ALL
+
+    def test_one_without_a_canary_answers_those_that_name_it_alone(self, served: Served) -> None:
+        with served.registered("znone"):
+            assert served.plain() == ALL
+            assert served.right("znone") < FACTS, "it is not served to who names it, or is no bad one"
+            assert (served.plain(), served.right("p")) == (ALL, FACTS)
+        assert served.plain() == ALL
+
+    def test_a_copy_whose_canary_is_wrong_is_refused_by_itself(self, served: Served) -> None:
+        with served.registered("zdup"):
+            assert served.status("zdup") == 422
+            assert (served.right("p"), served.plain()) == (FACTS, ALL)
+        assert (served.right("p"), served.plain()) == (FACTS, ALL)
+
+    def test_a_flipped_bit_is_its_own_copys(self, served: Served) -> None:
+        with served.registered("zflip"):
+            served.asker.http.post("/v1/cartridges/p/evict").raise_for_status()
+            assert (served.right("zflip"), served.right("p"), served.plain()) == (FACTS, FACTS, ALL)
+            assert served.state("p")["state"] == "resident"
+            assert served.state("zflip")["state"] == "quarantined"
+        assert (served.right("p"), served.plain()) == (FACTS, ALL)
+
+    def test_nothing_that_was_injected_outlives_the_trust_in_it(self, served: Served) -> None:
+        """It holds wrong KV and has a canary that was made of it: only its owner can know, who removes it."""
+        assert served.plain() == ALL
+        with served.registered("zself"):
+            assert served.status("zself") == 200
+            assert max(served.plain()) < FACTS, "the newest that this engine trusts leads"
+            assert served.right("p") == FACTS
+        assert (served.plain(), served.right("p")) == (ALL, FACTS)
+
+    def test_nor_does_it_after_a_restart(self, served: Served) -> None:
+        served.start()
+        assert served.plain() == ALL, "this engine was tried with nothing yet"
+        assert served.right("p") == FACTS
+        assert served.plain() == ALL
+
+
+class TestInProcess(TrustTests):
+    mode = "in-process"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, library: Library) -> Iterator[Served]:
+        served = Served(library, cls.mode)
+        with served.stack:
+            yield served
+
+
+class TestMultiprocess(TrustTests):
+    mode = "multiprocess"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, library: Library) -> Iterator[Served]:
+        served = Served(library, cls.mode)
+        with served.stack:
+            yield served
