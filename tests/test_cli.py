@@ -386,10 +386,10 @@ def test_what_cannot_be_is_said_in_one_line(
 
 
 def test_a_manifest_without_rope_is_described(cli: _Cli, tmp_path: Path) -> None:
-    bare = Fingerprint("GPT2LMHeadModel", 2, 2, 8, "float32", 1000, None, "c0" * 32)
+    bare = Fingerprint("GPT2LMHeadModel", 2, 2, 8, "float32", 1000, (), "c0" * 32)
     make_artifact(tmp_path / "doc", positions=16, fingerprint=bare)
     cli.json("register", tmp_path / "doc")
-    assert cli.json("describe", "doc")["fingerprint"]["rope"] is None
+    assert cli.json("describe", "doc")["fingerprint"]["rope"] == []
 
 
 def test_the_installed_command_is_this_one() -> None:

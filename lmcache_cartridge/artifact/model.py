@@ -50,8 +50,7 @@ class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             ]
         if None not in (self.pairing, other.pairing) and self.pairing != other.pairing:
             return [f"pairs of dimensions: {self.pairing}, not {other.pairing}"]
-        names = ("kind", "rotary_dim", "attention_factor")
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        pairs = [(n, getattr(self, n), getattr(other, n)) for n in ("kind", "rotary_dim", "attention_factor")]
         lines = [f"{name}: {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs]
         both = zip(self.inv_freq, other.inv_freq, strict=False)
         if self.rotary_dim != other.rotary_dim or not all(math.isclose(a, b, rel_tol=1e-5) for a, b in both):
@@ -166,7 +165,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         both sides know them. Without `weights` neither those nor their quantisation count.
         """
         lines = []
-        for name in self.__struct_fields__:
+        for name in sorted(self.__struct_fields__, key="rope".__eq__):  # whose lines are long
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "rope":
                 lines += _rope_differences(mine, theirs, min(self.layers, other.layers))

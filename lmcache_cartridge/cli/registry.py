@@ -245,9 +245,8 @@ def _describe(arguments: argparse.Namespace) -> None:
     if payload := result["payload"]:
         payload.setdefault("encoding", "plain")
         del payload["checksums"]
-    if rope := result["fingerprint"]["rope"]:
-        for rotation in (rope, *rope.get("others", ())):
-            del rotation["inv_freq"]
+    for rotation in result["fingerprint"]["rope"]:
+        del rotation["inv_freq"]
     if asked := result["canary"]:  # what is asked and answered is for servers
         result["canary"] = {"questions": len(asked["after"]), "in_a_chain": len(asked.get("behind", ())),
                             "sensitivity": asked["sensitivity"]}  # fmt: skip

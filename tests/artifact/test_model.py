@@ -91,6 +91,12 @@ def test_a_dtype_is_told_with_both_values() -> None:
     assert make_fingerprint().differences(other) == ["dtype: bfloat16, not float16"]
 
 
+def test_what_a_person_looks_for_comes_before_the_rotation() -> None:
+    other = msgspec.structs.replace(_of(attention_factor=2.0), weights_digest="1" * 64)
+    lines = msgspec.structs.replace(_of(), weights_digest="2" * 64).differences(other)
+    assert [line.partition(":")[0] for line in lines] == ["weights_digest", "rope attention_factor"]
+
+
 def test_frequencies_may_differ_by_rounding_and_no_more() -> None:
     assert _of().differences(_of(inv_freq=[f * (1 + 5e-6) for f in INV_FREQ])) == []
     assert len(_of().differences(_of(inv_freq=[f * (1 + 5e-5) for f in INV_FREQ]))) == 1
