@@ -14,6 +14,7 @@ import yaml
 from lmcache_cartridge.cli.demo import SERVER_ARGS
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine.contract import PUBLISHED
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.make.ladder import own
 from lmcache_cartridge.make.model import CausalModel
@@ -174,7 +175,8 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
      "--kv-cache-dtype fp8_e5m2",
      '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
      "--spec-method ngram",
-     '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1"],
+     '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1",
+     f'--kv-transfer-config {{"kv_connector":"CartridgeConnector","kv_connector_module_path":"{PUBLISHED}"}}'],
 )  # fmt: skip
 def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
     plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
