@@ -40,11 +40,11 @@ def packages() -> dict[str, str]:
     return found
 
 
-def gpus(*fields: str) -> list[list[str]]:
-    """Return `fields` of each NVIDIA GPU as `nvidia-smi` names and tells them; none where there is no such program."""
+def gpus(*fields: str, of: str = "gpu") -> list[list[str]]:
+    """Return `fields` of each NVIDIA GPU, or `of` each of "compute-apps", as `nvidia-smi` tells them; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    asked = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import httpx
 
@@ -52,9 +54,13 @@ class Server:
         """
         given = url.rstrip("/").removesuffix("/v1")
         self.url, self._timeout_s, self._key = _USERINFO.sub(r"\1", given), timeout_s, key
-        headers = {"Authorization": f"Bearer {found}"} if (found := _read_key(key)) else {}
+        self.headers = {"Authorization": f"Bearer {found}"} if (found := _read_key(key)) else {}
+        """What each request has, a secret in it; the user and password of the URL come first."""
+        if user := _USERINFO.match(given):
+            basic = unquote(user[0].removeprefix(user[1] or "").removesuffix("@"))
+            self.headers = {"Authorization": f"Basic {base64.b64encode(basic.encode()).decode()}"}
         try:
-            self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=headers, limits=_LIMITS)
+            self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=self.headers, limits=_LIMITS)
         except httpx.InvalidURL:  # its message may have a part of a password
             raise SourceError(f"{re.sub('//.*@', '//', self.url)} is no URL of a server") from None
         try:

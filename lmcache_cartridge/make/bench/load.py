@@ -1,0 +1,315 @@
+"""Load: runs of vLLM's own load generator, `vllm bench serve`, in ways that take turns; one counts only where the server's
+counters prove its way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import io
+import os
+import random
+import re
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ...errors import CartridgeError, SourceError, UnsupportedEngine
+from ..progress import Progress, silent
+from .places import Place, Questions
+from .target import Target
+
+Way = Literal["dense", "prefix", "warm", "cold"]
+WAYS: tuple[Way, ...] = ("dense", "prefix", "warm", "cold")
+_COMPUTED = {"kv_transfer_params": {"lmcache.tag.bench": "computed", "lmcache.skip_save": True}}
+"""A tag that no cartridge has, so that LMCache has none for the request."""
+_HEAD = 12
+"""Tokens by which prompts are told apart."""
+_IDLE_S, _POLL_S = 10.0, 0.05
+"""How long an evicted cartridge may be held by requests that have just ended."""
+_COUNTER = re.compile(r"^vllm:(prefix_cache_hits|external_prefix_cache_hits)_total\{.*\} (\S+)$", re.M)
+_USER = re.compile(r"//[^/@\s]*@")
+_BLOCK = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.M)
+
+
+class Run(NamedTuple):
+    """Requests that one way sent, no more than `c` at once."""
+
+    p: int
+    c: int
+    way: Way
+    turn: int
+    seconds: float
+    ttft_s: list[float]
+    itl_s: list[list[float]]
+    """Of each answer, between its tokens."""
+    tokens: list[int]
+    texts: list[str]
+    errors: list[str]
+    """Why there are no answers, each reason once."""
+    cached: tuple[int, int] | None
+    """Prompt tokens that vLLM's own prefix cache had, and that its connector brought, by its counters; None without these."""
+    wrong: str | None
+    """Why it is none of its way, so that it is in no figure."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is in the figures."""
+        return not self.errors and self.wrong is None
+
+
+class Plan(NamedTuple):
+    """What is asked."""
+
+    places: Sequence[Place]
+    concurrency: Sequence[int]
+    repeat: int
+    tokens: int
+    ways: Sequence[Way] = WAYS
+    budget_s: float = float("inf")
+
+    def requests(self, way: Way, c: int) -> int:
+        """Return how many requests a run has: of a cold cartridge those that find it so, of others twice as many."""
+        return c if way == "cold" else 2 * c
+
+    @property
+    def questions(self) -> int:
+        """How many questions it takes: a turn's ways share theirs, and no two turns do."""
+        return 1 + 2 * self.repeat * sum(self.concurrency)
+
+
+class Measured:
+    """What came of it so far."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.left_out: dict[str, None] = {}
+        """Why ways are not there; in order, each once."""
+        self.stopped: str | None = None
+        """Why it ended before its end."""
+        self.was_interrupted = False
+        self.seconds = 0.0
+
+
+class Load:
+    """Asks one server in every way."""
+
+    def __init__(self, target: Target, questions: Questions, tokens: int) -> None:
+        """Raises `UnsupportedEngine` where vLLM is not installed here, whose load generator asks."""
+        self._target, self._questions, self._tokens = target, questions, tokens
+        self._kept: dict[int, str] = {}
+        self._generate = generator()
+
+    def measure(self, plan: Plan, progress: Progress = silent) -> Measured:
+        """Ask in all ways by turns. Out of time or interrupted, it returns what there is. Never raises for a request."""
+        found, started, done = Measured(), time.monotonic(), 0
+        number = len(plan.places) * len(plan.concurrency) * plan.repeat * len(plan.ways)
+        try:
+            for place in plan.places:
+                ways = [way for way in plan.ways if self._is_to_be_had(way, place, found)]
+                question = 1
+                for c in plan.concurrency:
+                    for turn in range(plan.repeat):
+                        for way in ways:
+                            if time.monotonic() - started > plan.budget_s:
+                                found.stopped = (
+                                    f"the budget of {plan.budget_s:g} s was used up; what is missing was not measured"
+                                )
+                                return found
+                            found.runs.append(self.run(way, place, c, turn, plan.requests(way, c), question))
+                            done += 1
+                            progress(f"p {place.p}, c {c}, {way}", done, number)
+                        question += 2 * c
+        except KeyboardInterrupt:
+            found.stopped, found.was_interrupted = "interrupted; what is missing was not measured", True
+        finally:
+            found.seconds = time.monotonic() - started
+        return found
+
+    def _is_to_be_had(self, way: Way, place: Place, found: Measured) -> bool:
+        """Whether a way can be measured at a place; its first requests are over then. Why it cannot be is noted."""
+        why = None
+        if way in ("warm", "cold"):
+            if not self._target.has_cartridges:
+                why = f"{way}: no cartridges: the server has no route /v1/cartridges"
+            elif place.cartridge is None:
+                why = f"{way}: p = {place.p}: no cartridge of this length"
+            elif way == "cold" and (refused := self._target.evict(place.cartridge)):
+                why = f"cold, p = {place.p}: {refused}"
+        if why is None:
+            self._ask(way, place, 1, 1, 0)
+        else:
+            found.left_out[why] = None
+        return why is None
+
+    def run(self, way: Way, place: Place, c: int, turn: int, count: int, question: int) -> Run:
+        """Bring the server to where a way begins, untimed, and send `count` requests, `c` at once. Blocks to their end."""
+        wrong, before = self._prepare(way, place), self._counters()
+        told = self._ask(way, place, c, count, question)
+        after = self._counters()
+        # vLLM's client tells a whole traceback, or what the server said.
+        errors = list(
+            dict.fromkeys(_USER.sub("//", e.strip().splitlines()[-1])[:300] for e in told["errors"] if e.strip())
+        )
+        if not errors and not all(told["ttfts"]):
+            errors = ["a stream ended without a token"]
+        cached = None
+        if before and after:
+            cached = after[0] - before[0], after[1] - before[1]
+            slack = self._target.overhead * self._target.chats
+            wrong = wrong or not_so(way, place, count, cached, after[2], slack)
+        return Run(
+            place.p, c, way, turn, told["duration"], told["ttfts"], told["itls"], told["output_lens"],
+            told["generated_texts"], errors, cached, wrong,
+        )  # fmt: skip
+
+    def _prepare(self, way: Way, place: Place) -> str | None:
+        """Return why the requests to come cannot be of their way."""
+        if way == "prefix":  # again, since the dense prompts between may have taken its blocks
+            self._ask(way, place, 1, 1, 0)
+        if place.cartridge is None or way not in ("warm", "cold"):
+            return None
+        try:
+            if way == "cold":
+                return self._cold(place.cartridge, place.files)
+            return (
+                None if self._target.cartridge(place.cartridge).where else f"{place.cartridge} was not in memory before"
+            )
+        except CartridgeError as error:
+            return str(error)
+
+    def _cold(self, name: str, files: Sequence[Path]) -> str | None:
+        until = time.monotonic() + _IDLE_S
+        while True:
+            if refused := self._target.evict(name):
+                return refused
+            if not any(held for held, _ in self._target.cartridge(name).tiers.values()):
+                for file in files:
+                    drop(file)
+                return None
+            if time.monotonic() > until:
+                return f"{name} stays in memory: it is pinned, or others ask for it"
+            time.sleep(_POLL_S)  # a request that has just ended lets go of it
+
+    def _ask(self, way: Way, place: Place, c: int, count: int, question: int) -> dict[str, Any]:
+        requests = [self._request(way, place, self._questions[question + number]) for number in range(count)]
+        return self._generate(self._target, requests, c, self._tokens)
+
+    def _request(self, way: Way, place: Place, question: Any) -> tuple[Any, dict[str, Any]]:
+        """Return a prompt, and the fields of its own."""
+        own = uuid.uuid4().hex
+        if way in ("warm", "cold"):
+            return question, {"cartridges": [place.cartridge], "cache_salt": own}
+        kept = self._kept.setdefault(place.p, own) if way == "prefix" else own
+        if self._target.has_cartridges:
+            fields, document = {"cache_salt": kept, **_COMPUTED}, place.document
+        else:
+            fields, document = {}, _apart(place.document, kept)
+        return document + question if isinstance(document, str) else [*document, *question], fields
+
+    def _counters(self) -> tuple[int, int, int] | None:
+        """Return vLLM's counters of cached tokens, its own and the connector's, and its block size; None without them."""
+        text = self._target.metrics() or ""
+        found = dict[str, float]()
+        for name, value in _COUNTER.findall(text):
+            found[name] = found.get(name, 0.0) + float(value)
+        block = _BLOCK.search(text)
+        if "prefix_cache_hits" not in found or block is None:
+            return None
+        return int(found["prefix_cache_hits"]), int(found.get("external_prefix_cache_hits", 0)), int(block[1])
+
+
+def not_so(way: Way, place: Place, count: int, cached: tuple[int, int], block: int, slack: int = 0) -> str | None:
+    """Return why `count` requests are none of their way, by the tokens that came from vLLM's cache and by its connector.
+
+    `slack` tokens of each may be every prompt's, such as a chat template's head.
+    """
+    vllm, connector = cached
+    least = count * (place.p - block) if isinstance(place.document, tuple) else 0.7 * count * place.p
+    told = f"of {count * place.p} tokens vLLM's prefix cache had {vllm}, its connector brought {connector}"
+    if way == "dense":
+        is_so = vllm <= count * slack and not connector
+    elif way == "prefix":
+        is_so = vllm > least and not connector
+    else:  # whole chunks, of which the last is no shorter than what is behind it
+        is_so = (
+            vllm <= count * slack and count * place.p * place.chunks / (place.chunks + 1) < connector <= count * place.p
+        )
+    return None if is_so else f"{told}; that is not {way}, unless others asked meanwhile"
+
+
+def generator() -> Callable[[Target, Sequence[tuple[Any, dict[str, Any]]], int, int], dict[str, Any]]:
+    """Return what sends requests by vLLM's load generator and returns its result. Raises `UnsupportedEngine` without vLLM."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it imports
+            from vllm.benchmarks.datasets import SampleRequest
+            from vllm.benchmarks.serve import TaskType, benchmark
+    except ImportError as error:
+        raise UnsupportedEngine(
+            f"bench asks by `vllm bench serve`, and vLLM's load generator cannot be imported here ({error}): install vLLM on "
+            "this machine, or run bench where the server is"
+        ) from None
+    known = inspect.signature(benchmark).parameters
+
+    def generate(target: Target, requests: Sequence[tuple[Any, dict[str, Any]]], c: int, tokens: int) -> dict[str, Any]:
+        samples = [
+            SampleRequest(
+                prompt=prompt,
+                prompt_len=len(prompt),
+                expected_output_len=tokens,
+                request_overrides=fields,
+                chat_messages=[{"role": "user", "content": prompt}] if target.chats else None,
+            )
+            for prompt, fields in requests
+        ]
+        given: dict[str, Any] = {
+            "task_type": TaskType.GENERATION, "endpoint_type": "openai-chat" if target.chats else "openai",
+            "api_url": f"{target.url}{target.path}", "base_url": target.url, "model_id": target.model,
+            "model_name": target.model, "tokenizer": None, "input_requests": samples, "logprobs": None,
+            "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": True, "num_warmups": 0, "profile": False,
+            "selected_percentile_metrics": [], "selected_percentiles": [], "ignore_eos": target.extras,
+            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": target.server.headers,
+            "extra_body": {"temperature": 0}, "ready_check_timeout_sec": 0,
+        }  # fmt: skip
+        with _without_keys(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that all have failed; each error is told
+            try:
+                return asyncio.run(benchmark(**{name: value for name, value in given.items() if name in known}))
+            except (ValueError, OSError) as error:
+                raise SourceError(f"{target.url}: {error}") from error
+
+    return generate
+
+
+@contextlib.contextmanager
+def _without_keys() -> Iterator[None]:
+    """Keep vLLM's client from sending a key that is not for this server."""
+    key = os.environ.pop("OPENAI_API_KEY", None)
+    try:
+        yield
+    finally:
+        if key is not None:
+            os.environ["OPENAI_API_KEY"] = key
+
+
+def _apart(document: Any, salt: str) -> Any:
+    """Return a document of the same length that begins as no other does, for servers that know no `cache_salt`."""
+    if isinstance(document, str):
+        return f"{salt} {document[len(salt) + 1 :]}"
+    head = random.Random(salt).choices(document[1:], k=min(_HEAD, len(document) - 1))
+    return [document[0], *head, *document[1 + len(head) :]]
+
+
+def drop(file: Path) -> None:
+    """Have the system forget what it keeps of a file; no change where it cannot."""
+    with contextlib.suppress(OSError, AttributeError):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
