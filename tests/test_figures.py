@@ -36,7 +36,7 @@ ALLOWED = {
     "40 times the noise": "a bound in the code",
     "to 2%, every layer": "a bound in the code",
     "whole to 10%, in bfloat16": "a bound in the code",
-    "its 95% interval": "of the page on figures itself",
+    "95% interval": "a kind of interval",
     "takes 80 us of GPU time, HTTP 5 ms, scheduling 10 ms and the network 3 ms": "published by R1",
 }
 """What looks like a figure of a measurement and is none, and what it is."""

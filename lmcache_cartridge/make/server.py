@@ -54,13 +54,15 @@ class Server:
         """
         given = url.rstrip("/").removesuffix("/v1")
         self.url, self._timeout_s, self._key = _USERINFO.sub(r"\1", given), timeout_s, key
-        self.headers = {"Authorization": f"Bearer {found}"} if (found := _read_key(key)) else {}
-        """What each request has, a secret in it; the user and password of the URL come first."""
-        if user := _USERINFO.match(given):
+        found, user = _read_key(key), _USERINFO.match(given)
+        headers = {"Authorization": f"Bearer {found}"} if found else {}
+        if user:
             basic = unquote(user[0].removeprefix(user[1] or "").removesuffix("@"))
-            self.headers = {"Authorization": f"Basic {base64.b64encode(basic.encode()).decode()}"}
+            headers = {"Authorization": f"Basic {base64.b64encode(basic.encode()).decode()}"}
+        self.headers = headers
+        """What each request has, a secret in it; the user and password of the URL come first."""
         try:
-            self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=self.headers, limits=_LIMITS)
+            self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=headers, limits=_LIMITS)
         except httpx.InvalidURL:  # its message may have a part of a password
             raise SourceError(f"{re.sub('//.*@', '//', self.url)} is no URL of a server") from None
         try:

@@ -131,8 +131,8 @@ def taught(
     model: CausalModel, kv: torch.Tensor, examples: list[Example], k: int, progress: Progress = silent
 ) -> Lesson:
     """Return the lesson of examples with what the model predicts behind canonical `kv`: its `k` likeliest tokens each."""
-    rows = sum(len(example.answer) for example in examples)
-    log_probs, tokens = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.long)
+    count = sum(len(example.answer) for example in examples)
+    log_probs, tokens = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
     for start in range(0, len(examples), BATCH):
         for rows, part in passes(pack_examples(examples[start : start + BATCH], model.device), kv):
             logits = answer_logits(model.model, model.cache(kv, len(rows)), part)
