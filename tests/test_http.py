@@ -173,6 +173,23 @@ def test_what_everybody_gets_is_not_left_out_where_something_is_generated() -> N
     assert post(app, "/detokenize", json={"cartridges": ["b"]}).status_code == 400
 
 
+def test_a_model_that_stands_for_a_cartridge_is_refused_where_its_name_would_be_dropped() -> None:
+    """/invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer."""
+    settings, app = from_mapping({"model_aliases": {"ward": ["a"]}}), FastAPI()
+    router = Router(settings)
+    app.add_middleware(http.Gate, settings=settings, router=router)
+    app.add_middleware(http.ResponseHeaders)
+    router.models = ["m"]  # known only when the engine is
+
+    @app.post("/{path:path}")
+    async def echo() -> None: ...
+
+    for path in ("/invocations", "/inference/v1/generate"):
+        for model, status in (("m", 200), ("m:a", 400), ("ward", 400), ("other", 200)):
+            reply = post(app, path, json={"model": model})
+            assert (reply.status_code, "does not take cartridges" in reply.text) == (status, status == 400), model
+
+
 def test_a_route_that_takes_no_cartridges_does_not_answer_where_one_is_required() -> None:
     for path in ("/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/audio/transcriptions"):
         reply = post(_app(required=True), path, json={"model": "m"})

@@ -53,7 +53,7 @@ class CartridgePlugin:
         except Exception as error:
             self._failed = error
             return
-        app.add_middleware(Gate, settings=self._admission.settings)
+        app.add_middleware(Gate, settings=self._admission.settings, router=self._admission.router)
         app.add_middleware(ResponseHeaders)
         self._drain = Drain(self._admission.settings.drain_s)
         app.add_middleware(DrainGate, drain=self._drain)
