@@ -93,15 +93,15 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _canary(arguments: argparse.Namespace) -> int:
     from ..artifact import reading
-    from ..make.server import Server
+    from ..make.ladder.client import Client
     from ..make.validate import validate
 
     if arguments.server is None:
         raise SettingsError(f"validate {arguments.name} needs --server URL")
     location = registry_of(arguments, read_only=True).find(arguments.name)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
-    with Server(arguments.server, arguments.server_model) as server, bars(arguments.format) as progress:
-        rows = validate(manifest, server, progress)
+    with Client(arguments.server, arguments.server_model) as client, bars(arguments.format) as progress:
+        rows = validate(manifest, client, progress)
     passed = all(row.passed for row in rows)
     sensitivity = manifest.canary and manifest.canary.sensitivity
     asked = [row._asdict() for row in rows]

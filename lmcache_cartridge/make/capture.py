@@ -22,7 +22,7 @@ from ..memory.layout import DTYPES
 from .model import CausalModel
 from .prefill import CANARY, passed_canary, questions
 from .progress import Progress, silent
-from .server import Server
+from .server import Server, cached_tokens
 from .write import write_kv
 
 LIKENESS = 0.99
@@ -88,9 +88,7 @@ def _computed(model: CausalModel, server: Server, ids: list[int], tokens: int, c
     whole = [*ids, *[ids[-1]] * (-len(ids) % tokens)]
     body = {"model": server.model, "prompt": [*whole, ids[-1]], "max_tokens": 1, "temperature": 0, "cache_salt": name,
             "kv_transfer_params": {CAPTURE: name}}  # fmt: skip
-    cached = server.post(
-        "/v1/completions", body, lambda r: (r["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
-    )
+    cached = server.post("/v1/completions", body, cached_tokens)
     if cached:
         raise SourceError(f"{server.url} computed the text only from token {cached} on")
     for chunk in range(len(whole) // tokens):

@@ -186,6 +186,11 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield rest
 
 
+def cached_tokens(reply: Mapping[str, Any]) -> int:
+    """Return how many of a prompt's tokens the engine did not compute, as the usage of a reply has it."""
+    return (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
 def read_score(reply: str) -> int | None:
     """Return the score in a judge's reply: `4`, `Score: 4/5`. None unless exactly one number from 0 to 5 is there."""
     match = _SCORE.fullmatch(reply)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from ...errors import SourceError
-from ..server import Server
+from ..server import Server, cached_tokens
 
 TOKENS = 6
 """Tokens of an answer."""
@@ -163,7 +163,7 @@ def _read(response: httpx.Response) -> Reply:
         else:
             rows = [{_id(token): value for token, value in row.items()} for row in logprobs["top_logprobs"]]
             tokens = [_id(token) for token in logprobs["tokens"]]
-        cached = (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = cached_tokens(found)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise SourceError(
             f"{response.url.path} sent something else than was asked for: {response.text:.200}"
