@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -25,6 +26,7 @@ from lmcache_cartridge.settings import SECRET_VARIABLE, Settings
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 STACK = CONFIGS / "production-stack" / "values.yaml"
+RENDERED = Path(__file__).parent / "data" / "production-stack.json"
 LLM_D = CONFIGS / "llm-d" / "values.yaml"
 ENGINES = CONFIGS / "llm-d" / "engines.yaml"
 KSERVE = CONFIGS / "kserve" / "llm-inference-service.yaml"
@@ -135,17 +137,19 @@ def test_the_production_stack_gets_keys_that_its_chart_reads() -> None:
     assert len({engine["name"] for engine in _engines(values)}) == len(_engines(values)) == 2
 
 
-def test_the_production_stack_serves_as_serve_does(planned: tuple[list[str], dict[str, str]]) -> None:
-    arguments, environment = planned
+def test_the_production_stack_offloads_as_without_cartridges() -> None:
+    """`test_saving_served` starts a server by what its chart made of these values."""
+    rendered = json.loads(RENDERED.read_text(encoding="utf-8"))
+    assert rendered["values_sha256"] == hashlib.sha256(STACK.read_bytes()).hexdigest(), "render it again"
     values = _one(STACK)
     for engine in _engines(values):
-        _is_as_planned(engine["vllmConfig"]["extraArgs"], arguments)
-        _has_environment(engine["env"], environment)
+        assert (
+            engine["lmcacheConfig"]["enabled"] is True and int(engine["lmcacheConfig"]["cpuOffloadingBufferSize"]) > 0
+        )
         assert engine["tag"] == f"vllm-{PROVEN['vllm']}"
         assert engine["replicaCount"] == 1 and engine["pvcAccessMode"] == ["ReadWriteOnce"], "a volume for each server"
-        # The traps.
-        assert "lmcacheConfig" not in engine, "it adds LMCacheConnectorV1 behind our connector"
         assert engine["vllmConfig"]["enablePrefixCaching"] is True, "left out it is switched off"
+        assert "VLLM_PLUGINS" not in {variable["name"] for variable in engine["env"]}, "it would have to name ours"
         assert "PYTHONHASHSEED" not in {variable["name"] for variable in engine["env"]}, "the chart sets it for all"
     assert "PYTHONHASHSEED" in STACK.read_text(encoding="utf-8")
     assert SECRET_VARIABLE in STACK.read_text(encoding="utf-8")
@@ -155,11 +159,12 @@ def test_the_production_stack_has_one_library_and_a_disk_tier_on_its_volume() ->
     values = _one(STACK)
     [config_map] = values["extraObjects"]
     settings = _settings(config_map)
-    assert settings.library == "s3://cartridges/fleet" and settings.required
+    assert settings.library == "s3://cartridges/fleet" and not settings.required, "ordinary requests are answered"
     assert settings.disk_dir is not None and settings.disk_dir.is_relative_to("/data"), "where pvcStorage is mounted"
     for engine in _engines(values):
         assert settings.disk_bytes < int(engine["pvcStorage"].removesuffix("Gi")) << 30
-        assert settings.cpu_bytes < int(engine["requestMemory"].removesuffix("Gi")) << 30
+        offloaded_bytes = int(engine["lmcacheConfig"]["cpuOffloadingBufferSize"]) << 30
+        assert settings.cpu_bytes + offloaded_bytes < int(engine["requestMemory"].removesuffix("Gi")) << 30
         assert engine["extraVolumes"] == [{"name": "lmcache", "configMap": {"name": config_map["metadata"]["name"]}}]
         assert [mount["name"] for mount in engine["extraVolumeMounts"]] == ["lmcache"]
 

@@ -1,6 +1,7 @@
-"""LMCache's own saving and cartridges in one server, as the production stack's tutorial on offloading sets it up.
+"""LMCache's own saving and cartridges in one server, by the command and variables that the production stack's chart makes.
 
-vLLM's own connector name, `LMCACHE_LOCAL_CPU` and `LMCACHE_MAX_LOCAL_CPU_SIZE` from the environment, and default sizes.
+`data/production-stack.json` has what Helm rendered of `configs/production-stack/values.yaml`: vLLM's own connector name,
+`kv_both`, and LMCache's offloading switched on by its variables.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from recall.ward import Fact, ask, encode
 from waiting import until
 from wards import MODEL, Answer, Asker, Ward, patients, prefill, register, sure, write_ward
@@ -30,8 +32,8 @@ from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-YAML = Path(__file__).parents[1] / "configs" / "lmcache-stock-connector.yaml"
-TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+RENDERED = json.loads((Path(__file__).parent / "data" / "production-stack.json").read_text(encoding="utf-8"))
+VALUES = Path(__file__).parents[1] / "configs" / "production-stack" / "values.yaml"
 CHUNK, P = 256, {"prefill": 1024, "trained": 256}
 """Positions of each cartridge's whole chunks."""
 ASKED = 8
@@ -73,23 +75,34 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         wards[kind] = wards[kind]._replace(ids=ids)
         register(model, settings, ids, name=kind, kind=kind)
     register(model, settings, wards["more"].ids, name="more")
-    yaml = home / "lmcache.yaml"
-    environment = SMALL | {
-        "LMCACHE_CONFIG_FILE": str(yaml), "LMCACHE_CARTRIDGE_HOME": str(home), "VLLM_SERVER_DEV_MODE": "1",
-        "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5", "LMCACHE_TRACK_USAGE": "false",
+    path, rendered = home / "lmcache.yaml", {variable["name"]: variable.get("value") for variable in RENDERED["env"]}
+    environment = SMALL | {name: "pod" if value is None else value for name, value in rendered.items()} | {
+        "LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CARTRIDGE_HOME": str(home), "VLLM_SERVER_DEV_MODE": "1",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5", "PROMETHEUS_MULTIPROC_DIR": str(home), "HF_HOME": str(home),
         "PYTHONPATH": str(Path(__file__).parent), "FAULTY_FILE": str(home / "fault.json"),
     }  # fmt: skip
+    assert environment["LMCACHE_LOCAL_CPU"] == "True"
+    program, verb, _, host, _, port, _, *options = RENDERED["command"]
+    assert (program, verb, host, port) == ("vllm", "serve", "--host", "--port")
     # Sixteen prompts of two documents are more than fits: LMCache has them where vLLM's own cache has not.
     command = [
-        *server_command(MODEL), "--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20),
-        "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(TRANSFER),
+        *server_command(MODEL), *options, "--max-model-len", "8192", "--enforce-eager",
+        "--kv-cache-memory-bytes", str(32 << 20),
     ]  # fmt: skip
-    text = YAML.read_text().replace("lmcache_cartridge.engine.backend", "faulty")
-    text += "  storage_plugin.cartridge.admin: true\n"
+    [config_map] = yaml.safe_load(VALUES.read_text(encoding="utf-8"))["extraObjects"]
+    config = yaml.safe_load(config_map["data"]["lmcache.yaml"])
+    ours = "storage_plugin.cartridge."
+    for name in ("library", "disk_bytes", "disk_dir"):  # of a bucket and a volume
+        del config["extra_config"][ours + name]
+    config["extra_config"] |= {
+        ours + "module_path": "faulty", ours + "home": str(home), ours + "cpu_bytes": "1GiB", ours + "admin": True,
+        ours + "drain_s": 0,
+    }  # fmt: skip
+    text = yaml.safe_dump(config)
     assert "local_cpu: false" in text and "VLLM_PLUGINS" not in os.environ
     log = home / "log"
     with (
-        ServerProcess(Launch(yaml, text, environment, command, {}), log, environment=environment) as server,
+        ServerProcess(Launch(path, text, environment, command, {}), log, environment=environment) as server,
         Asker(server.url) as asker,
     ):
         yield Served(asker, model, settings, wards, home / "fault.json", log)
