@@ -21,7 +21,7 @@ from ..artifact.manifest import check_id
 from ..errors import CartridgeError, SettingsError
 from ..settings import Settings, from_mapping
 from .contract import CONTROL, REQUEST_API
-from .lmcache_file import EXTRA_VARIABLE, MODULE, VARIABLE, lmcache_yaml, yaml_path
+from .lmcache_file import CLASS, EXTRA_VARIABLE, MODULE, VARIABLE, lmcache_yaml, yaml_path
 
 EXTRA = "kv_connector_extra_config"
 SKIP_SAVING = "LMCACHE_FORCE_SKIP_SAVE"
@@ -112,7 +112,8 @@ def is_named(transfer: Any) -> bool:
     told: list[Any] = [extra, {name: value for name, value in os.environ.items() if name.startswith("LMCACHE_")}]
     with suppress(OSError, ValueError, yaml.YAMLError):
         told.append(yaml.safe_load(Path(os.environ.get(VARIABLE, os.devnull)).read_text()))
-    return MODULE in str(told) or any(key in _FORMS or key.startswith(_SETTING) for key in extra)
+    is_told = any(name in str(told) for name in (MODULE, CLASS))  # a subclass of users' is of another module
+    return is_told or any(key in _FORMS or key.startswith(_SETTING) for key in extra)
 
 
 def configure(transfer: Any, *, in_process: bool = True) -> Settings | None:

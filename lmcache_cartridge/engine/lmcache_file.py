@@ -13,6 +13,7 @@ from ..settings import Settings
 PLUGIN = "cartridge"
 """The name our plugin gets in LMCache's configuration; no built-in backend may have it."""
 MODULE = "lmcache_cartridge.engine.backend"
+CLASS = "CartridgeBackend"
 VARIABLE, EXTRA_VARIABLE = "LMCACHE_CONFIG_FILE", "LMCACHE_EXTRA_CONFIG"
 """The environment variables that name the file, and that hold over its `extra_config`, for LMCache and for us."""
 
@@ -29,7 +30,7 @@ def lmcache_yaml(settings: Settings, chunk_tokens: int, saved_bytes: int = 0) ->
     """
     extra = {
         f"storage_plugin.{PLUGIN}.module_path": MODULE,
-        f"storage_plugin.{PLUGIN}.class_name": "CartridgeBackend",
+        f"storage_plugin.{PLUGIN}.class_name": CLASS,
         **{f"storage_plugin.{PLUGIN}.{k}": v for k, v in as_parameters(settings).items()},
     }
     lines = [
