@@ -73,7 +73,7 @@ def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors() -> None:
 
 @pytest.mark.parametrize(
     ("latent", "heads", "reason"),
-    [(576, 1, "a latent vector of 576 in 576 elements"), (512, 2, "of 2 heads; they have one")],
+    [(576, 1, "a latent vector of 576 in 1 heads of 576 elements"), (512, 2, "512 in 2 heads")],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(
     model: CausalModel, tmp_path: Path, latent: int, heads: int, reason: str

@@ -18,7 +18,7 @@ class Lru(Generic[K, V]):
         """`size` returns how much of `capacity` a value takes, always the same. The newest one stays, however large."""
         self._capacity, self._size, self._used = capacity, size, 0
         self._entries: OrderedDict[K, V] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: K) -> V | None:
         """Return a value, which is now the last to be dropped; None where there is none."""
@@ -30,17 +30,21 @@ class Lru(Generic[K, V]):
     def put(self, key: K, value: V) -> V:
         """Keep a value in place of any other of its key, and return it."""
         with self._lock:
-            self._remove(key)
+            self.pop(key)
             self._entries[key] = value
             self._used += self._size(value)
             while self._used > self._capacity and len(self._entries) > 1:
-                self._remove(next(iter(self._entries)))
+                self.pop(next(iter(self._entries)))
             return value
 
     def pop(self, key: K) -> V | None:
         """Drop an entry and return its value; None where there is none."""
         with self._lock:
-            return self._remove(key)
+            if key not in self._entries:
+                return None
+            value = self._entries.pop(key)
+            self._used -= self._size(value)
+            return value
 
     def __iter__(self) -> Iterator[K]:
         """Iterate over the keys of this moment, the next to be dropped first."""
@@ -53,10 +57,3 @@ class Lru(Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def _remove(self, key: K) -> V | None:
-        if key not in self._entries:
-            return None
-        value = self._entries.pop(key)
-        self._used -= self._size(value)
-        return value

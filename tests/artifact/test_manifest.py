@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from making import make_artifact, make_fingerprint, make_rope
 
@@ -24,6 +25,7 @@ from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     content_digest,
     decode,
 )
+from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.errors import ManifestError
 
 
@@ -324,3 +326,16 @@ def test_the_last_chunk_has_the_positions_that_are_left(manifest: Manifest) -> N
     assert [manifest.chunk_length(chunk) for chunk in range(3)] == [16, 16, 8]
     assert [manifest.head_bytes(chunk) for chunk in range(3)] == [2 * 3 * n * 64 * 2 for n in (16, 16, 8)]
     assert manifest.name == "doc@1"
+
+
+def test_an_artefact_is_to_the_byte_what_releases_of_its_format_write(tmp_path: Path) -> None:
+    """A digest that changes makes every cartridge there is another one: raise the format's major version then."""
+    shape = make_fingerprint(layers=1, kv_heads=1, head_size=8)
+    with ArtifactWriter(
+        tmp_path / "doc", cartridge_id="doc", version=1, kind="prefill", fingerprint=shape, token_ids=np.arange(40), chunk_tokens=16
+    ) as writer:  # fmt: skip
+        for tokens in (16, 16, 8):
+            writer.write(bytes(tokens * shape.token_bytes))
+        made = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+    assert b"encoding" not in made.encode() and b"latent" not in made.encode()
+    assert made.digest == "07cdee3fc31ea7b2a269d7bd05a5ea6978e1fa80d74376bad6de14d23a33e826"
