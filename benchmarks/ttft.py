@@ -40,7 +40,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 import numpy as np
 import report
-from chunks import drop, finite_bytes, push, start_s3
+from retrieval import drop, finite_bytes, push, start_s3
 from sizes import SHAPES, TINY, Shape
 
 from lmcache_cartridge.artifact.model import Fingerprint

@@ -32,7 +32,7 @@ PEERS = {
         "first token", "way",
         [("warm", "dense"), ("warm", "prefix"), ("warm", "localcpu"), ("disk", "warm"), ("mp-warm", "mp-l1"), ("mp-warm", "warm")],
     ),
-    "chunks": Peers(
+    "retrieval": Peers(
         "rate", "contender",
         [("cartridge", "LMCache LocalCPU"), ("cartridge", "LMCache LocalDisk"), ("cartridge", "preadv"), ("cartridge", "aiofiles")],
         lower_is_better=False,

@@ -22,7 +22,7 @@ def on_path() -> Iterator[None]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("name", ["replacement", "scale", "inject", "chunks", "start", "fleet"])
+@pytest.mark.parametrize("name", ["replacement", "scale", "inject", "retrieval", "start", "fleet"])
 def test_the_smallest_form_writes_a_result(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
     printed = capsys.readouterr().out
@@ -78,17 +78,17 @@ def test_the_sizes_in_the_docs_are_those_computed_from_the_models() -> None:
 
 
 def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
-    chunks = importlib.import_module("chunks")
+    retrieval = importlib.import_module("retrieval")
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
-    assert chunks.cached_share(path) == 1.0
-    chunks.drop([path])
-    assert chunks.cached_share(path) == 0.0
+    assert retrieval.cached_share(path) == 1.0
+    retrieval.drop([path])
+    assert retrieval.cached_share(path) == 0.0
 
 
 @pytest.mark.parametrize(
     "name",
-    ["chunks", "cold_fetch", "fleet", "gpu", "inject", "models", "replacement", "saving", "scale", "start", "ttft"],
+    ["retrieval", "cold_fetch", "fleet", "gpu", "inject", "models", "replacement", "saving", "scale", "start", "ttft"],
 )
 def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module(name).main

@@ -1,6 +1,6 @@
 """Chunks through the plugin as LMCache calls it, beside LMCache's own backends and the limits of the machine.
 
-    python benchmarks/chunks.py [--full] [--s3] [--payload 512MiB] [--scratch DIR] [--tier "disk cold"]
+    python benchmarks/retrieval.py [--full] [--s3] [--payload 512MiB] [--scratch DIR] [--tier "disk cold"]
 
 What is timed is what LMCache does with a backend in one retrieval: `batched_contains` with a pin, `batched_get_blocking`,
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
@@ -559,7 +559,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     repeat = options.repeat or (1 if options.smoke else 11 if options.full else 5)
     figures: list[report.Figure] = []
     with contextlib.ExitStack() as stack:
-        base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-chunks-", dir=options.scratch)))
+        base = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-retrieval-", dir=options.scratch))
+        )
         server = start_s3(stack, base) if options.s3 else None
         callers = CONCURRENCY if options.full or options.smoke else CONCURRENCY[:1]
         for case in cases(options):
