@@ -115,7 +115,7 @@ def test_a_claim_says_why_it_is_refused(home: Home) -> None:
     store = home.open(chunks=4, settings=STILL)
 
     def refusal(*digests: str) -> tuple[str, bool]:
-        claim = store.claim(".".join(digests), {})
+        claim = read(store.claim(".".join(digests), {}))
         state = claim.poll()
         assert not state.ready
         assert claim.is_done()
