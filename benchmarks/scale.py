@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lmcache_cartridge.memory.described import Engine
 
 POSITIONS, CHUNK = 4096, 256
-SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, None, "00" * 32)
+SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, (), "00" * 32)
 LOOKUPS = 2000
 
 

@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of this geometry."""
         return Fingerprint(
-            "benchmark", self.layers, self.kv_heads, self.head_size, "bfloat16", self.vocabulary, None, "00" * 32
+            "benchmark", self.layers, self.kv_heads, self.head_size, "bfloat16", self.vocabulary, (), "00" * 32
         )
 
     def config(self) -> dict[str, object]:
