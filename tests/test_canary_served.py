@@ -214,13 +214,13 @@ class CanaryTests:
 
     def test_validate_asks_the_server_over_http(self, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
         home, url = str(served.settings.home), str(served.http.base_url)
-        assert main(["validate", "t2", "--server", url, "--home", home, "--format", "json"]) == 0
+        assert main(["validate", "t2", "--url", url, "--home", home, "--format", "json"]) == 0
         rows = json.loads(capsys.readouterr().out)
         canary = reading.load_manifest(served.settings.cartridges_dir / "t2").canary
         assert (rows["name"], rows["passed"]) == ("t2@1", True)
         assert len(rows["questions"]) == len(canary.after) + len(canary.behind)
         assert all(row["injected"] >= POSITIONS and row["difference"] <= row["bound"] for row in rows["questions"])
-        assert main(["validate", "plain", "--server", url, "--home", home]) == 1
+        assert main(["validate", "plain", "--url", url, "--home", home]) == 1
         assert "has no canary" in capsys.readouterr().err
 
     def test_validate_ends_with_an_error_where_the_engine_answers_otherwise(
@@ -229,7 +229,7 @@ class CanaryTests:
         broken(unpacked=True)
         served.ask("p2")
         url = str(served.http.base_url)
-        assert main(["validate", "p2", "--server", url, "--home", str(served.settings.home)]) == 1
+        assert main(["validate", "p2", "--url", url, "--home", str(served.settings.home)]) == 1
         assert "NO" in capsys.readouterr().out
 
     def test_the_validation_ladder_passes(self, served: Served, tmp_path: Path) -> None:

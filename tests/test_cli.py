@@ -424,7 +424,7 @@ def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> Non
     [
         ("push", "doc", "s3://bucket/elsewhere"),
         ("export", "doc", "--to", "peft", "--output", "out"),
-        ("evaluate", "doc", "--questions", "questions.jsonl", "--server", "http://127.0.0.1:1"),
+        ("evaluate", "doc", "--questions", "questions.jsonl", "--url", "http://127.0.0.1:1"),
     ],
     ids=lambda argv: argv[0],
 )

@@ -31,7 +31,7 @@ ELSEWHERE = {"cli.md", "tutorial.md"}
 BY_OTHERS = {
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
     "--questions questions.jsonl --no-promote": "test_train.py",
-    "lmcache-cartridge evaluate handbook@2 --questions asked.jsonl --server http://localhost:8000 "
+    "lmcache-cartridge evaluate handbook@2 --questions asked.jsonl --url http://localhost:8000 "
     "--output report": "test_evaluate.py",
     "lmcache-cartridge import ward-a-adapter --model $MODEL --id ward-a --document ward-a.txt --round": "test_convert.py",
     "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "test_convert_served.py",

@@ -158,7 +158,7 @@ def test_a_server_is_asked_without_torch(
     (home / "document.txt").write_bytes(b"caf\xe9")
     for name in ("torch", "transformers", "safetensors", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
-    command = ["evaluate", "a", "--questions", str(asked), "--server", "http://127.0.0.1:1"]
+    command = ["evaluate", "a", "--questions", str(asked), "--url", "http://127.0.0.1:1"]
     assert main(command) == 1
     assert capsys.readouterr().err.startswith("lmcache-cartridge: http://127.0.0.1:1/v1/models: ConnectError")
     assert main([*command, "--document", str(home / "document.txt")]) == 1

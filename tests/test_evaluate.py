@@ -124,7 +124,7 @@ def test_the_model_here_is_asked_three_ways(home: Home, evaluate: Any) -> None:
 
 
 def test_a_real_server_gives_the_same_answers(home: Home, evaluate: Any, server: str, tmp_path: Path) -> None:
-    ran = evaluate("half", "--server", server, "--format", "json", "--output", str(tmp_path / "server"))
+    ran = evaluate("half", "--url", server, "--format", "json", "--output", str(tmp_path / "server"))
     _assert_right(home, _exact(ran))
     evaluate("half", "--model", MODEL, "--output", str(tmp_path / "here"))
     answers = [
@@ -143,21 +143,21 @@ def test_a_real_server_gives_the_same_answers(home: Home, evaluate: Any, server:
 def test_the_document_is_computed_though_the_server_has_a_cartridge_of_it(
     home: Home, evaluate: Any, server: str
 ) -> None:
-    exact = _exact(evaluate("poison", "--server", server, "--limit", "8", "--format", "json"))
+    exact = _exact(evaluate("poison", "--url", server, "--limit", "8", "--format", "json"))
     assert exact["cartridge"] <= 0.25, "it is there, and injected when named"
     assert exact["document"] == 1.0
 
 
 def test_a_document_given_as_text_is_the_one_the_cartridge_carries(home: Home, evaluate: Any, server: str) -> None:
     text = ("--document", str(home.path / "sheet.txt"), "--limit", "6", "--format", "json")
-    for where in (("--model", MODEL), ("--server", server)):
+    for where in (("--model", MODEL), ("--url", server)):
         assert _exact(evaluate("bare", *where, *text))["document"] == 1.0
 
 
 def test_raw_text_can_be_asked_too(home: Home, evaluate: Any, server: str, tmp_path: Path) -> None:
     raw = tmp_path / "raw.jsonl"
     save([Question(ask(fact, 2), fact.value) for fact in home.school.document.facts[:8]], raw)
-    for where in (("--model", MODEL), ("--server", server)):
+    for where in (("--model", MODEL), ("--url", server)):
         ran = evaluate("half", *where, "--questions", str(raw), "--ask-as", "text", "--format", "json")
         assert _exact(ran)["document"] == 1.0
 
@@ -208,8 +208,8 @@ def test_people_get_a_table_and_files(home: Home, evaluate: Any, tmp_path: Path)
         ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
         ("half", ("--model", MODEL, "--questions", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
         ("half", ("--model", MODEL, "--limit", "0"), "--limit 0"),
-        ("half", ("--server", f"http://127.0.0.1:{free_port()}"), "Connect"),
-        ("half", ("--server", "nonsense"), "nonsense"),
+        ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"),
+        ("half", ("--url", "nonsense"), "nonsense"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(evaluate: Any, name: str, argv: tuple[str, ...], word: str) -> None:
@@ -243,7 +243,7 @@ def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate: Any, server: st
     write_trained(home.school.model, kv, root, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
                   cartridge_id="new", version=1, chunk_tokens=CHUNK, document_ids=home.school.ids)  # fmt: skip
     Registry(other / "registry.sqlite").register(root)
-    ran = evaluate("new", "--home", str(other), "--server", server)
+    ran = evaluate("new", "--home", str(other), "--url", server)
     assert ran.status == 1
     assert "answered 404" in ran.err
 
@@ -380,7 +380,7 @@ def test_each_server_is_shown_its_own_key_and_no_other(tmp_path: Path, monkeypat
                 monkeypatch.setenv(f"{role}_API_KEY", role)
                 if not has_keys and role != "OPENAI":
                     monkeypatch.delenv(f"{role}_API_KEY")
-            assert main(["evaluate", "doc", *options, "--server", server, "--judge-url", judge]) == 0
+            assert main(["evaluate", "doc", *options, "--url", server, "--judge-url", judge]) == 0
             task = Task(model="m", document=tmp_path, id="doc", self_study=1, writer_url=writer)
             job = Job(task, from_mapping({"home": tmp_path}), registry, say=print, bar=partial(tqdm, disable=True))
             assert job._gather(None, "A text of some words.", "text") == [Question("who?")]

@@ -112,7 +112,7 @@ def test_a_server_is_validated_and_evaluated_by_the_adapters_name(
 ) -> None:
     questions, facts = tmp_path / "q.jsonl", _ward(served).facts[:4]
     questions.write_text("".join(f"{json.dumps({'question': ask(f, 0), 'answer': f.value})}\n" for f in facts))
-    options = ["--server", str(served.http.base_url), "--home", str(served.settings.home), "--format", "json"]
+    options = ["--url", str(served.http.base_url), "--home", str(served.settings.home), "--format", "json"]
     assert main(["validate", "one", "--server-model", "one", *options]) == 0, capsys.readouterr()
     assert main(["validate", "one", *options]) == 1
     capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -9,12 +10,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CartridgeError
 from ..make.questions import Question
 from .recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from .show import say, show, size, table
+
+if TYPE_CHECKING:
+    from ..make.server import Server
 
 SHEET = "ward-a"
 SERVER_ARGS = ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -96,9 +100,8 @@ def _prepare(home: Path) -> None:
 
 
 def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[TimedAnswer]]:
-    from openai import OpenAI
-
     from ..make.ladder.own import eager
+    from ..make.server import Server
     from ..serve.launch import plan
     from ..serve.processes import ServerProcess
     from ..settings import from_mapping
@@ -106,8 +109,7 @@ def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> d
     settings = from_mapping({"home": home.absolute(), "cpu_bytes": 64 << 20})
     launch = plan(str(MODEL_DIR), settings, vllm_args=[*SERVER_ARGS, *eager()])
     say("2/3 starting vLLM (tens of seconds)")
-    with ServerProcess(launch, scratch / "server.log") as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    with ServerProcess(launch, scratch / "server.log") as process, Server(process.url, timeout_s=120.0) as server:
         document = load_sheet(SHEET).text + " "
         # A tag keeps a request away from the cartridge, so that the same server can compute the document itself.
         computed = {"kv_transfer_params": {"lmcache.tag.demo": "computed"}}
@@ -116,29 +118,26 @@ def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> d
         # The first request of each way warms it up. A prompt that only carries the document gets the cartridge from the
         # moment that the engine has answered the cartridge's own questions right.
         for prefix, extra in (ways["no_document"], ways["document"]):
-            whole = ask(client, prefix + questions[0].text, extra).computed_tokens
+            whole = ask(server, prefix + questions[0].text, extra).computed_tokens
         until = time.monotonic() + WARM_S
-        while ask(client, document + questions[0].text, {}).computed_tokens >= whole and time.monotonic() < until:
+        while ask(server, document + questions[0].text, {}).computed_tokens >= whole and time.monotonic() < until:
             time.sleep(0.1)
         return {
-            way: [ask(client, prefix + question.text, extra) for question in questions]
+            way: [ask(server, prefix + question.text, extra) for question in questions]
             for way, (prefix, extra) in ways.items()
         }
 
 
-def ask(client: Any, prompt: str, extra: dict[str, Any]) -> TimedAnswer:
+def ask(server: Server, prompt: str, extra: dict[str, Any]) -> TimedAnswer:
     """Ask greedily and stream the answer. A fresh `cache_salt` keeps vLLM's own prefix cache out of the comparison."""
-    start = time.perf_counter()
-    first: float | None = None
-    text, usage = "", None
-    for event in client.completions.create(
-        model=str(MODEL_DIR), prompt=prompt, max_tokens=8, temperature=0, stream=True,
-        stream_options={"include_usage": True}, extra_body={"cache_salt": uuid.uuid4().hex, **extra},
-    ):  # fmt: skip
-        if event.choices and first is None:
-            first = time.perf_counter()
-        text += "".join(choice.text for choice in event.choices)
-        usage = event.usage or usage
-    assert first is not None and usage is not None, "the server streams a token at least, and the usage at the end"
-    cached = usage.prompt_tokens_details.cached_tokens or 0
-    return TimedAnswer(text.strip(), 1000 * (first - start), usage.prompt_tokens - cached)
+    from ..make.server import cached_tokens
+
+    body = {
+        "model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex, **extra,
+    }  # fmt: skip
+    start, first, text, last = time.perf_counter(), 0.0, "", {}
+    for _, last in server.events("/v1/completions", json.dumps(body).encode()):
+        first = first or time.perf_counter()
+        text += "".join(choice["text"] for choice in last["choices"])
+    return TimedAnswer(text.strip(), 1000 * (first - start), last["usage"]["prompt_tokens"] - cached_tokens(last))

@@ -115,14 +115,14 @@ def _add_train(verb: Verb) -> None:
 def _add_evaluate(verb: Verb) -> None:
     evaluate = verb(
         "evaluate", _evaluate, "Ask questions without a prefix, after the document, and after a cartridge; compare.",
-        "evaluate handbook --questions questions.jsonl --server http://localhost:8000",
+        "evaluate handbook --questions questions.jsonl --url http://localhost:8000",
     )  # fmt: skip
     option = evaluate.add_argument
     option("name", help=NAME)
     option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
     where = evaluate.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--server", metavar="URL", help="server started by `lmcache-cartridge serve`; its key is that in $VLLM_API_KEY"
+        "--url", metavar="URL", help="server started by `lmcache-cartridge serve`; its key is that in $VLLM_API_KEY"
     )
     where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
     add_lora(evaluate, "with --model: ")
@@ -228,8 +228,8 @@ def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitSt
     else:
         ids = reading.load_document_ids(manifest, root)
         document = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
-    if arguments.server:
-        server = stack.enter_context(Server(arguments.server, arguments.server_model))
+    if arguments.url:
+        server = stack.enter_context(Server(arguments.url, arguments.server_model))
         return ServerAsker(server, location.name, document, arguments.ask_as)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")

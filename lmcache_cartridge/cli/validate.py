@@ -39,7 +39,7 @@ def add(verb: Verb) -> None:
     )
     option = added.add_argument
     option("name", nargs="?", help=f"{NAME}: ask a server only what is known to follow this cartridge, and compare")
-    option("--server", "--url", metavar="URL", help="running server; its key is that in $VLLM_API_KEY")
+    option("--url", metavar="URL", help="running server; its key is that in $VLLM_API_KEY")
     add_server_model(added)
     option(
         "--model", action="append", default=[], metavar="DIR",
@@ -96,11 +96,11 @@ def _canary(arguments: argparse.Namespace) -> int:
     from ..make.ladder.client import Client
     from ..make.validate import validate
 
-    if arguments.server is None:
-        raise SettingsError(f"validate {arguments.name} needs --server URL")
+    if arguments.url is None:
+        raise SettingsError(f"validate {arguments.name} needs --url URL")
     location = registry_of(arguments, read_only=True).find(arguments.name)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
-    with Client(arguments.server, arguments.server_model) as client, bars(arguments.format) as progress:
+    with Client(arguments.url, arguments.server_model) as client, bars(arguments.format) as progress:
         rows = validate(manifest, client, progress)
     passed = all(row.passed for row in rows)
     sensitivity = manifest.canary and manifest.canary.sensitivity
@@ -119,7 +119,7 @@ def _ladder(arguments: argparse.Namespace) -> int:
     from ..make.ladder import cards, climb
 
     if arguments.tier is None and not arguments.gpu:
-        wanted = climb.default(model=bool(arguments.model), own=arguments.server is None)
+        wanted = climb.default(model=bool(arguments.model), own=arguments.url is None)
     else:
         wanted = climb.read_tiers(arguments.tier or "all", gpu=arguments.gpu)
     modes = _modes(arguments)
@@ -162,7 +162,7 @@ class _Setting:
     def __init__(self, arguments: argparse.Namespace, scratch: Path, stack: ExitStack, modes: list[Any]) -> None:
         self._arguments, self._scratch, self._stack, self._modes = arguments, scratch, stack, modes
         models = arguments.model
-        owns = models and arguments.server is None
+        owns = models and arguments.url is None
         self.second: Another | None = (lambda: self._apart(models[1], "second", "auto")) if len(models) > 1 else None
         self.in_bfloat16: Another | None = (lambda: self._apart(models[0], "bf16", "bfloat16")) if owns else None
 
@@ -173,7 +173,7 @@ class _Setting:
 
         arguments = self._arguments
         with bars(arguments.format) as progress:
-            if arguments.server is None:
+            if arguments.url is None:
                 own, maker, held = self._own(arguments.model[0], self._scratch, arguments.dtype)
                 say(f"starting a server of {arguments.model[0]}, {self._modes[0]} (tens of seconds)", arguments.format)
                 self._stack.callback(own.stop)
@@ -181,7 +181,7 @@ class _Setting:
                 client = self._stack.enter_context(own.client())
                 ground = Ground(client, held, maker=maker, own=own)
             else:
-                client = self._stack.enter_context(Client(arguments.server, arguments.server_model))
+                client = self._stack.enter_context(Client(arguments.url, arguments.server_model))
                 if arguments.model:
                     maker = self._shared(client, progress)
                     held = maker.three()
@@ -253,7 +253,7 @@ def _static(arguments: argparse.Namespace) -> str:
     """Tier -1: what `doctor` finds, and each name of vLLM and LMCache that is not promised, tried."""
     from ..make.ladder.ground import Unchecked, Wrong
 
-    if arguments.server is not None and not arguments.model:
+    if arguments.url is not None and not arguments.model:
         raise Unchecked("the server's machine may be another one; run `lmcache-cartridge doctor` there")
     logging.disable(logging.CRITICAL)  # LMCache logs when it is imported
     try:
@@ -282,17 +282,17 @@ def _modes(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.server is None and not arguments.model:
+    if arguments.url is None and not arguments.model:
         raise SettingsError("give --url URL of a running server, --model DIR to start one, or both")
-    if arguments.server is None and (arguments.from_server or arguments.cartridges):
+    if arguments.url is None and (arguments.from_server or arguments.cartridges):
         raise SettingsError("--from-server and --cartridges are for a running server; give --url")
-    if arguments.server is not None and arguments.vllm:
+    if arguments.url is not None and arguments.vllm:
         raise SettingsError("--vllm is for a server that is started here; leave out --url")
     if arguments.model and arguments.cartridges:
         raise SettingsError("--cartridges are asked without --model, which makes cartridges of its own; give one")
     if arguments.from_server and not arguments.model:
         raise SettingsError("--from-server needs --model too: the canary is made with it")
-    if arguments.gpu and (arguments.server is not None or not arguments.model):
+    if arguments.gpu and (arguments.url is not None or not arguments.model):
         raise SettingsError("--gpu starts servers here, and needs --model; leave out --url")
     if arguments.chunk_size < 16:
         raise SettingsError(f"--chunk-size {arguments.chunk_size} must be at least 16")
