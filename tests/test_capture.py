@@ -80,7 +80,7 @@ def test_what_the_server_sends_is_what_is_stored_of_each_token(
     manifest = capture.build(model, server, ids, tmp_path / "a", cartridge_id="a", version=1, document="x.json")
     assert (manifest.kind, manifest.positions, manifest.payload.chunk_tokens) == ("prefill", len(ids), TOKENS)
     assert manifest.canary is not None and manifest.provenance.canary.top1_equal
-    assert "build --from-server" in manifest.provenance.tool
+    assert "build --url" in manifest.provenance.tool
     assert reading.load_token_ids(manifest, tmp_path / "a").tolist() == ids
     stored = read_kv(manifest, tmp_path / "a")
     whole = [*ids, *[ids[-1]] * (-len(ids) % TOKENS)]
@@ -157,10 +157,10 @@ def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
     ("options", "reason"),
     [
         ([], "needs a --document"), (["--messages", "m.json"], "m.json has 0 messages"),
-        (["--document", "m.json", "--messages", "m.json", "--from-server", "http://x"], "needs a --document"),
-        (["--document", "m.json", "--from-server", "http://x", "--compact", "4x"], "leave --from-server out"),
-        (["--messages", "none.json", "--from-server", "http://x"], "no such file"),
-        (["--document", "m.json", "--no-compare"], "it goes with --from-server"),
+        (["--document", "m.json", "--messages", "m.json", "--url", "http://x"], "needs a --document"),
+        (["--document", "m.json", "--url", "http://x", "--compact", "4x"], "leave --url out"),
+        (["--messages", "none.json", "--url", "http://x"], "no such file"),
+        (["--document", "m.json", "--no-compare"], "it goes with --url"),
         (["--document", "m.json", "--compact", "4x", "--no-compare"], "leave --no-compare out"),
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def test_its_own_cartridge_answers_as_its_own_prompt(served: Served) -> None:
     """One that the server computed too, without the weights here: as of models that transformers cannot compute."""
     assert served.far(served.behind("own")) < NOISE
     home, sheet = str(served.settings.home), str(SHEETS_DIR / "ward-a.txt")
-    build = ["build", "--home", home, "--document", sheet, "--from-server", served.url, "--model"]
+    build = ["build", "--home", home, "--document", sheet, "--url", served.url, "--model"]
     assert main([*build, str(MODEL_DIR), "--id", "wrong"]), "the original's fingerprint is another"
     if served.mode == "in-process":  # elsewhere servers hand out no KV
         assert not main([*build, str(served.directory), "--id", "captured", "--no-compare"])

@@ -201,7 +201,7 @@ def test_a_conversations_kv_as_the_server_computes_it_becomes_a_cartridge(
     file = tmp_path / "messages.json"
     file.write_text(json.dumps([{"role": "user", "content": words}]))
     home = ["--home", str(served.settings.home), "--format", "json"]
-    asked = ["--model", MODEL, "--from-server", str(served.asker.http.base_url), "--messages", str(file)]
+    asked = ["--model", MODEL, "--url", str(served.asker.http.base_url), "--messages", str(file)]
     assert main(["build", *home, *asked, "--id", "conversation"]) == 0
     told = json.loads(capsys.readouterr().out)
     root = served.settings.cartridges_dir / "conversation" / "1"

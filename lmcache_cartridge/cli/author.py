@@ -52,7 +52,7 @@ def add(verb: Verb) -> None:
     build.add_argument(
         "--messages", type=Path, metavar="FILE",
         help="the first messages of a chat in place of a document, as a JSON list of {role, content}. With "
-        "--from-server the server's template makes tokens of them, and prompts go on behind those as they are",
+        "--url the server's template makes tokens of them, and prompts go on behind those as they are",
     )  # fmt: skip
     build.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="chat template in the place of the model's, as vLLM is given"
@@ -68,13 +68,13 @@ def add(verb: Verb) -> None:
         help="token ids made elsewhere, as JSON, .npy or numbers with spaces; --document is what they were made of",
     )  # fmt: skip
     build.add_argument(
-        "--from-server", metavar="URL",
+        "--url", metavar="URL",
         help="have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
         "with the setting admin. --model makes the canary. Its key is that in $VLLM_API_KEY",
     )  # fmt: skip
     build.add_argument(
         "--no-compare", dest="compare", action="store_false",
-        help="with --from-server: do not load the model's weights, as of a quantised model that servers alone can compute; "
+        help="with --url: do not load the model's weights, as of a quantised model that servers alone can compute; "
         "the fingerprints are compared all the same, and the cartridge gets no canary",
     )  # fmt: skip
     build.add_argument("--canary", help="text after the document whose prediction must not change")
@@ -133,14 +133,14 @@ def _build(arguments: argparse.Namespace) -> None:
     _check_what(arguments)
     compact.check(arguments)
     check_made(arguments, arguments.document, arguments.messages, arguments.token_ids, arguments.chat_template)
-    if arguments.from_server is not None and arguments.lora is not None:
-        raise CartridgeError("--from-server has the base model compute; leave --lora or --from-server out")
-    if arguments.from_server is not None and compact.is_wanted(arguments):
-        raise CartridgeError("a compaction reads the document itself; leave --from-server out")
+    if arguments.url is not None and arguments.lora is not None:
+        raise CartridgeError("--url has the base model compute; leave --lora or --url out")
+    if arguments.url is not None and compact.is_wanted(arguments):
+        raise CartridgeError("a compaction reads the document itself; leave --url out")
     if compact.is_wanted(arguments) and not arguments.compare:
         raise CartridgeError("a compaction computes with the model's weights; leave --no-compare out")
-    if arguments.from_server is None and not arguments.compare:
-        raise CartridgeError("--no-compare has a server compute the KV; it goes with --from-server")
+    if arguments.url is None and not arguments.compare:
+        raise CartridgeError("--no-compare has a server compute the KV; it goes with --url")
     if compact.is_wanted(arguments):
         compact.build(arguments, registry_of(arguments))
         return
@@ -152,7 +152,7 @@ def _build(arguments: argparse.Namespace) -> None:
     made: dict[str, Any] = {"cartridge_id": arguments.id, "version": version, "encoding": arguments.payload,
                             "canary": arguments.canary or prefill.CANARY}  # fmt: skip
     with bars(arguments.format) as progress:
-        if arguments.from_server is not None:
+        if arguments.url is not None:
             manifest = _from_server(arguments, model, root, made | {"progress": progress})
         else:
             manifest = prefill.build(
@@ -179,7 +179,7 @@ def _check_what(arguments: argparse.Namespace) -> None:
         raise CartridgeError(
             "--chat makes a message of a --document; --messages say their roles, and --token-ids have none"
         )
-    is_chat = arguments.chat is not None or (arguments.messages is not None and arguments.from_server is None)
+    is_chat = arguments.chat is not None or (arguments.messages is not None and arguments.url is None)
     if not is_chat and (arguments.chat_template is not None or arguments.chat_arguments is not None):
         raise CartridgeError("--chat-template and --chat-arguments go with --chat, or with --messages")
     if is_chat and compact.is_wanted(arguments):
@@ -225,7 +225,7 @@ def _from_server(arguments: argparse.Namespace, model: CausalModel, root: Path, 
     from ..make.document import Document
     from ..make.server import Server
 
-    with Server(arguments.from_server) as server:
+    with Server(arguments.url) as server:
         if (file := arguments.messages) is None:
             read = _read(arguments, model)
         else:

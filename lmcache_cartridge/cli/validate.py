@@ -59,7 +59,7 @@ def add(verb: Verb) -> None:
     )  # fmt: skip
     option(
         "--from-server", action="store_true",
-        help="with --url: have the server compute the cartridges' KV, as `build --from-server` does",
+        help="with --url: have the server compute the cartridges' KV, as `build --url` does",
     )  # fmt: skip
     option(
         "--vllm",

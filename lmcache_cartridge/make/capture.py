@@ -55,9 +55,9 @@ def build(
 
     def checked(kv: torch.Tensor) -> Provenance:
         result = passed_canary(model, ids, kv, canary, cartridge_id, chat) if compare else None
-        return model.provenance("build --from-server", canary=result, **facts)
+        return model.provenance("build --url", canary=result, **facts)
 
-    model.need_values("build --from-server")
+    model.need_values("build --url")
     if not ids:
         raise ArtifactError("there are no tokens to compute")
     tokens, served = server.post("/v1/cartridges/capture", {}, _served)

@@ -72,7 +72,7 @@ class Maker:
         self, load: Callable[[], CausalModel], shelf: Shelf, directory: Path, *, chunk: int = 256,
         server: Server | None = None, progress: Progress = silent,
     ) -> None:  # fmt: skip
-        """Artefacts go below `directory`. With `server` the KV is fetched from it (`build --from-server`)."""
+        """Artefacts go below `directory`. With `server` the KV is fetched from it (`build --url`)."""
         self._load, self.shelf, self.directory, self.chunk = load, shelf, directory, chunk
         self._server, self._progress = server, progress
         self.run = f"validate-{uuid.uuid4().hex[:6]}"
