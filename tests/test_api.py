@@ -702,7 +702,7 @@ class ApiTests:
     def test_a_chain_whose_keys_cannot_be_moved_is_refused_with_the_reason_and_never_computed(
         self, served: Served
     ) -> None:
-        register(served.model, served.settings, served.wards["b"].ids, name="learned", rope=None)
+        register(served.model, served.settings, served.wards["b"].ids, name="learned", rope=())
         status, message = _status(served.asker.complete, "Q:", ["a", "learned"])
         Registry(served.settings.registry_path).remove("learned")
         assert status == 422
