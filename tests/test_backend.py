@@ -15,7 +15,6 @@ import torch
 from blocks import Blocks, vllm_config
 from inprocess import (
     CHUNK,
-    StockConnector,
     lmcache_config,
     lmcache_engine,
     load,
@@ -27,7 +26,7 @@ from inprocess import (
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, TensorMemoryObj
-from making import Made, heads_bytes, make_artifact
+from making import Made, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads
 
@@ -41,7 +40,6 @@ from lmcache_cartridge.engine.lmcache_file import PLUGIN
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory import tiles
-from lmcache_cartridge.memory.layout import kv_2ltd_view
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import from_mapping
 
@@ -591,21 +589,3 @@ def test_objects_handed_out_outlive_the_plugin(serving: Serving) -> None:
     assert objects[4].byte_array == serving.packed(serving.cartridges["short"].kv[:, :, 4 * CHUNK :])
     _release(objects)
     assert nothing_is_owed(serving.store)
-
-
-def test_an_engine_with_split_caches_gets_lmcaches_own_layout(home: dict[str, Cartridge]) -> None:
-    config = vllm_config()
-    blocks = Blocks(config, 2)
-    for layer in blocks.layers.values():
-        layer.kv_cache = torch.zeros(2, 2, blocks.block, 2, blocks.size, dtype=torch.bfloat16)
-    with _serving(home, config, blocks, connector=StockConnector()) as serving:
-        for name in CARTRIDGES:
-            objects = _get(serving, serving.keys(name))
-            assert len(objects) == home[name].whole // CHUNK
-            for memory_object, expected in zip(objects, home[name].kv.split(CHUNK, dim=2), strict=True):
-                assert memory_object.get_shape() == (2, 3, CHUNK, 2 * 64)
-                assert torch.equal(memory_object.tensor, expected.flatten(3))
-                assert torch.equal(kv_2ltd_view(memory_object.raw_data, serving.store.shape), expected)
-                assert memory_object.byte_array != heads_bytes(expected), "the control: the layouts differ"
-            _release(objects)
-        assert nothing_is_owed(serving.store)

@@ -67,9 +67,10 @@ BY_OTHERS = {
         ],
         "test_fleet_scores.py",
     ),
-    "VLLM_PLUGINS=cartridges vllm serve ./llama --kv-transfer-config '{ "
-    '"kv_connector": "CartridgeConnector", "kv_connector_module_path": "lmcache_cartridge.engine.connector", '
-    '"kv_role": "kv_both", "kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
+    "vllm serve ./llama --kv-transfer-config '{ "
+    '"kv_connector": "CartridgeConnector", "kv_role": "kv_both", '
+    '"kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector", '
+    '"kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
     '"router": {"type": "label", "field": "cartridge_id"}}}\'': "test_forms_served.py",
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "test_fleet.py",
 }
@@ -88,7 +89,7 @@ BY_NOBODY = {
     "python benchmarks/gpu.py": "takes ten minutes and a GPU; test_gpu_benchmark.py runs it with --smoke on the CPU",
     "python benchmarks/scale.py --full": "takes ten minutes; test_benchmarks runs it with --smoke",
     "pip install .": "test_doctor builds the wheel and looks into it; installing one needs the network",
-    ".venv/bin/python -m pytest tests/test_manifest.py -q": "it is a part of `make test`",
+    ".venv/bin/python -m pytest tests/artifact/test_manifest.py -q": "it is a part of `make test`",
     '.venv/bin/python -m pytest -q -k "repaired_is_served_again"': "it is a part of `make test`",
     **dict.fromkeys(
         [

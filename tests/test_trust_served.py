@@ -6,7 +6,6 @@ with the same patients and other values, under the good one's tokens and with ri
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import openai
 import pytest
 import torch
 from making import flip_bit
 from recall.ward import Fact, ask
 from serving import SERVER_ARGS
 from waiting import until
-from wards import MODEL, Asker, Ward, patients, prefill, write_ward
+from wards import MODEL, Asker, Ward, patients, prefill, sure, write_ward
 
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_manifest
@@ -34,7 +32,7 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-CHUNK, FACTS = 256, 12
+CHUNK, POSITIONS, FACTS = 256, 512, 12
 MADE = Provenance(tool="tests", created="2026-01-01T00:00:00Z")
 
 
@@ -45,8 +43,6 @@ class Library(NamedTuple):
     registry: Registry
     ward: Ward
     facts: list[Fact]
-    others: dict[tuple[str, str], str]
-    """What the KV of the bad ones says."""
 
     def root(self, name: str) -> Path:
         return self.settings.home / "made" / name
@@ -68,11 +64,11 @@ def make_library(home: Path) -> Library:
     model = CausalModel(MODEL)
     ward, other = (write_ward(model, patients(0, 6), seed, tokens=520) for seed in ("trust", "other"))
     values = {(fact.patient, fact.attribute): fact.value for fact in other.document.facts}
-    facts = [f for f in ward.facts if values.get((f.patient, f.attribute), f.value) != f.value][:FACTS]
-    assert len(facts) == FACTS
-    library = Library(settings, Registry(settings.registry_path), ward, facts, values)
-    size = len(ward.ids)
-    good, bad = prefill(model, ward.ids), prefill(model, (other.ids + ward.ids[1:])[:size])
+    ids, size = ward.ids[:POSITIONS], POSITIONS
+    good, bad = prefill(model, ids), prefill(model, other.ids[:size])
+    facts = [f for f in sure(model, good, ward.facts) if values.get((f.patient, f.attribute), f.value) != f.value]
+    library = Library(settings, Registry(settings.registry_path), ward, facts[:FACTS])
+    assert len(library.facts) == FACTS
 
     def make(name: str, ids: list[int], kv: torch.Tensor, *, with_canary: bool = True) -> Manifest:
         return write_kv(
@@ -80,16 +76,16 @@ def make_library(home: Path) -> Library:
             positions=len(ids), token_ids=ids, chunk_tokens=CHUNK, with_canary=with_canary,
         )  # fmt: skip
 
-    p = make("p", ward.ids, good)
-    _write(library.root("zbad"), "zbad", p, ward.ids, bad)
-    begins = [*ward.ids[:300], *other.ids[1 : size - 299]]
+    p = make("p", ids, good)
+    _write(library.root("zbad"), "zbad", p, ids, bad)
+    begins = [*ids[:300], *other.ids[1 : size - 299]]
     like = make("like", begins, prefill(model, begins))
-    _write(library.root("zbegin"), "zbegin", like, begins, prefill(model, (other.ids + ward.ids[1:])[: len(begins)]))
-    make("znone", ward.ids, bad, with_canary=False)
-    make("zself", ward.ids, bad)
-    _write(library.root("zdup"), "zdup", like, ward.ids, good)
+    _write(library.root("zbegin"), "zbegin", like, begins, bad)
+    make("znone", ids, bad, with_canary=False)
+    make("zself", ids, bad)
+    _write(library.root("zdup"), "zdup", like, ids, good)
     assert load_manifest(library.root("zdup")).digest == p.digest
-    _write(library.root("zflip"), "zflip", p, ward.ids, good)
+    _write(library.root("zflip"), "zflip", p, ids, good)
     assert load_manifest(library.root("zflip")).digest == p.digest
     flip_bit(library.root("zflip") / PAYLOAD, chunk_range(p, 0, range(1)).start + 9)
     library.registry.register(library.root("p"))
@@ -116,12 +112,15 @@ class Served:
         server = self.stack.enter_context(ServerProcess(launch, log, environment=SMALL))
         self.asker = self.stack.enter_context(Asker(server.url))
 
-    def right(self, cartridge: str | None = None, *, salted: bool = True) -> int:
-        """Return how many of the questions are answered right, of the document's text or of a cartridge."""
+    def right(self, cartridge: str | None = None, *, salted: bool = True, salt: str | None = None) -> int:
+        """Return how many of the questions are answered right, of the document's text or of a cartridge.
+
+        Each has a `cache_salt` of its own, or all have `salt`, or none has one.
+        """
         head = self.library.ward.document.text if cartridge is None else ""
         found = 0
         for fact in self.library.facts:
-            extra: dict[str, Any] = {"cache_salt": uuid.uuid4().hex} if salted else {}
+            extra: dict[str, Any] = {"cache_salt": salt or uuid.uuid4().hex} if salted else {}
             answer = self.asker.complete(f"{head} {ask(fact, 0)}", cartridge, **extra)
             found += answer.text.strip() == fact.value
         return found
@@ -130,11 +129,11 @@ class Served:
         """Return `right` of the document's text, of clients with a salt of their own and without."""
         return self.right(), self.right(salted=False)
 
-    def status(self, name: str) -> int:
-        with contextlib.suppress(openai.APIStatusError):
-            self.asker.complete(" x", name)
-            return 200
-        return 422
+    def injects(self, name: str) -> bool:
+        """Ask for a cartridge; whether its KV was used, and not its document's text in its place."""
+        answer = self.asker.complete(" x", name, cache_salt=uuid.uuid4().hex)
+        assert (answer.used or "").endswith(";served=document") == (answer.injected == 0)
+        return answer.injected == POSITIONS
 
     def state(self, name: str) -> dict[str, Any]:
         return self.asker.http.get(f"/v1/cartridges/{name}").json()
@@ -168,10 +167,13 @@ class TrustTests:
     def test_the_good_one_answers_those_that_name_it_and_those_that_bring_its_text(self, served: Served) -> None:
         assert served.right("p") == FACTS
         assert served.plain() == ALL
+        text, fact = served.library.ward.document.text, served.library.facts[0]
+        found = served.asker.complete(f"{text} {ask(fact, 0)}", cache_salt=uuid.uuid4().hex)
+        assert found.cached_tokens == POSITIONS, "else nothing in here says anything of what plain prompts are lent"
 
     def test_one_whose_canary_fails_takes_no_answer_away(self, served: Served) -> None:
         with served.registered("zbad"):
-            assert served.status("zbad") == 422
+            assert not served.injects("zbad")
             assert served.state("zbad")["canary"] == "failed"
             assert (served.plain(), served.right("p")) == (ALL, FACTS)
         assert (served.plain(), served.right("p")) == (ALL, FACTS)
@@ -179,7 +181,7 @@ class TrustTests:
     def test_nor_does_one_that_shares_the_first_chunk_alone_and_that_nobody_names(self, served: Served) -> None:
         with served.registered("zbegin"):
             assert served.plain() == ALL
-            assert served.status("zbegin") == 422
+            assert not served.injects("zbegin")
             assert (served.plain(), served.right("p")) == (ALL, FACTS)
         assert served.plain() == ALL
 
@@ -192,7 +194,7 @@ class TrustTests:
 
     def test_a_copy_whose_canary_is_wrong_is_refused_by_itself(self, served: Served) -> None:
         with served.registered("zdup"):
-            assert served.status("zdup") == 422
+            assert not served.injects("zdup")
             assert (served.right("p"), served.plain()) == (FACTS, ALL)
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
 
@@ -208,10 +210,11 @@ class TrustTests:
         """It holds wrong KV and has a canary that was made of it: only its owner can know, who removes it."""
         assert served.plain() == ALL
         with served.registered("zself"):
-            assert served.status("zself") == 200
-            assert max(served.plain()) < FACTS, "the newest that this engine trusts leads"
+            assert served.injects("zself")
+            assert served.right() < FACTS, "the newest that this engine trusts leads"
+            assert served.right(salt="team") < FACTS, "what follows says nothing of the blocks that this leaves"
             assert served.right("p") == FACTS
-        assert (served.plain(), served.right("p")) == (ALL, FACTS)
+        assert (served.right(salt="team"), served.plain(), served.right("p")) == (FACTS, ALL, FACTS)
 
     def test_nor_does_it_after_a_restart(self, served: Served) -> None:
         served.start()
