@@ -133,7 +133,7 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     settings = from_mapping(
         {
             "home": scratch / "home", "cpu_bytes": case.size_bytes, "lookup_timeout_s": 60, "load_threads": THREADS,
-            "disk_bytes": 0, "reload_s": 0, "disk_dir": scratch / "cache",
+            "disk_bytes": 0, "reload_s": 0, "disk_dir": scratch / "cache", "plain_prompts": "all",
         }
         | ({"s3_endpoint_url": s3_server.endpoint, "s3_region": "us-east-1"} if s3_server else {})
     )  # fmt: skip

@@ -73,7 +73,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     home = tmp_path_factory.mktemp("home")
-    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10})
+    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"})
     registry = Registry(settings.registry_path)
     model = CausalModel(str(MODEL_DIR))
     ids = {name: _build(model, registry, settings, name) for name in (*DOCUMENTS, "flipped")}
