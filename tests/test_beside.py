@@ -41,7 +41,9 @@ class Home(NamedTuple):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     """`ward-a` by prefill; `trained`: the same KV, less its tail, by identity tokens; `other`: so with the KV of ward-b."""
-    settings = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10})
+    settings = from_mapping(
+        {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
+    )
     model, registry = CausalModel(str(MODEL_DIR)), Registry(settings.registry_path)
     for number, (sheet, name) in enumerate((("ward-a", "trained"), ("ward-b", "other"))):
         root = settings.cartridges_dir / sheet

@@ -39,7 +39,9 @@ def model() -> CausalModel:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
     """A home with ward-a in chunks of 256, and `trained`: the same KV, less its tail, as a trained cartridge."""
-    made = from_mapping({"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10})
+    made = from_mapping(
+        {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
+    )
     root = made.cartridges_dir / "ward-a"
     built = prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
     registry = Registry(made.registry_path)

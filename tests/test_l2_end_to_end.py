@@ -69,7 +69,7 @@ class NamingClient(Client):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("home")
-    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10})
+    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"})
     registry, model = Registry(settings.registry_path), CausalModel(str(MODEL_DIR))
     ids = {name: _build(model, registry, settings, name) for name in (*DOCUMENTS, "flipped")}
     _flip_a_bit(settings.cartridges_dir / "flipped")

@@ -60,7 +60,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """`ward-a`, `ward-b` by prefill, one in int8; `other`: by identity tokens with the KV of another sheet."""
     mode, dtype = request.param
     home = tmp_path_factory.mktemp("home")
-    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10})
+    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"})
     model, registry = CausalModel(str(MODEL_DIR)), Registry(settings.registry_path)
     for name, encoding in (("ward-a", "plain"), ("ward-b", "int8"), ("ward-c", "plain")):
         root = settings.cartridges_dir / name

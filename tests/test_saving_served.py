@@ -66,7 +66,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("home")
-    settings, model = from_mapping({"home": home}), CausalModel(MODEL)
+    settings, model = from_mapping({"home": home, "plain_prompts": "all"}), CausalModel(MODEL)
     wards = {
         name: write_ward(model, patients(i, 4), name) for i, name in enumerate(("prefill", "trained", "text", "more"))
     }
@@ -96,7 +96,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         del config["extra_config"][ours + name]
     config["extra_config"] |= {
         ours + "module_path": "faulty", ours + "home": str(home), ours + "cpu_bytes": "1GiB", ours + "admin": True,
-        ours + "drain_s": 0,
+        ours + "drain_s": 0, ours + "plain_prompts": "all",
     }  # fmt: skip
     text = yaml.safe_dump(config)
     assert "local_cpu: false" in text and "VLLM_PLUGINS" not in os.environ
