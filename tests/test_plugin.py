@@ -79,29 +79,22 @@ class _Models:
         return SimpleNamespace(data=["m"])
 
 
-def test_model_names_are_added_to_those_of_the_server() -> None:
+def test_model_names_are_taken_beside_those_of_the_server() -> None:
     models, answered = _Models(), ["m:a"]
 
-    async def more() -> dict[str, str]:
-        return {"m:a": "a@2"}
-
-    names = extend_models(
-        SimpleNamespace(openai_serving_models=models), lambda name: name == "m:a", lambda: answered[-1], more
-    )
+    state = SimpleNamespace(openai_serving_models=models)
+    names = extend_models(state, lambda name: name == "m:a", lambda: answered[-1])
     assert names == ["m", "m:7b"]
     assert [models.is_base_model(name) for name in ("m", "m:7b", "m:a", "m:b")] == [True, True, True, False]
     assert (models.model_name(), models.model_name("x")) == ("m:a", "adapter")
     answered.append("")
     assert models.model_name() == "m"
-    first, *others = asyncio.run(models.show_available_models()).data
-    assert first == "m"
-    assert [(card.id, card.root, card.parent) for card in others] == [("m:a", "a@2", "m")]
 
 
 def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start() -> None:
     state = SimpleNamespace(openai_serving_models=_Models(), openai_serving_chat=SimpleNamespace(models=_Models()))
     with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
-        extend_models(state, lambda name: True, lambda: None, lambda: None)
+        extend_models(state, lambda name: True, lambda: None)
 
 
 def _config(extra: dict[str, str]) -> Any:
