@@ -93,7 +93,7 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
         _push(s3_server, root, f"{bucket}/elsewhere/other")
         settings = from_mapping(
             {"home": home, "cpu_bytes": 8 << 20, "admin": True, "buckets": [f"{bucket}/allowed"], "disk_bytes": 0,
-             "ready_timeout_s": 12.0}
+             "ready_timeout_s": 12.0, "plain_prompts": "all"}
         )  # fmt: skip
         launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
         with ServerProcess(launch, home / "log", environment=SMALL) as server, Asker(server.url) as asker:
