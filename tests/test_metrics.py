@@ -416,7 +416,7 @@ KEY = "sk-test"
 
 
 def test_on_a_real_server_counters_move_by_what_requests_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = from_mapping({"home": tmp_path, "cpu_bytes": 64 << 20})
     model = CausalModel(MODEL)
@@ -477,7 +477,8 @@ def test_on_a_real_server_counters_move_by_what_requests_did(
         for theirs in ("vllm:request_success_total", "vllm:num_requests_running", "http_requests_total"):
             assert theirs in end
 
-        assert main(["top", "--url", server.url, "--api-key", KEY, "--once", "--format", "json"]) == 0
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
+        assert main(["top", "--url", server.url, "--once", "--format", "json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["tiers"]["cpu"]["hits"] == {"total": whole, "per_s": None}
         assert [(row["id"], row["state"]) for row in shown["cartridges"]] == [("a", "resident")]
