@@ -136,7 +136,8 @@ def ask(server: Server, prompt: str, extra: dict[str, Any]) -> TimedAnswer:
         "model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex, **extra,
     }  # fmt: skip
-    start, first, text, last = time.perf_counter(), 0.0, "", {}
+    last: dict[str, Any] = {}
+    start, first, text = time.perf_counter(), 0.0, ""
     for _, last in server.events("/v1/completions", json.dumps(body).encode()):
         first = first or time.perf_counter()
         text += "".join(choice["text"] for choice in last["choices"])
