@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from invariants import check
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
 from waiting import Clock, until
 
@@ -86,7 +85,7 @@ class Home:
     def close(self) -> None:
         for store in self._opened:
             store.close()
-            check(store)
+            store.check()
             assert store.cpu.stats().lent == 0, "a test forgot to close a loan"
 
 

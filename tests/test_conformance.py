@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from chunks import one_by_one
-from invariants import check
 from s3 import S3Server
 from waiting import Clock, run_threads
 
@@ -107,7 +106,7 @@ class TierTests(ReadTests):
         for chunk in range(ROOM, ROOM + 2):
             self.put(tier, ONE, chunk)
             assert tier.stats().resident_bytes <= tier.stats().budget_bytes == ROOM * SIZE
-            check(tier)
+            tier.check()
         assert self._resident(tier) == list(self.expected)
         assert all(self.get(tier, ONE, chunk) is None for chunk in {*range(ROOM + 2)} - {*self.expected})
 
@@ -118,7 +117,7 @@ class TierTests(ReadTests):
         assert [tier.evict(ONE), tier.evict(ONE), tier.evict("ef" * 32)] == [2, 0, 0]
         assert (self._resident(tier), self._resident(tier, TWO)) == ([], [0, 1])
         assert self.get(tier, ONE, 0) is None
-        check(tier)
+        tier.check()
 
     def test_an_evicted_chunk_can_be_put_in_again(self, tier: Any) -> None:
         for _ in range(2):
@@ -156,7 +155,7 @@ class TierTests(ReadTests):
 
         run_threads(8, work)
         tier.close()  # nothing comes in any more
-        check(tier)
+        tier.check()
         assert tier.stats().resident == len(self._resident(tier)) + len(self._resident(tier, TWO))
 
 
@@ -177,7 +176,7 @@ class HoldTests(TierTests):
         assert tier.evict(ONE) == 0
         assert self.get(tier, ONE, 0) == data(ONE, 0)
         assert tier.stats().resident_bytes <= tier.stats().budget_bytes
-        check(tier)
+        tier.check()
         held.close()
         assert tier.evict(ONE) == 1
         assert self._resident(tier) == []
@@ -211,7 +210,7 @@ class TestMemoryTier(HoldTests):
         tier = MemoryTier(SIZE, ROOM * SIZE, one_by_one(self._load))
         yield tier
         tier.close()
-        check(tier)
+        tier.check()
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
         if key not in self.behind:
