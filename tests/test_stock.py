@@ -245,11 +245,14 @@ _NAMING = {"kv_connector_extra_config": {"cartridge_path": "/a.pt"}}
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 
 
-@pytest.mark.parametrize("named", ["ours", "another's", "nobody's"])
+@pytest.mark.parametrize("named", ["ours", "a subclass of ours", "another's", "nobody's"])
 def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path: Path, named: str) -> None:
     file = tmp_path / "lmcache.yaml"
-    another = YAML.read_text().replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
-    file.write_text({"ours": YAML.read_text(), "another's": another, "nobody's": ": : :"}[named])
+    subclass = YAML.read_text().replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
+    another = subclass.replace("CartridgeBackend", "OthersBackend")
+    texts = {"ours": YAML.read_text(), "a subclass of ours": subclass, "another's": another, "nobody's": ": : :"}
+    file.write_text(texts[named])
+    is_ours = "ours" in named
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | {"LMCACHE_CONFIG_FILE": str(file)}
     asked = [_BY_NAME, _BY_NAME | {"kv_connector_module_path": _MODULE}, _PUBLISHED]
     asked += [{**each, **_NAMING} for each in asked] + [{"kv_connector": "NixlConnector", **_NAMING}]
@@ -259,9 +262,9 @@ def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_oth
     assert done.returncode == 0, done.stderr[-2000:]
     chosen, plugins = json.loads(done.stdout.splitlines()[-1])
     of_vllm = ["LMCacheConnectorV1", "LMCacheConnectorV1", "ModuleNotFoundError"]
-    assert chosen[:3] == (["CartridgeConnector"] * 3 if named == "ours" else of_vllm)
+    assert chosen[:3] == (["CartridgeConnector"] * 3 if is_ours else of_vllm)
     assert chosen[3:6] == ["CartridgeConnector"] * 3 and chosen[6] != "CartridgeConnector"
-    assert ("cartridges" in (plugins or "").split(",")) == (named == "ours")
+    assert ("cartridges" in (plugins or "").split(",")) == is_ours
 
 
 _FROZEN = """
