@@ -3,9 +3,10 @@
     python benchmarks/quality.py [--model DIR --sheets FILE] [--ways WAY ...] [--note TEXT]
 
 Sheets that the model never saw are compacted to 4x, 8x and 16x, with questions in two wordings and without any, and trained
-at 4x and 16x, all by the package's defaults. Then every fact is asked once in a third wording: greedily, in transformers,
-the KV as it is stored. What the manifests record of that is the result. `--sheets` names a JSON list of
-`{"name", "text", "questions"}`, the last a list of `[question, answer]` for each of three wordings, of which the second asks.
+at 4x and 16x, all by the package's defaults; `--ways` names others. Then every fact is asked once in a third wording:
+greedily, in transformers, the KV as it is stored. What the manifests record of that is the result. `--sheets` names a JSON
+list of `{"name", "text", "questions"}`, the last a list of `[question, answer]` for each of three wordings, of which the
+second asks.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import report
 import torch
 from recall.ward import QUESTIONS, write_document
 
-from lmcache_cartridge.artifact.manifest import Manifest, Measured
+from lmcache_cartridge.artifact.manifest import Measured
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make.compact.job import build_compact
-from lmcache_cartridge.make.compact.wanted import Wanted
+from lmcache_cartridge.make.compact.wanted import REFINE, Wanted
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.train.initial import COMPACT, positions_of
@@ -36,15 +37,15 @@ from lmcache_cartridge.make.train.trainer import Recipe
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 32
-SEEDS = [f"short {n}" for n in range(6)]
-WAYS = {
-    **{f"compact {n}x": n for n in (4, 8, 16)},
-    **{f"compact {n}x, no questions": n for n in (4, 8, 16)},
-    **{f"train {n}x": n for n in (4, 16)},
-}
-"""By how much each is shorter than its document."""
-STARTS = {f"train {n}x from {init}": n for n in (4, 16) for init in ("sci", "first-k", "vocab", "random")}
-"""The same from other starts than the default one, made where they are named."""
+SEEDS = [f"short {n}" for n in range(3, 9)]
+"""Lists, notes and both, with sentences between the facts and without."""
+WAYS = [
+    *(f"compact {n}x{asked}" for asked in ("", ", no questions") for n in (4, 8, 16)),
+    "train 4x",
+    "train 16x",
+]
+"""By defaults. `, not refined` behind a compaction, ` from sci` and other starts, and ` at 0.1`, a rate, behind a training
+are other ways."""
 
 
 class Sheet(NamedTuple):
@@ -68,32 +69,37 @@ def sheets_of(file: Path | None, tokens: int) -> Iterator[Sheet]:
         yield Sheet(seed, document.text, [*first, *third], second)
 
 
-def made(model: str, sheet: Sheet, way: str, place: Path, steps: int) -> tuple[Manifest, Measured, float]:
-    """Make a cartridge of a sheet; return its manifest, what was measured, and seconds but for loading the model."""
-    document = place / f"{sheet.name}.txt"
+def made(model: str, sheet: Sheet, way: str, place: Path, steps: int) -> tuple[Measured, float]:
+    """Make a cartridge of a sheet; return what was measured, and seconds but for loading the model."""
+    document = place / "sheet.txt"
     document.write_text(sheet.text, encoding="utf-8")
     given, asked = place / "given.jsonl", place / "asked.jsonl"
     save(sheet.given, given)
     save(sheet.asked, asked)
-    name = way.replace(" ", "-").replace(",", "")
+    factor, _, rest = way.partition(" ")[2].partition("x")
+    compress, (what, _, other) = float(factor), rest.strip(", ").partition(" ")
     if way.startswith("train"):
-        task = Task(
-            model=model, document=document, id=name, compress=(WAYS | STARTS)[way], chunk_tokens=CHUNK, questions=given,
-            held_out=asked, init=way.partition(" from ")[2] or COMPACT, recipe=Recipe(steps=steps),
-        )  # fmt: skip
         start = time.monotonic()
-        manifest = train(task, from_mapping({"home": place}), accept=0.0)
-        about = manifest.provenance.training
-        return manifest, about.measured, time.monotonic() - start
-    questions = () if way.endswith("no questions") else sheet.given
+        about = train(
+            Task(
+                model=model, document=document, id="short", compress=compress, chunk_tokens=CHUNK, questions=given,
+                held_out=asked, init=other if what == "from" else COMPACT,
+                recipe=Recipe(steps=steps, rate=float(other) if what == "at" else None),
+            ),
+            from_mapping({"home": place}),
+            accept=0.0,
+        ).provenance.training  # fmt: skip
+        return about.measured, time.monotonic() - start
+    questions = () if what == "no" else sheet.given
 
     def wanted(tokens: int) -> Wanted:
-        return Wanted(positions_of(tokens, CHUNK, compress=WAYS[way]), questions, sheet.asked, accept=0.0)
+        positions, refine = positions_of(tokens, CHUNK, compress=compress), 0 if what == "not" else REFINE
+        return Wanted(positions, questions, sheet.asked, refine=refine, accept=0.0)
 
     manifest = build_compact(
-        CausalModel(model), document, place / name, wanted, cartridge_id=name, version=1, chunk_tokens=CHUNK
+        CausalModel(model), document, place / "short", wanted, cartridge_id="short", version=1, chunk_tokens=CHUNK
     )
-    return manifest, manifest.provenance.compaction.measured, manifest.provenance.compaction.seconds
+    return manifest.provenance.compaction.measured, manifest.provenance.compaction.seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,31 +108,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = bench.parser.add_argument
     add("--model", type=Path, default=MODEL_DIR, help="a recall model (default: the shipped one)")
     add("--sheets", type=Path, help="JSON file of sheets for it (default: six that the shipped one never saw)")
-    add("--ways", nargs="*", choices=WAYS | STARTS, default=list(WAYS), help="what to make (default all)")
+    add("--ways", nargs="*", default=WAYS, help="what to make (default: all by defaults)")
     options = bench.start(arguments)
     torch.set_num_threads(1)
-    tokens, most, ways = (200, 1, ["compact 4x", "train 4x"]) if options.smoke else (1024, None, options.ways)
-    figure = partial(report.Figure.share, what="exact answers")
+    tokens, most, steps, ways = 512, None, Recipe().steps, options.ways
+    if options.smoke:
+        tokens, most, steps, ways = 200, 1, 2, ["compact 4x", "train 4x"]
+    figure = partial(report.Figure.share, what="exact answers", model=options.model.name)
     found: list[report.Figure] = []
     total: dict[str, list[tuple[int, int]]] = {}
+    took: dict[str, list[float]] = {}
     for sheet in list(sheets_of(options.sheets, tokens))[:most]:
-        case = {"model": options.model.name, "sheet": sheet.name}
         for way in ways:
             with tempfile.TemporaryDirectory() as place:
-                steps = 2 if options.smoke else Recipe().steps
-                manifest, measured, seconds = made(str(options.model), sheet, way, Path(place), steps)
-            count, shares = measured.count, {way: measured.cartridge}
+                measured, seconds = made(str(options.model), sheet, way, Path(place), steps)
+            shares = {way: measured.cartridge}
             if way == ways[0]:
                 shares |= {"document": measured.document, "nothing": measured.nothing}
             for name, share in shares.items():
-                right = round(share * count)
-                total.setdefault(name, []).append((right, count))
-                found.append(figure(right, count, way=name, **case))
-            found.append(report.Figure.of([seconds], "making", "s", way=way, p=manifest.positions, **case))
-            report.say(f"{sheet.name}, {way}: {measured.cartridge:.1%} of {count}, {seconds:.0f} s")
+                right = round(share * measured.count)
+                total.setdefault(name, []).append((right, measured.count))
+                found.append(figure(right, measured.count, way=name, sheet=sheet.name))
+            took.setdefault(way, []).append(seconds)
+            report.say(f"{sheet.name}, {way}: {measured.cartridge:.1%} of {measured.count}, {seconds:.0f} s")
     for name, parts in total.items():
         right, count = (sum(column) for column in zip(*parts, strict=True))
-        found.append(figure(right, count, way=name, model=options.model.name, sheet="all"))
+        found.append(figure(right, count, way=name, sheet="all"))
+    found += [report.Figure.of(each, "making", "s", way=way, model=options.model.name) for way, each in took.items()]
     bench.publish(found)
 
 

@@ -108,17 +108,18 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def measured(result: Result) -> str:
-    """Return a result's figures: a row for each case, requests at once side by side."""
-    columns = dict.fromkeys((one.what, one.unit, one.case.get("c")) for one in result.figures)
+    """Return a result's figures: a row for each case, requests at once side by side, and so are sheets."""
+    across = "sheet" if result.benchmark == "quality" else "c"
+    columns = dict.fromkeys((one.what, one.unit, one.case.get(across)) for one in result.figures)
     rows: dict[tuple[tuple[str, str], ...], dict[tuple[str, str, object], str]] = {}
     for one in result.figures:
-        case = tuple((key, _shown(value)) for key, value in one.case.items() if key != "c")
-        rows.setdefault(case, {})[one.what, one.unit, one.case.get("c")] = spread(one)
+        case = tuple((key, _shown(value)) for key, value in one.case.items() if key != across)
+        rows.setdefault(case, {})[one.what, one.unit, one.case.get(across)] = spread(one)
     keys = list(dict.fromkeys(key for case in rows for key, _ in case))
     titles = [
         f"{what}{',' * bool(unit)} {SCALE.get(unit, (1, unit))[1].strip()}".rstrip()
-        + ("" if c is None else f", c = {c}")
-        for what, unit, c in columns
+        + ("" if value is None else f", {across} = {value}")
+        for what, unit, value in columns
     ]
     cells = [
         [*(dict(case).get(key, "") for key in keys), *(found.get(column, "") for column in columns)]
