@@ -699,18 +699,6 @@ class ApiTests:
         assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
         assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
 
-    def test_a_chain_whose_keys_cannot_be_moved_is_refused_with_the_reason_and_never_computed(
-        self, served: Served
-    ) -> None:
-        register(served.model, served.settings, served.wards["b"].ids, name="learned", rope=())
-        status, message = _status(served.asker.complete, "Q:", ["a", "learned"])
-        Registry(served.settings.registry_path).remove("learned")
-        assert status == 422
-        assert message == (
-            "learned@1 cannot stand behind another cartridge: the model has no rotary embedding, so its keys cannot be moved "
-            "to other positions"
-        )
-
     def test_a_trained_cartridge_that_ends_inside_a_chunk_is_refused_at_the_end_of_a_chain(
         self, served: Served
     ) -> None:

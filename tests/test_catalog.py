@@ -462,7 +462,7 @@ def test_an_older_backup_put_back_is_followed(home: Home, opened: Callable) -> N
     home.registry = Registry(home.registry.path)
     home.make("newer", seed=3)
     store.refresh()
-    assert store.names() == ["old@1", "newer@1"]
+    assert store.names() == ["newer@1", "old@1"]
 
 
 # The quarantine.

@@ -86,3 +86,20 @@ def test_lmcache_hashes_a_prompt_to_a_leading_run_of_exactly_the_whole_chunks(
     assert run == [ChunkKey("a", i) for i in range(positions // chunk)]
     assert len(keys) > len(run)
     assert index.leading(chain([document[0] + 1, *document[1:], *question]), None) == []
+
+
+def test_what_was_registered_last_leads_in_whatever_order_they_are_read(template: Manifest) -> None:
+    index = _index()
+    ids = make_ids(2 * CHUNK, 5)
+    hashes = index.hash(_manifest(template, "a", len(ids)), ids)
+
+    def leader() -> str:
+        return index.leading(_hashes(ids), None)[0].digest
+
+    for digest, rank, leading in (("b", "2", "b"), ("a", "1", "b"), ("d", "4", "d"), ("c", "3", "d")):
+        index.add(digest, hashes, open_to_all=True, rank=rank)
+        assert leader() == leading
+    for forgotten, leading in (("d", "c"), ("c", "b"), ("b", "a")):
+        index.forget(forgotten)
+        assert leader() == leading
+    index.check()

@@ -18,7 +18,7 @@ from .entries import Entries, Entry
 from .index import ChunkKey, Hasher, KeyIndex
 from .manifest_cache import ManifestCache
 from .quarantine import ProcessQuarantine, Quarantine
-from .read_queue import ReadQueue, ReadRequest
+from .read_queue import ReadQueue
 from .registry import Registry, RegistryEntry
 from .rows import PERMANENT, Row, RowCache, RowReader
 from .workers import Workers
@@ -103,14 +103,12 @@ class Catalog:
                 present = self._adopt(present, known)
             # What is served from the place of a name that goes is read from that of another.
             present += self._registry.having(filter(None, map(self._entries.digest_of, gone)))
-            requests = [ReadRequest(one.name, one.digest, one.location) for one in present]
-            self._queue.add(requests)
+            self._queue.add(present)
         if not self._pruned:
             self._pruned = True
             remote = {one.location for one in changes.present if is_remote(one.location)}
             self._queue.later(lambda: self._copies.prune(remote))
-        del known, changes, present
-        self._queue.read_some(requests)
+        self._queue.read_some(present)
         with self._lock:
             for name in gone:
                 self._remove(name)
@@ -146,16 +144,15 @@ class Catalog:
         """
         if self._quarantine.put(digest, reason, location):
             logger.error("cartridge %s at %s is quarantined: %s", self.names_of(digest) or digest, location, reason)
-        for one in self._registry.having([digest]) if self._location_of(digest) == location else ():
-            request = ReadRequest(one.name, digest, one.location)
+        for one in self._registry.having([digest]):
             if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
-                self._queue.add([request])
-                self._read_queued(request, network=True)
+                self._queue.add([one])
+                self._read_queued(one, network=True)
         return self._location_of(digest) != location
 
     def _location_of(self, digest: str) -> str | None:
         row = self._entries.row(digest)
-        return None if row is None else row.location
+        return row and row.location
 
     def close(self) -> None:
         """Stop reading. Blocks for the artefact that is being read, and to write the rows of those that were."""
@@ -180,7 +177,7 @@ class Catalog:
 
     def locations(self, tag: str) -> set[str]:
         """Return where those cartridges of a tag lie that are known."""
-        return {row.location for digest in tag.split(".") if (row := self._entries.row(digest)) is not None}
+        return {location for digest in tag.split(".") if (location := self._location_of(digest))}
 
     def is_remote(self, tag: str) -> bool:
         """Whether a cartridge of a tag has to be fetched over the network."""
@@ -199,7 +196,7 @@ class Catalog:
     def chunks_of(self, digest: str) -> int | None:
         """Return how many chunks a cartridge that can be served has; None for any other."""
         row = self._entries.row(digest)
-        return None if row is None else row.positions // self.index.chunk_tokens
+        return row and row.positions // self.index.chunk_tokens
 
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
@@ -290,26 +287,25 @@ class Catalog:
 
     # Reading.
 
-    def _read_queued(self, request: ReadRequest, network: bool) -> None:
+    def _read_queued(self, request: RegistryEntry, network: bool) -> None:
         """Read one of the queue. Without the network a remote artefact without a copy is left for later."""
-        name, digest, location = request
         try:
-            place = self._reader.place(location, network=network)
+            place = self._reader.place(request.location, network=network)
             if place is None:
                 return
-            row, cartridge = self._reader.read(digest, place)
+            row, cartridge = self._reader.read(request.digest, place)
         except CartridgeError as error:
-            if network or not is_remote(location):
+            if network or not is_remote(request.location):
                 self._give_up(request, error)
         else:
             with self._lock:
                 if self._queue.take(request) is not None:
-                    self._put(name, row, cartridge)
+                    self._put(request.name, row, cartridge, request.rank)
                     self._keep_row(row)
         if len(self._unwritten) >= _BATCH_ROWS or not len(self._queue):
             self._write_rows()
 
-    def _put(self, name: str | None, row: Row, cartridge: Cartridge) -> None:
+    def _put(self, name: str | None, row: Row, cartridge: Cartridge, rank: str = "") -> None:
         digest = row.digest
         with self._lock:
             entry = self._name(name, digest)
@@ -319,21 +315,19 @@ class Catalog:
             self._manifests.put(digest, cartridge)
             if row.kind != "tokens":
                 # A document that is not registered answers those who name it, not every prompt that begins like it.
-                self.index.add(digest, row.hashes, open_to_all=row.is_open and bool(entry.names))
+                self.index.add(digest, row.hashes, open_to_all=row.is_open and bool(entry.names), rank=rank)
             self._quarantine.look_up(())
 
-    def _give_up(self, request: ReadRequest, error: CartridgeError) -> None:
-        name, digest, location = request
-        kind, message = type(error).__name__, str(error)
+    def _give_up(self, request: RegistryEntry, error: CartridgeError) -> None:
+        digest, kind, message = request.digest, type(error).__name__, str(error)
         with self._lock:
-            complaint = self._queue.take(request)
-            if complaint is None:
+            if (complaint := self._queue.take(request)) is None:
                 return
-            self._refuse(name, digest, error, quiet=message == complaint)
+            self._refuse(request.name, digest, error, quiet=message == complaint)
             if kind not in PERMANENT:
                 self._queue.put_back(request, message)
             elif (entry := self._entries.get(digest)) is not None and entry.error is not None:
-                self._keep_row(Row(digest, location, None, "prefill", 0, b"", (kind, message)))
+                self._keep_row(Row(digest, request.location, None, "prefill", 0, b"", (kind, message)))
 
     def _refuse(self, name: str | None, digest: str, error: CartridgeError, *, quiet: bool = False) -> None:
         """Note why a cartridge is not served, unless it lies elsewhere, sound."""
@@ -377,9 +371,9 @@ class Catalog:
                 return
             entry.row = None
             self.index.hide(row.digest)
-            self._refuse(entry.names[0] if entry.names else None, row.digest, error)
-            for name in entry.names:
-                self._queue.put_back(ReadRequest(name, row.digest, row.location), str(error))
+            self._refuse(next(iter(entry.names), None), row.digest, error)
+            for one in self._registry.having([row.digest]):
+                self._queue.put_back(one, str(error))
 
     # Rows of an earlier start.
 
@@ -410,7 +404,7 @@ class Catalog:
             elif entry.row is None:
                 self._entries.serve(row)
                 if row.kind != "tokens":
-                    self.index.add(row.digest, row.hashes, open_to_all=row.is_open)
+                    self.index.add(row.digest, row.hashes, open_to_all=row.is_open, rank=one.rank)
         return others
 
     def _keep_row(self, row: Row) -> None:

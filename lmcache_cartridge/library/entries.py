@@ -60,8 +60,8 @@ class Entries:
         return iter(self._digests)
 
     def names(self, quarantined: Mapping[str, str]) -> list[str]:
-        """Return every name whose cartridge is served."""
-        return [n for n, d in self._digests.items() if d not in quarantined and not self._entries[d].error]
+        """Return every name whose cartridge is served, sorted."""
+        return sorted(n for n, d in self._digests.items() if d not in quarantined and not self._entries[d].error)
 
     def refused(self, quarantined: Mapping[str, str]) -> dict[str, str]:
         """Return for every other name why its cartridge is not served."""

@@ -53,10 +53,11 @@ class KeyIndex:
         self._lock = threading.RLock()
         self._hashes: dict[str, bytes] = {}
         self._newest: dict[int, str] = {}
-        """The newest open cartridge that has a chunk of this hash."""
+        """The open cartridge of the highest rank that has a chunk of this hash."""
         self._older: dict[int, tuple[str, ...]] = {}
-        """The others, newest first: documents that begin alike share their first chunks, and stand in for each other."""
-        self._open: set[str] = set()
+        """The others, the highest rank first: documents that begin alike share their first chunks, and stand in for each other."""
+        self._open: dict[str, str] = {}
+        """The rank of each open one."""
         self._hidden: set[str] = set()
         """Of the open ones, those that lead no prompt."""
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
@@ -81,10 +82,11 @@ class KeyIndex:
         """Return how many bytes the hashes of a cartridge of so many positions are."""
         return positions // self.chunk_tokens * self._width
 
-    def add(self, digest: str, hashes: bytes, *, open_to_all: bool) -> None:
+    def add(self, digest: str, hashes: bytes, *, open_to_all: bool, rank: str = "") -> None:
         """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
 
-        `hashes` replace those that it may have. An open one stays open, and with `open_to_all` ceases to be hidden.
+        `hashes` replace those that it may have. An open one stays open and keeps its rank, and with `open_to_all` ceases to
+        be hidden. Of those that have a chunk the highest rank leads, among equal ones the one added last.
         """
         with self._lock:
             if self._hashes.get(digest, hashes) != hashes:
@@ -94,10 +96,11 @@ class KeyIndex:
                 self._hidden.discard(digest)
             if not open_to_all or digest in self._open:
                 return
-            self._open.add(digest)
+            self._open[digest] = rank
             own = dict.fromkeys(self._ints(hashes), digest)
             for shared in self._newest.keys() & own.keys():
-                self._older[shared] = (self._newest[shared], *self._older.get(shared, ()))
+                having = sorted((digest, *self._digests(shared)), key=self._open.__getitem__, reverse=True)
+                own[shared], self._older[shared] = having[0], tuple(having[1:])
             self._newest.update(own)
 
     def hide(self, digest: str) -> None:
@@ -117,7 +120,7 @@ class KeyIndex:
                     del self._newest[own]
                 if not self._older.get(own, True):
                     del self._older[own]
-            self._open.discard(digest)
+            self._open.pop(digest, None)
             self._hidden.discard(digest)
             for tag in self._tagged:
                 if digest in tag.split("."):
@@ -142,7 +145,7 @@ class KeyIndex:
         return list(self._table(tag).values())
 
     def candidates(self, chunk_hash: int, tag: str | None) -> Iterator[ChunkKey]:
-        """Yield every chunk that answers a hash, also of hidden cartridges, the newest one's first."""
+        """Yield every chunk that answers a hash, also of hidden cartridges, the leading one's first."""
         for digest in self._digests(chunk_hash) if tag is None else (tag,):
             if (key := self._table(digest).get(chunk_hash)) is not None:
                 yield key
@@ -171,7 +174,7 @@ class KeyIndex:
         return run
 
     def _digests(self, chunk_hash: int) -> tuple[str, ...]:
-        """Return the open cartridges that have a chunk of this hash, newest first."""
+        """Return the open cartridges that have a chunk of this hash, in the order that they lead in."""
         newest = self._newest.get(chunk_hash)
         return () if newest is None else (newest, *self._older.get(chunk_hash, ()))
 
@@ -196,6 +199,6 @@ class KeyIndex:
         """Assert that nothing is kept of cartridges that were forgotten."""
         with self._lock:
             found = {*self._newest.values(), *(digest for others in self._older.values() for digest in others)}
-            assert found <= self._open <= self._hashes.keys() and self._hidden <= self._open
+            assert found <= self._open.keys() <= self._hashes.keys() and self._hidden <= self._open.keys()
             assert all(self._older.values()) and self._older.keys() <= self._newest.keys()
             assert {tag for tag in self._tagged if "." not in tag} <= self._hashes.keys()

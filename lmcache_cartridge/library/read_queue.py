@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
+from .registry import RegistryEntry
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -22,16 +23,8 @@ _AT_ONCE_S = 2.0
 _CLOSE_S = 1.0
 
 
-class ReadRequest(NamedTuple):
-    """A registered cartridge that has to be read."""
-
-    name: str
-    digest: str
-    location: str
-
-
 class _Queued(NamedTuple):
-    request: ReadRequest
+    request: RegistryEntry
     due_at: float = float("-inf")
     complaint: str = ""
     """Empty where it was not tried yet."""
@@ -40,7 +33,7 @@ class _Queued(NamedTuple):
 class ReadQueue:
     """Requests by the name that a cartridge is registered under. Safe from any thread."""
 
-    def __init__(self, read: Callable[[ReadRequest, bool], None], clock: Callable[[], float]) -> None:
+    def __init__(self, read: Callable[[RegistryEntry, bool], None], clock: Callable[[], float]) -> None:
         """`read` reads one, over the network only if it is told True, and calls `take` when it is done with it."""
         self._read, self._clock = read, clock
         self._queued: dict[str, _Queued] = {}
@@ -54,7 +47,7 @@ class ReadQueue:
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._queued))
 
-    def add(self, requests: Iterable[ReadRequest]) -> None:
+    def add(self, requests: Iterable[RegistryEntry]) -> None:
         """Queue some; a later one of a name takes the place of an earlier one."""
         with self._lock:
             self._queued.update((one.name, _Queued(one)) for one in requests)
@@ -64,7 +57,7 @@ class ReadQueue:
         with self._lock:
             self._queued.pop(name, None)
 
-    def take(self, request: ReadRequest) -> str | None:
+    def take(self, request: RegistryEntry) -> str | None:
         """Take one out; return the complaint it was put back with last, empty without any.
 
         None where it is not there: the cartridge was removed or replaced while it was read.
@@ -76,12 +69,12 @@ class ReadQueue:
             del self._queued[request.name]
             return queued.complaint
 
-    def put_back(self, request: ReadRequest, complaint: str) -> None:
+    def put_back(self, request: RegistryEntry, complaint: str) -> None:
         """Have one read again after a while."""
         with self._lock:
             self._queued[request.name] = _Queued(request, self._clock() + _RETRY_S, complaint)
 
-    def read_some(self, requests: Iterable[ReadRequest]) -> None:
+    def read_some(self, requests: Iterable[RegistryEntry]) -> None:
         """Read what lies here, and wait for it, for some seconds at most."""
         if wait([self._begin(one, False) for one in requests], _AT_ONCE_S).not_done:
             logger.info("%d cartridges are still to be read; that goes on in the background", len(self))
@@ -111,10 +104,10 @@ class ReadQueue:
         """Stop reading. Waits for what is being read, but not for what hangs."""
         self._workers.close(_CLOSE_S)
 
-    def _begin(self, request: ReadRequest, network: bool) -> Future[None]:
+    def _begin(self, request: RegistryEntry, network: bool) -> Future[None]:
         return self._workers.submit((request, network), lambda: self._try(request, network), {request.location})
 
-    def _try(self, request: ReadRequest, network: bool) -> None:
+    def _try(self, request: RegistryEntry, network: bool) -> None:
         started, queued = time.monotonic(), self._queued.get(request.name)
         if queued is None or queued.request != request:
             return  # it was read by now, or removed

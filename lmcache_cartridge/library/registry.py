@@ -77,6 +77,11 @@ class RegistryEntry(NamedTuple):
         """`id@version`."""
         return f"{self.id}@{self.version}"
 
+    @property
+    def rank(self) -> str:
+        """What sorts those that were registered later behind the others."""
+        return f"{self.registered} {self.name}"
+
     def local_root(self) -> Path:
         """Return the directory of the artefact. Raises `ArtifactError` for one that lies on S3."""
         if is_remote(self.location):
