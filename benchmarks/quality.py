@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens, most, steps, ways = 512, None, Recipe().steps, options.ways
     if options.smoke:
         tokens, most, steps, ways = 200, 1, 2, ["compact 4x", "train 4x"]
-    figure = partial(report.Figure.share, what="exact answers", model=options.model.name)
+    model = options.model.name
+    figure = partial(report.Figure.share, what="exact answers", model=model)
     found: list[report.Figure] = []
     total: dict[str, list[tuple[int, int]]] = {}
     took: dict[str, list[float]] = {}
@@ -131,11 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found.append(figure(right, measured.count, way=name, sheet=sheet.name))
             took.setdefault(way, []).append(seconds)
             report.say(f"{sheet.name}, {way}: {measured.cartridge:.1%} of {measured.count}, {seconds:.0f} s")
-    for name, parts in total.items():
-        right, count = (sum(column) for column in zip(*parts, strict=True))
-        found.append(figure(right, count, way=name, sheet="all"))
-    found += [report.Figure.of(each, "making", "s", way=way, model=options.model.name) for way, each in took.items()]
-    bench.publish(found)
+        pooled = [figure(*map(sum, zip(*parts, strict=True)), way=name, sheet="all") for name, parts in total.items()]
+        pooled += [report.Figure.of(each, "making", "s", way=way, model=model) for way, each in took.items()]
+        bench.publish(found + pooled)  # what ends early has its first sheets
 
 
 if __name__ == "__main__":
