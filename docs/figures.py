@@ -111,14 +111,14 @@ def measured(result: Result) -> str:
     """Return a result's figures: a row for each case, requests at once side by side, and so are sheets."""
     across = "sheet" if result.benchmark == "quality" else "c"
     columns = dict.fromkeys((one.what, one.unit, one.case.get(across)) for one in result.figures)
+    keys = list(dict.fromkeys(key for one in result.figures for key in one.case if key != across))
     rows: dict[tuple[tuple[str, str], ...], dict[tuple[str, str, object], str]] = {}
     for one in result.figures:
-        case = tuple((key, _shown(value)) for key, value in one.case.items() if key != across)
+        case = tuple((key, _shown(one.case[key])) for key in keys if key in one.case)
         rows.setdefault(case, {})[one.what, one.unit, one.case.get(across)] = spread(one)
-    keys = list(dict.fromkeys(key for case in rows for key, _ in case))
     titles = [
         f"{what}{',' * bool(unit)} {SCALE.get(unit, (1, unit))[1].strip()}".rstrip()
-        + ("" if value is None else f", {across} = {value}")
+        + ("" if value is None else f", {value}" if across == "sheet" else f", {across} = {value}")
         for what, unit, value in columns
     ]
     cells = [
