@@ -23,7 +23,8 @@ from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory.loads import STALLED_S, LoadRun, Plan
+from lmcache_cartridge.library.workers import STALLED_S
+from lmcache_cartridge.memory.loads import LoadRun, Plan
 from lmcache_cartridge.memory.loan import Loan
 from lmcache_cartridge.memory.readiness import Readiness
 from lmcache_cartridge.memory.tier import Hold, MemoryTier

@@ -243,12 +243,6 @@ class Registry:
         """Return every version of every cartridge, by id and version."""
         return self._select("ORDER BY id, version")
 
-    def newest(self, limit: int) -> list[RegistryEntry]:
-        """Return what up to `limit` ids, -1 for all, mean without a version, those that were registered last first."""
-        return self._select(
-            "WHERE promoted GROUP BY id HAVING version = max(version) ORDER BY registered DESC, id LIMIT ?", limit
-        )
-
     def page(self, limit: int, after: str = "") -> list[RegistryEntry]:
         """Return up to `limit` versions, by id and version, those that come after the `id@version` `after`."""
         cartridge_id, version = _parts(after)

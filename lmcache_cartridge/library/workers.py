@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 STALLED_S = 5.0
 """A job that takes longer is stalled: another thread takes the place of its own, which cannot be ended."""
@@ -89,9 +92,10 @@ class Workers:
 
     def _relieve(self) -> None:
         late = self._clock() - self._stalled_s
-        for thread, (_, since) in self._running.items():
+        for thread, (job, since) in self._running.items():
             if since < late and thread not in self._stalled and len(self._stalled) < _MOST_STALLED:
                 self._stalled.add(thread)
+                logger.warning("%s: %s takes too long; others go on without it", self._name, [*job.groups])
                 self._alive -= 1
                 self._wake()
 

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,16 +14,13 @@ from torch._C import set_num_threads
 
 from ..errors import CartridgeError
 from ..library.index import ChunkKey
+from ..library.workers import STALLED_S, Workers
 from ..sources.cores import use_all_cores
 
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets in which durations of loads are counted; a last bucket counts longer ones."""
-STALLED_S = 5.0
-"""A load that takes longer is counted as stalled, as a file on a mount that hangs is."""
-_MOST_STALLED = 64
-"""Threads that may be stalled before no others take their place: they cannot be ended."""
 
 
 class LoadRun(NamedTuple):
@@ -89,14 +85,20 @@ class LoadThreads:
         self._waiting: dict[ChunkKey, torch.Tensor] = {}
         self._seconds, self._counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._lock = lock
-        self._pool = _Pool(self._run, threads, "cartridge-load", clock)
-        self._slow_pool = _Pool(self._run, slow_threads, "cartridge-fetch", clock) if slow_threads else self._pool
+
+        def workers(name: str, limit: int) -> Workers:
+            return Workers(name, limit, begin=_begin_thread, stalled_s=STALLED_S, clock=clock)
+
+        fast = workers("cartridge-load", threads)
+        self._workers = fast, workers("cartridge-fetch", slow_threads) if slow_threads else fast
 
     def submit(self, key: ChunkKey, slot: torch.Tensor) -> None:
         """Have a chunk loaded into `slot`, which is the loading thread's until `loaded` is called. Does not wait."""
         with self._lock:
             self._waiting[key] = slot
-        (self._slow_pool if self._is_slow(key) else self._pool).submit(key)
+        # Each under a key of its own: one that was loaded may be wanted again before its thread is done.
+        future = self._workers[self._is_slow(key)].submit(object(), lambda: self._run(key), (key.digest,))
+        future.add_done_callback(lambda ended: self._drop(key) if ended.cancelled() else None)
 
     def durations(self) -> tuple[float, tuple[int, ...]]:
         """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides."""
@@ -108,13 +110,18 @@ class LoadThreads:
 
         To be called every now and then.
         """
-        for pool in (self._pool, self._slow_pool):
-            pool.relieve()
+        for workers in self._workers:
+            workers.relieve()
 
     def close(self) -> None:
-        """Wait for everything that was submitted, but not for what is stalled; nothing may be submitted afterwards."""
-        for pool in (self._pool, self._slow_pool):
-            pool.close()
+        """Fail what no thread has begun, and wait for the rest, but not for what is stalled; submit nothing afterwards."""
+        for workers in self._workers:
+            workers.close(STALLED_S)
+
+    def _drop(self, key: ChunkKey) -> None:
+        with self._lock:
+            if self._waiting.pop(key, None) is not None:
+                self._loaded([key], [CartridgeError("this engine stops")])
 
     def _run(self, key: ChunkKey) -> None:
         if key not in self._waiting:
@@ -172,92 +179,13 @@ def _as_error(key: ChunkKey, caught: Exception) -> CartridgeError:
     return CartridgeError(f"loading chunk {key.chunk} of {key.digest}: {type(caught).__name__}: {caught}")
 
 
-class _Pool:
-    """Threads that load, each of which uses one core at a time, whichever is free.
+def _begin_thread() -> None:
+    """Have this thread use one core at a time, whichever is free.
 
-    A parallel operation of torch in any of them would start a team of OpenMP threads of its own. With more of those than
-    cores OpenMP's barriers stop spinning, in the engine's team too: on a CPU engine each of its operations then takes
-    longer, for good (decode steps of the shipped model 9 ms instead of 3). `torch._C.set_num_threads`, though it is
-    private: vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing.
-
-    A thread that hangs in a read cannot be ended. Once it is stalled another takes its place, and no further thread
-    begins with a chunk of that cartridge or chain before the read has ended.
+    A parallel operation of torch in it would start a team of OpenMP threads of its own. With more of those than cores OpenMP's
+    barriers stop spinning, in the engine's team too: on a CPU engine each of its operations then takes longer, for good
+    (decode steps of the shipped model 9 ms instead of 3). `torch._C.set_num_threads`, though it is private: vLLM's CPU worker
+    replaces `torch.set_num_threads` by a function that does nothing.
     """
-
-    def __init__(self, run: Callable[[ChunkKey], None], threads: int, name: str, clock: Callable[[], float]) -> None:
-        self._run, self._threads, self._name, self._clock = run, threads, name, clock
-        self._jobs: deque[ChunkKey] = deque()
-        self._running: dict[threading.Thread, tuple[str, float]] = {}
-        """What each thread that loads is at, and since when."""
-        self._stalled: dict[threading.Thread, str] = {}
-        self._alive = self._idle = 0
-        """Threads that are not stalled; those of them that wait for something to do."""
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def submit(self, key: ChunkKey) -> None:
-        """Have `run(key)` called by a thread."""
-        with self._changed:
-            self._jobs.append(key)
-            self._wake()
-
-    def relieve(self) -> None:
-        """Count as stalled what has been running for too long, and have its place taken."""
-        with self._changed:
-            late = self._clock() - STALLED_S
-            for thread, (digest, started) in self._running.items():
-                if started < late and thread not in self._stalled and len(self._stalled) < _MOST_STALLED:
-                    self._stalled[thread] = digest
-                    self._alive -= 1
-                    logger.warning("loading %s has taken more than %g s; others go on without it", digest, STALLED_S)
-                    self._wake()
-
-    def close(self) -> None:
-        """Wait until every thread that is not stalled has ended. Calling again is no change."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        while self._alive:
-            self.relieve()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._alive, 0.1)
-
-    def _wake(self) -> None:
-        """Have a thread look for something to do. The lock is held."""
-        if len(self._jobs) > self._idle and self._alive < self._threads:
-            self._alive += 1
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        self._changed.notify_all()
-
-    def _next_job(self) -> ChunkKey | None:
-        stalled = set(self._stalled.values())
-        for place, key in enumerate(self._jobs):
-            if key.digest not in stalled:
-                del self._jobs[place]
-                return key
-        return None
-
-    def _work(self) -> None:
-        set_num_threads(1)
-        use_all_cores()
-        me = threading.current_thread()
-        while True:
-            with self._changed:
-                while (key := self._next_job()) is None:
-                    if self._closed:
-                        self._alive -= 1
-                        self._changed.notify_all()
-                        return
-                    self._idle += 1
-                    self._changed.wait()
-                    self._idle -= 1
-                self._running[me] = key.digest, self._clock()
-            try:
-                self._run(key)
-            except Exception:
-                logger.exception("loading %s failed", key)
-            with self._changed:
-                del self._running[me]
-                if self._stalled.pop(me, None) is not None:
-                    self._changed.notify_all()  # what waited for it may go on; another thread has this one's place
-                    return
+    set_num_threads(1)
+    use_all_cores()
