@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lmcache_cartridge.cli.main import make_parser
 from lmcache_cartridge.engine.versions import LEVELS, MATRIX
-from lmcache_cartridge.serve.metrics import PREFIX, metrics_table
+from lmcache_cartridge.serve import metrics as exported
 from lmcache_cartridge.settings import Settings
 
 HERE = Path(__file__).parent
@@ -130,10 +130,23 @@ def _options(actions: Iterable[argparse.Action]) -> str:
     return figures.table(("option", ""), rows)
 
 
+def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """Return name, kind, labels and help of everything exported, with the names as queries have them."""
+    rows: list[tuple[Any, tuple[str, ...]]] = [
+        (row, ("tier", "rank")) for row in (*exported.TIER_NUMBERS, exported.LOADS)
+    ]
+    rows += [(row, ("rank",)) for row in exported.RANK_NUMBERS] + [(exported.RESIDENTS, exported.RESIDENT_LABELS)]
+    rows += [(row, ()) for row in exported.LIBRARY_NUMBERS]
+    rows += [(row, ("outcome",) * (row.name in exported.OUTCOMES)) for row in exported.SERVER_NUMBERS]
+    return [
+        (exported.PREFIX + row.name + "_total" * (row.kind == "counter"), row.kind, of, row.help) for row, of in rows
+    ]
+
+
 def metrics() -> str:
     """Return the table of all metrics."""
     rows = [
-        (f"`{name.removeprefix(PREFIX)}`", kind, ", ".join(labels), text)
+        (f"`{name.removeprefix(exported.PREFIX)}`", kind, ", ".join(labels), text)
         for name, kind, labels, text in metrics_table()
     ]
     return figures.table(("metric", "type", "labels", ""), sorted(rows, key=lambda row: (row[2], row[0])))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -119,14 +119,13 @@ class Trials:
         `accept_weights`.
         """
         self._settings, self._engine, self._chunk_tokens = settings, engine, chunk_tokens
-        self._fingerprint = None if settings.canary == "required" else fingerprint
+        self._fingerprint = fingerprint if settings.accept_weights and settings.canary != "required" else None
         self.problems: dict[Key, str | None] = {}
         """How the engine's answers differ from those expected, None if they do not."""
         self.accepted: set[Key] = set()
         """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
         self.keys: dict[str, Key] = {}
         """Of cartridges alone, by `id@version`."""
-        self._unasked: set[str] = set()
 
     def key(self, trial: Trial) -> Key | None:
         """Return the key of a trial's result; None where there can be no trial."""
@@ -147,9 +146,7 @@ class Trials:
             if not trial.is_behind:
                 self.keys[manifest.name] = key
             return key
-        if manifest.digest not in self._unasked:
-            self._unasked.add(manifest.digest)
-            logger.warning("%s cannot be tried on this engine: %s", manifest.name, reason)
+        logger.warning_once("%s cannot be tried on this engine: %s", manifest.name, reason)
         return None
 
     def end(self, key: Key, trial: Trial, found: Comparison | None) -> str | None:
@@ -220,15 +217,16 @@ class Canaries:
             try:
                 selection = await self._resolve([Reference(id=row.name, source="registry")])
                 refusal: Exception | None = await self.check(selection)
-                told = self._trials.told(next(trials(selection)))
-                if told is not None:
-                    await self._client.ask("tried", *told)
-                if told is None or told[2]:
-                    continue
-                refusal = refusal or CartridgeError("it has no canary that this engine could be asked")
+                await self._tell(next(trials(selection)))
             except (Refusal, CartridgeError) as error:
                 refusal = error
-            logger.warning("%s answers those that name it at most: %s", row.name, refusal)
+            if refusal is not None:
+                logger.warning("%s answers those that name it at most: %s", row.name, refusal)
+
+    async def _tell(self, trial: Trial) -> None:
+        """Tell the workers how a trial ended, where they go by it."""
+        if (told := self._trials.told(trial)) is not None:
+            await self._client.ask("tried", *told)
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
@@ -274,8 +272,7 @@ class Canaries:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
                 problem = self._trials.end(key, trial, await self._examine(trial))
-                if (told := self._trials.told(trial)) is not None:
-                    await self._client.ask("tried", *told)
+                await self._tell(trial)
         except (TimeoutError, Unfinished, Refusal, CartridgeError) as error:
             requests().canary("unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
@@ -288,23 +285,15 @@ class Canaries:
         async with Claim(self._client, trial.selection) as claim:
             if not await claim.wait(self._settings) or not claim.is_whole:
                 raise Unfinished("it is not in memory")
-            exam = examine(trial, self._chunk_tokens, self._engine.vllm_config)
-            output = None
-            while True:
-                try:
-                    prompt, params = exam.send(output)
-                except StopIteration as done:
-                    return done.value
-                output = await self._generate(prompt, params, trial.within.adapter)
 
-    async def _generate(self, prompt: Any, params: SamplingParams, adapter: Any) -> Any:
-        """Return the engine's last output, None where there is none."""
-        last = None
-        request_id = f"cartridge-canary-{uuid.uuid4().hex}"
-        tokens: Any = {"type": "token", **prompt}
-        async for output in self._engine.generate(tokens, params, request_id, lora_request=adapter):
-            last = output
-        return last
+            async def ask(prompt: Any, params: SamplingParams) -> Any:
+                tokens: Any = {"type": "token", **prompt}
+                name, last = f"cartridge-canary-{uuid.uuid4().hex}", None
+                async for output in self._engine.generate(tokens, params, name, lora_request=trial.within.adapter):
+                    last = output
+                return last
+
+            return await examine(trial, self._chunk_tokens, self._engine.vllm_config, ask)
 
 
 def trials(selection: Selection) -> Iterator[Trial]:
@@ -313,19 +302,19 @@ def trials(selection: Selection) -> Iterator[Trial]:
         yield Trial(manifest, selection, place)
 
 
-def examine(
-    trial: Trial, chunk_tokens: int, config: VllmConfig
-) -> Generator[tuple[Any, SamplingParams], Any, Comparison | None]:
-    """Yield each question, a prompt and its parameters, to be sent the engine's output for it, None for none.
+async def examine(
+    trial: Trial, chunk_tokens: int, config: VllmConfig, ask: Callable[[Any, SamplingParams], Awaitable[Any]]
+) -> Comparison | None:
+    """Return the first answer to a trial's questions that is not as expected, None if all are.
 
-    Returns the first answer that is not as expected, None if all are. Raises `Unfinished` where an output says
-    nothing of the KV. Its claim on the memory must be held meanwhile, and it must have a `prefix`.
+    `ask` returns the engine's last output for a prompt, None for none. Raises `Unfinished` where one says nothing of the
+    KV. Its claim on the memory must be held meanwhile, and it must have a `prefix`.
     """
     before, whole = trial.prefix(chunk_tokens) or (0, 0)
     # Of its own, so that no request ever gets blocks that this one left; the later questions do.
     salt, model = uuid.uuid4().hex, config.model_config
     for asked in trial.questions if whole else ():  # else nothing of it is ever injected
-        output = yield _prompt(trial, asked, salt, before, whole, model.max_logprobs)
+        output = await ask(*_prompt(trial, asked, salt, before, whole, model.max_logprobs))
         found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
         logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
         if not found.passed:

@@ -95,21 +95,12 @@ LIBRARY_NUMBERS = (
     Number("library_failing", "gauge", "1 where the last look at the published library failed; what was known is served on, and `/v1/cartridges` says why."),
 )  # fmt: skip
 """Of the published library, where one is followed."""
-_OUTCOMES = {
+OUTCOMES = {
     "requests": ("used", "document"),
     "lost_prompts": ("document", "error"),
     "canaries": ("passed", "accepted", "failed", "unfinished"),
 }
 """Metrics with the label `outcome`, and its values that are exported from the start, so that rates see the first."""
-
-
-def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Return name, kind, labels and help of everything exported, with the names as queries have them."""
-    rows: list[tuple[Number, tuple[str, ...]]] = [(row, ("tier", "rank")) for row in (*TIER_NUMBERS, LOADS)]
-    rows += [(row, ("rank",)) for row in RANK_NUMBERS] + [(RESIDENTS, RESIDENT_LABELS)]
-    rows += [(row, ()) for row in LIBRARY_NUMBERS]
-    rows += [(row, ("outcome",) * (row.name in _OUTCOMES)) for row in SERVER_NUMBERS]
-    return [(PREFIX + row.name + "_total" * (row.kind == "counter"), row.kind, of, row.help) for row, of in rows]
 
 
 def _metric(name: str, registry: CollectorRegistry | None, **options: Any) -> Any:
@@ -118,7 +109,7 @@ def _metric(name: str, registry: CollectorRegistry | None, **options: Any) -> An
 
     row = next(row for row in SERVER_NUMBERS if row.name == name)
     kind = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[row.kind]
-    outcomes = _OUTCOMES.get(name, ())
+    outcomes = OUTCOMES.get(name, ())
     labels = ["outcome"] if outcomes else []
     metric = kind(PREFIX + name, row.help, labels, registry=registry or REGISTRY, **options)
     for outcome in outcomes:

@@ -115,10 +115,9 @@ class Prompt(dict):
 
 def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
     """Try the engine with what it was not tried with yet. Raises `CartridgeError` unless it answers right."""
-    client, engine = _clients[llm], None
+    client = _clients[llm]
     if llm not in _trials:
-        if settings.accept_weights:
-            engine = from_plain(client.call("fingerprint")[0])
+        engine = from_plain(client.call("fingerprint")[0])
         _trials[llm] = Trials(settings, llm.llm_engine, _chunk_tokens[llm], engine)
     ended = _trials[llm]
     for trial in trials(selection):
@@ -142,14 +141,15 @@ def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
 
 def _examine(llm: LLM, trial: Trial) -> Comparison | None:
     """Return the engine's first answer to a canary that is not as expected, None if all are."""
-    exam = examine(trial, _chunk_tokens[llm], llm.llm_engine.vllm_config)
-    output = None
-    while True:
-        try:
-            prompt, params = exam.send(output)
-        except StopIteration as done:
-            return done.value
-        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=trial.within.adapter)
+
+    async def ask(prompt: Any, params: SamplingParams) -> Any:
+        return llm.generate([prompt], params, use_tqdm=False, lora_request=trial.within.adapter)[0]
+
+    try:  # without an event loop: nothing in it waits, and a notebook has one of its own
+        examine(trial, _chunk_tokens[llm], llm.llm_engine.vllm_config, ask).send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("it waited")
 
 
 def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
