@@ -209,7 +209,7 @@ class ApiTests:
                 assert reply.prompt_tokens == positions + len(own), "a second <s>, or something lost"
                 # vLLM's prefix cache may hold more: the tail of the document in blocks of 128, computed before.
                 assert whole <= reply.cached_tokens <= positions
-                assert reply.injected == reply.cached_tokens
+                assert reply.injected + reply.had == reply.cached_tokens
 
     def test_a_request_without_cartridges_is_left_alone(self, served: Served) -> None:
         fact = served.wards["a"].facts[0]
@@ -248,7 +248,7 @@ class ApiTests:
         assert reply.prompt_tokens == len(ward.ids) + len(encode(ask(ward.facts[1], 0)))
         assert reply.cached_tokens >= len(ward.ids) // CHUNK * CHUNK
         assert reply.used == f"{name}@1;positions={len(ward.ids)}"
-        assert reply.injected == reply.cached_tokens >= len(ward.ids) // CHUNK * CHUNK
+        assert reply.injected + reply.had == reply.cached_tokens >= len(ward.ids) // CHUNK * CHUNK
 
     def test_a_chat_stream_answers_from_the_cartridge(self, served: Served) -> None:
         fact = served.wards["c"].facts[2]
@@ -336,7 +336,7 @@ class ApiTests:
             for name in (named, {"kv_transfer_params": {"cartridge_id": "c"}}):
                 reply = served.asker.http.post("/v1/messages", json=body | name)
                 assert reply.json()["content"][0]["text"].strip() == fact.value
-                assert reply.headers["x-cartridges"] == "c@1;positions=1024;injected=1024"
+                assert reply.headers["x-cartridges"].startswith("c@1;positions=1024;injected=")
 
     @pytest.mark.parametrize("path", TAKING)
     def test_a_header_names_cartridges_as_the_body_does(self, served: Served, path: str) -> None:
@@ -344,10 +344,9 @@ class ApiTests:
             return served.asker.http.post(path, json=TAKING[path] | fields, headers=headers)
 
         alone = post({"X-Cartridges": "c"})
-        assert alone.headers["x-cartridges"] == "c@1;positions=1024;injected=1024", alone.text
-        assert (
-            post({"x-cartridges": "c@1"}, cartridges=["c@1"]).headers["x-cartridges"] == alone.headers["x-cartridges"]
-        )
+        assert alone.headers["x-cartridges"].startswith("c@1;positions=1024;injected="), alone.text
+        again = post({"x-cartridges": "c@1"}, cartridges=["c@1"])
+        assert again.headers["x-cartridges"] == "c@1;positions=1024;injected=0;cached=1024", "vLLM still has it"
         chain = post({"X-Cartridges": "c, a"}).headers["x-cartridges"]
         assert [one.strip().partition(";")[0] for one in chain.split(",")] == ["c@1", "a@1"]
         for headers, fields in (
@@ -488,7 +487,7 @@ class ApiTests:
             body.encode("utf-32-le"),
         ):
             reply = served.asker.http.post("/v1/messages", content=data, headers={"content-type": "application/json"})
-            assert reply.headers["x-cartridges"] == "c@1;positions=1024;injected=1024"
+            assert reply.headers["x-cartridges"].startswith("c@1;positions=1024;injected=")
 
     def test_every_route_that_generates_is_known(self, served: Served) -> None:
         every = served.asker.http.get("/openapi.json").json()["paths"]

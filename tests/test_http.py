@@ -115,6 +115,11 @@ def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.Monke
     assert threads == [True, False]
 
 
+def _said() -> tuple[Any, bool, Any]:
+    said = http.current()
+    return said.named, said.is_required, said.fields
+
+
 def test_what_messages_would_drop_is_kept_for_the_renderer() -> None:
     app, seen = FastAPI(), []
     app.add_middleware(http.Gate, settings=from_mapping({"router": "label", "label_field": "ward"}))
@@ -122,16 +127,14 @@ def test_what_messages_would_drop_is_kept_for_the_renderer() -> None:
 
     @app.post("/{path:path}")
     async def look() -> None:
-        seen.append((http.named(), http.is_required(), http.dropped_fields()))
+        seen.append(_said())
 
     named = {"cartridges": ["a"], "cartridges_required": True, "ward": "x", "model": "m"}
     for path in (http.MESSAGES, "/v1/completions"):
         assert post(app, path, json=named, headers={"X-Cartridges": "a, b"}).status_code == 200
     ours = {name: value for name, value in named.items() if name != "model"}
     assert seen == [(("a", "b"), True, ours), (("a", "b"), True, {})]
-    assert (http.named(), http.is_required(), http.dropped_fields()) == ((), False, {}), (
-        "outside a request there is none"
-    )
+    assert _said() == ((), False, {}), "outside a request there is none"
 
 
 def test_whatever_a_header_says_it_names_what_the_body_would_or_is_refused() -> None:
@@ -205,7 +208,7 @@ def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None)
 
     @app.post("/")
     async def look() -> None:
-        seen.append(http.api_key())
+        seen.append(http.current().api_key)
 
     post(app, "/", headers={} if sent is None else {"Authorization": sent})
     assert seen == [key]
@@ -231,7 +234,7 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
     assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
     assert reply.headers["x-should-retry"] == "true"
     assert "x-cartridges-notice" not in reply.headers
-    assert http.api_key() is None, "outside a request there is none"
+    assert http.current().api_key is None, "outside a request there is none"
 
 
 def test_the_stock_client_does_not_ask_again_for_what_stays_refused() -> None:

@@ -41,7 +41,7 @@ def _ask(server: ServerProcess) -> bool:
     question = load_sheet("ward-a").questions[0]
     body = {"model": str(MODEL_DIR), "prompt": " " + question.text, "max_tokens": 4, "temperature": 0}
     reply = httpx.post(f"{server.url}/v1/completions", json=body | {"cartridges": ["ward-a"]}, timeout=60)
-    injected = reply.headers["x-cartridges"].endswith("injected=1024")
+    injected = reply.headers["x-cartridges"].endswith("=1024")
     return injected and reply.json()["choices"][0]["text"].strip() == question.answer
 
 

@@ -82,6 +82,22 @@ def test_what_is_not_trusted_is_lent_to_those_that_name_it(home: Home) -> None:
     assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4), what
 
 
+def test_it_is_known_whose_chunks_have_answered_a_prompt(home: Home) -> None:
+    twins = Twins(home).told(True, None)
+    trust, engine = twins.store.trust, twins.store.engine
+    assert trust.answers(engine, list(IDS)) == [], "it may answer, and has not"
+    assert twins.store.lookup(twins.prompt.hashes) == 4
+    assert twins.run() == ["good"] * 4
+    assert trust.answers(engine, [*IDS, 5]) == [("good@1", 64)]
+    assert trust.answers(engine, list(IDS[: 2 * CHUNK - 1])) == [("good@1", CHUNK)]
+    assert trust.answers(engine, [5, *IDS]) == []
+    assert all(twins.store.release(chunk_hash) for chunk_hash in twins.prompt.hashes[:4])
+    assert twins.told(None, True).run() == ["bad"] * 4
+    assert trust.answers(engine, list(IDS)) == [("zbad@1", 64)], "the leader"
+    twins.told(False, False)
+    assert trust.answers(engine, list(IDS)) == [], "what was withdrawn is never found again"
+
+
 def test_a_quarantined_twin_does_not_lead(home: Home) -> None:
     twins = Twins(home).told(True, True)
     assert twins.store.lookup(twins.prompt.hashes) == 4

@@ -112,12 +112,12 @@ class Served:
         server = self.stack.enter_context(ServerProcess(launch, log, environment=SMALL))
         self.asker = self.stack.enter_context(Asker(server.url))
 
-    def right(self, cartridge: str | None = None, *, salted: bool = True, salt: str | None = None) -> int:
-        """Return how many of the questions are answered right, of the document's text or of a cartridge.
+    def right(self, cartridge: str | bool | None = None, *, salted: bool = True, salt: str | None = None) -> int:
+        """Return how many of the questions are answered right, of the document's text, with False computed, or of a cartridge.
 
         Each has a `cache_salt` of its own, or all have `salt`, or none has one.
         """
-        head = self.library.ward.document.text if cartridge is None else ""
+        head = "" if cartridge else self.library.ward.document.text
         found = 0
         for fact in self.library.facts:
             extra: dict[str, Any] = {"cache_salt": salt or uuid.uuid4().hex} if salted else {}
@@ -135,6 +135,18 @@ class Served:
         assert (answer.used or "").endswith(";served=document") == (answer.injected == 0)
         return answer.injected == POSITIONS
 
+    def external(self) -> float:
+        """Return how many tokens the connector has injected."""
+        return self._metric("vllm:external_prefix_cache_hits_total")
+
+    def requests(self) -> float:
+        """Return how many requests were answered from a cartridge that they named."""
+        return self._metric('lmcache_cartridge_requests_total{outcome="used"}')
+
+    def _metric(self, name: str) -> float:
+        lines = self.asker.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
     def state(self, name: str) -> dict[str, Any]:
         return self.asker.http.get(f"/v1/cartridges/{name}").json()
 
@@ -151,9 +163,9 @@ class Served:
             until(lambda: self._served() == len(registry.all()))
 
     def _served(self) -> int:
-        lines = self.asker.http.get("/metrics").text.splitlines()
-        names = ("lmcache_cartridge_served_cartridges", "lmcache_cartridge_refused_cartridges")
-        return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
+        return int(
+            sum(map(self._metric, ("lmcache_cartridge_served_cartridges", "lmcache_cartridge_refused_cartridges")))
+        )
 
 
 ALL = (FACTS, FACTS)
@@ -170,6 +182,63 @@ class TrustTests:
         text, fact = served.library.ward.document.text, served.library.facts[0]
         found = served.asker.complete(f"{text} {ask(fact, 0)}", cache_salt=uuid.uuid4().hex)
         assert found.cached_tokens == POSITIONS, "else nothing in here says anything of what plain prompts are lent"
+
+    def test_a_client_is_told_and_can_compare(self, served: Served) -> None:
+        """Each request twice with one salt: what the connector injected is told apart from what vLLM had of the first."""
+        asker, fact = served.asker, served.library.facts[0]
+        prompt = f"{served.library.ward.document.text} {ask(fact, 0)}"
+        assert served.plain() == ALL
+        for complete in (asker.complete, lambda *given, **extra: asker.stream(*given, **extra)[0]):
+            for text, cartridge, how in ((prompt, None, ";served=prompt"), (ask(fact, 0), "p", "")):
+                salt, before = uuid.uuid4().hex, served.external()
+                first, second = (complete(text, cartridge, tokens=4, cache_salt=salt) for _ in range(2))
+                assert served.external() - before == POSITIONS
+                assert first[3:] == (f"p@1;positions={POSITIONS}{how}", POSITIONS, 0)
+                assert second[3:] == (f"p@1;positions={POSITIONS}{how}", 0, POSITIONS)
+                assert first.cached_tokens == POSITIONS <= second.cached_tokens
+                before = served.external()
+                given = [complete(prompt, False, tokens=4, cache_salt=salt) for _ in range(2)]
+                assert served.external() == before, "nothing is injected into what is to be computed"
+                assert [each.used for each in given] == [None] * 2
+                assert given[0].cached_tokens == 0 or how == "", "nothing of a prompt that was answered from KV is left"
+                assert {each.text.split()[0] for each in (first, second, *given)} == {fact.value}
+
+    def test_a_client_of_any_route_can_compare(self, served: Served) -> None:
+        fact, http = served.library.facts[0], served.asker.http
+        text, used = f"{served.library.ward.document.text} {ask(fact, 0)}", f"p@1;positions={POSITIONS}"
+        asked = {"role": "user", "content": text}
+        for path, body in (
+            ("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": [asked]}),
+            ("/v1/responses", {"input": text, "store": False}), ("/v1/messages", {"messages": [asked]}),
+        ):  # fmt: skip
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            body = {"model": MODEL, limit: 4, "temperature": 0, **body}
+            before = served.requests()
+            for stream in (False, True):
+                computed = http.post(path, json=body | {"cartridges": False, "stream": stream})
+                assert (computed.status_code, computed.headers.get("x-cartridges")) == (200, None), computed.text
+            assert served.requests() == before, "no cartridge was asked for"
+            for stream in (False, True):
+                named = http.post(path, json=body | {"cartridges": ["p"], "stream": stream})
+                assert named.headers["x-cartridges"].startswith(used), named.text
+            assert served.requests() == before + 2
+            for more, headers in (
+                ({}, {"X-Cartridges": "p"}),
+                ({"cartridges_required": True}, {}),
+                ({"model": f"{MODEL}:p"}, {}),
+            ):
+                refused = http.post(path, json=body | {"cartridges": False} | more, headers=headers)
+                assert refused.status_code == 400, (path, more, refused.text)
+        assert http.post("/tokenize", json={"prompt": "x", "cartridges": False}).status_code == 400
+
+    def test_of_several_prompts_in_one_request_each_is_told(self, served: Served) -> None:
+        """The one that begins with the document may be the second to answer."""
+        text = f"{served.library.ward.document.text} {ask(served.library.facts[0], 0)}"
+        assert served.plain() == ALL
+        body = {"model": MODEL, "max_tokens": 1, "prompt": ["x", text], "cache_salt": uuid.uuid4().hex}
+        for stream in (False, True):
+            reply = served.asker.http.post("/v1/completions", json=body | {"stream": stream})
+            assert reply.headers["x-cartridges"].startswith(f"p@1;positions={POSITIONS};"), reply.text
 
     def test_one_whose_canary_fails_takes_no_answer_away(self, served: Served) -> None:
         with served.registered("zbad"):
@@ -213,6 +282,12 @@ class TrustTests:
             assert served.injects("zself")
             assert served.right() < FACTS, "the newest that this engine trusts leads"
             assert served.right(salt="team") < FACTS, "what follows says nothing of the blocks that this leaves"
+            assert (served.right(False, salt="team"), served.right(False), served.right(False, salted=False)) == (
+                FACTS,
+            ) * 3
+            assert served.right(salt="team") < FACTS, (
+                "the control: what was computed is nobody's who did not ask for that"
+            )
             assert served.right("p") == FACTS
         assert (served.right(salt="team"), served.plain(), served.right("p")) == (FACTS, ALL, FACTS)
 

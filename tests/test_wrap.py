@@ -11,23 +11,28 @@ from typing import Any
 import pytest
 from blocks import quietly
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 from making import make_artifact
 from test_http import post
 
 from lmcache_cartridge.engine.client import ControlClient
 from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.engine.withdrawals import Withdrawals
+from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import http
 from lmcache_cartridge.serve.claim import Claim, _pause_s
-from lmcache_cartridge.serve.request import Reference
+from lmcache_cartridge.serve.request import Reference, Router
 from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
 
 with quietly():
     from vllm.exceptions import GenerationError, GracefulHTTPError
 
+    from lmcache_cartridge.engine.host_api import Cached, share, split_cached
     from lmcache_cartridge.serve.adapters import Adapters
-    from lmcache_cartridge.serve.wrap import GuardedEngine
+    from lmcache_cartridge.serve.claim import Computed
+    from lmcache_cartridge.serve.wrap import CartridgeRenderer, GuardedEngine
 
 
 LOST = 0, "error"
@@ -98,7 +103,7 @@ def _guarded(
     if document:
         selection = selection._replace(document_ids=(1, 2, 3))
     given = from_mapping({"home": tmp_path} | (settings or {}))
-    claim, guard = _Noted(selection), GuardedEngine(engine, given, Adapters({}))
+    claim, guard = _Noted(selection), GuardedEngine(engine, given, Adapters({}), ControlClient([]))
     asked = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)}, **params)
 
     async def collect() -> list[tuple[int, str]]:
@@ -113,7 +118,7 @@ def _guarded(
 
 async def _plain(engine: _Engine, params: Any, **settings: Any) -> list[str | None]:
     """Ask with a prompt that names no cartridge and such transfer parameters; return what each output ended with."""
-    guard = GuardedEngine(engine, from_mapping(settings), Adapters({}))
+    guard = GuardedEngine(engine, from_mapping(settings), Adapters({}), ControlClient([]))
     given = _Params(extra_args=None if params is None else {"kv_transfer_params": params})
     return [o.outputs[0].finish_reason async for o in guard.generate({"prompt_token_ids": [1, 2]}, given, "r")]
 
@@ -150,7 +155,7 @@ def test_an_adapter_gets_no_cartridge_and_leaves_no_claim(tmp_path: Path, kind: 
 
     async def answer() -> None:
         params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        async for _ in GuardedEngine(engine, from_mapping({}), Adapters({})).generate(
+        async for _ in GuardedEngine(engine, from_mapping({}), Adapters({}), ControlClient([])).generate(
             {}, params, "r", lora_request=object()
         ):
             pass
@@ -178,7 +183,7 @@ def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
 
     async def leave() -> None:
         params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        answer = GuardedEngine(Endless(), from_mapping({}), Adapters({})).generate(
+        answer = GuardedEngine(Endless(), from_mapping({}), Adapters({}), ControlClient([])).generate(
             {"prompt_token_ids": [1]}, params, "r"
         )
         for _ in range(outputs):
@@ -297,6 +302,211 @@ def test_the_header_says_of_each_cartridge_what_was_injected(
 
     least = selection.used(min(cached, 40))
     assert post(app, "/").headers["x-cartridges"] == least, "of several prompts that with the least"
+
+
+def _cached(tokens: int, external: int) -> Cached:
+    """Return what the engine says of a prompt, of the tokens that its statistics have."""
+    seen: list[Any] = []
+    processor = SimpleNamespace(process_outputs=lambda outputs: seen.extend(outputs))
+    split_cached(SimpleNamespace(output_processor=processor))
+    stats = SimpleNamespace(num_cached_tokens=tokens, num_external_cached_tokens=external)
+    processor.process_outputs([SimpleNamespace(prefill_stats=None), SimpleNamespace(prefill_stats=stats)])
+    return seen[1].prefill_stats.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("cached", "external", "told"),
+    [
+        (0, 0, "injected=0"), (40, 40, "injected=24"), (40, 0, "injected=0;cached=24"), (20, 20, "injected=4"),
+        (40, 16, "injected=16;cached=8"), (20, 3, "injected=3;cached=1"), (16, 8, "injected=0"), (90, 4, "injected=0;cached=24"),
+    ],
+)  # fmt: skip
+def test_injected_is_what_the_connector_brought_and_not_what_vllm_had(cached: int, external: int, told: str) -> None:
+    """Of a cartridge at positions 16 to 40, where what vLLM had is before what the connector brought."""
+    counted = _cached(cached, external)
+    assert (counted, counted.external) == (cached, external)
+    assert share(16, 24, counted) == f"positions=24;{told}"
+
+
+class _Says:
+    """An engine whose outputs for a prompt are what `prompts` says of its first token: how many tokens were not computed,
+    or None where the connector lost them. It ends no prompt before `end` was called."""
+
+    def __init__(self, prompts: dict[int, Cached | None]) -> None:
+        self._prompts, self._ended = prompts, asyncio.Event()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        ids = prompt["prompt_token_ids"]
+        cached = 0 if request_id.endswith("-document") else self._prompts[ids[0]]
+        output = _output("token", "error" if cached is None else None)
+        output.num_cached_tokens, output.prompt_token_ids = cached or 0, ids
+        yield output
+        await self._ended.wait()
+        yield output
+
+
+class _Answers:
+    """Workers that know whose KV a prompt begins with; without any they do not answer."""
+
+    def __init__(self, *ranks: list[tuple[str, int]]) -> None:
+        self.ranks, self.asked = ranks, list[Any]()
+
+    async def ask(self, method: str, ids: list[int]) -> Any:
+        self.asked.append((method, ids))
+        if not self.ranks:
+            raise UnsupportedEngine("no")
+        return self.ranks
+
+
+def _told(
+    home: Path, workers: _Answers, prompts: dict[int, Cached | None], *, noted: bool = True, adapter: Any = None
+) -> tuple[str | None, bool]:
+    """Ask with prompts that begin so; return the header, and whether the response began before the first one ended."""
+    settings = from_mapping({"home": home})
+    if noted:
+        Withdrawals(settings.quarantine_dir).note(["00"])
+    app, began = FastAPI(), []
+
+    @app.post("/")
+    async def answer() -> Any:
+        engine = _Says(prompts)
+        guard = GuardedEngine(engine, settings, Adapters({}), workers)
+
+        async def one(first: int) -> AsyncIterator[Any]:
+            params = _Params(extra_args={})
+            async for output in guard.generate(
+                {"prompt_token_ids": [first, *range(100)]}, params, f"{first}", lora_request=adapter
+            ):
+                yield output
+
+        async def pieces() -> AsyncIterator[str]:
+            running = [one(first) for first in prompts]
+            for each in running:
+                await anext(each)
+                yield "x"
+            await asyncio.sleep(0)
+            began.append(len(sent) > 0)
+            engine.end()
+            for each in running:
+                async for _ in each:
+                    yield "x"
+
+        http.hold(len(prompts))  # as the renderer does
+        return StreamingResponse(pieces())
+
+    sent: list[Any] = []
+    headers = http.ResponseHeaders(app)
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def noting(message: Any) -> None:
+            sent.append(message)
+            await send(message)
+
+        await headers(scope, receive, noting)
+
+    reply = post(watched, "/")
+    assert reply.status_code == 200
+    return reply.headers.get("x-cartridges"), began[0]
+
+
+def test_a_prompt_that_names_none_is_told_whose_kv_it_rests_on(tmp_path: Path) -> None:
+    workers = _Answers([("a@1", 16)], [("a@1", 16), ("b@2", 32)])
+    both = "a@1;positions=16;injected=0;cached=16;served=prompt, b@2;positions=32;injected=24;cached=4;served=prompt"
+    assert _told(tmp_path, workers, {7: _cached(44, 24)}) == (both, True)
+    assert workers.asked == [("answers", [7, *range(43)])], "what was not computed, and no more of the prompt"
+
+
+def test_one_that_was_computed_is_told_nothing_and_costs_no_question(tmp_path: Path) -> None:
+    workers = _Answers([("a@1", 16)])
+    assert _told(tmp_path, workers, {7: _cached(0, 0)}) == (None, True)
+    assert _told(tmp_path / "new", workers, {7: _cached(16, 16)}, noted=False) == (None, True), "nothing ever answered"
+    assert _told(tmp_path, workers, {7: _cached(16, 0)}, adapter=object()) == (None, True), "an adapter's are its own"
+    assert workers.asked == []
+    assert _told(tmp_path, _Answers([]), {7: _cached(16, 0)}) == (None, True), "vLLM's cache of what was computed"
+    assert _told(tmp_path, _Answers(), {7: _cached(16, 0)}) == (None, True), "and no answer is lost with the workers"
+
+
+def test_one_that_lost_it_is_computed_told_nothing_and_not_held_back(tmp_path: Path) -> None:
+    assert _told(tmp_path, _Answers([("a@1", 16)]), {7: None}) == (None, True)
+
+
+def test_of_several_prompts_the_response_waits_for_all(tmp_path: Path) -> None:
+    said = "a@1;positions=16;injected=16;served=prompt"
+    for order in ({7: _cached(16, 16), 8: _cached(0, 0)}, {8: _cached(0, 0), 7: _cached(16, 16)}):
+        assert _told(tmp_path, _Answers([("a@1", 16)]), order) == (said, True)
+
+
+class _Renders:
+    """Renders any request to one prompt."""
+
+    async def render_completion(self, request: Any) -> Any:
+        return [{"type": "token", "prompt_token_ids": [1, 2], "cache_salt": request.cache_salt}]
+
+
+def _request(**fields: Any) -> Any:
+    given = {"kv_transfer_params": None, "cache_salt": None, "model": "m", "model_extra": {"cartridges": False}}
+    return SimpleNamespace(**given | fields)
+
+
+def _rendered(request: Any, **settings: Any) -> Any:
+    given = from_mapping(settings)
+    admission = SimpleNamespace(settings=given, router=Router(given), secret=b"secret")
+    return asyncio.run(CartridgeRenderer(_Renders(), admission).render_completion(request))[0]
+
+
+def test_a_request_for_none_is_computed_and_finds_nothing_that_was_not() -> None:
+    """By a salt that other requests do not have, of each client its own, and parameters that no cartridge has."""
+    first, own, plain = _request(), _request(cache_salt="a"), _request(model_extra={})
+    salts = [_rendered(request)["cache_salt"] for request in (first, own, plain, _request())]
+    assert salts[0] == salts[3] and len(set(salts)) == 3 and salts[2] is None
+    assert first.kv_transfer_params == {TAG: "computed"} and isinstance(first.kv_transfer_params, Computed)
+    assert plain.kv_transfer_params is None
+    saved = _request(kv_transfer_params={"lmcache.skip_save": True})
+    _rendered(saved)
+    assert saved.kv_transfer_params == {TAG: "computed", "lmcache.skip_save": True}
+    _rendered(routed := _request(), router="static", static={"*": "a"})
+    assert routed.kv_transfer_params == {TAG: "computed"}, "the server's choice is for those that make none"
+
+
+def test_a_response_to_a_prompt_that_names_none_waits_for_what_the_engine_says(tmp_path: Path) -> None:
+    app, held = FastAPI(), []
+    app.add_middleware(http.ResponseHeaders)
+
+    @app.post("/")
+    async def answer() -> None:
+        given = from_mapping({})
+        admission = SimpleNamespace(settings=given, router=Router(given), secret=b"")
+        for extra in ({"cartridges": False}, {}):
+            await CartridgeRenderer(_Renders(), admission).render_completion(_request(model_extra=extra))
+            held.append(http.current().pending)
+        await _plain(_Engine((0, "stop")), None)
+        held.append(http.current().pending)
+
+    assert post(app, "/").status_code == 200
+    assert held == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "status", "message"),
+    [
+        ({"kv_transfer_params": {"cartridge_id": "a"}}, {}, 400, "elsewhere"),
+        ({"kv_transfer_params": {"disagg_spec": {}}}, {}, 400, "disagg_spec"),
+        ({"kv_transfer_params": {TAG: "00"}}, {}, 400, "set by the server"),
+        ({}, {"required": True}, 400, "`required`"), ({"use_beam_search": True}, {}, 422, "beam search"),
+        ({"model": "alias"}, {"model_aliases": {"alias": ["a"]}}, 400, "elsewhere"),
+        ({"model_extra": {"cartridges": 0}}, {}, 400, "list"),
+        ({"model_extra": {"cartridges": True}}, {}, 400, "list"),
+    ],
+)  # fmt: skip
+def test_a_request_for_none_that_asks_for_one_is_refused(
+    fields: dict[str, Any], settings: dict[str, Any], status: int, message: str
+) -> None:
+    with pytest.raises(GracefulHTTPError, match=message) as caught:
+        _rendered(_request(**fields), **settings)
+    assert caught.value.http_status == status
 
 
 @pytest.mark.parametrize("load_s", [0.005, 0.13, 3.0, 40.0])

@@ -122,9 +122,11 @@ class Answer(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     used: str | None
-    """The header `X-Cartridges`, less what it says was injected."""
+    """The header `X-Cartridges`, less what it says was injected and what vLLM had."""
     injected: int | None
     """What it says was injected, of all cartridges together."""
+    had: int | None
+    """What it says vLLM had in its prefix cache, of all cartridges together."""
 
 
 class Asker:
@@ -190,10 +192,10 @@ def _answer(raw: Any, text: str) -> Answer:
     return Answer(text, usage.prompt_tokens, cached, *_used(raw))
 
 
-def _used(raw: Any) -> tuple[str | None, int | None]:
+def _used(raw: Any) -> tuple[str | None, int | None, int | None]:
     header = raw.headers.get("x-cartridges")
     if header is None:
-        return None, None
-    counts = re.findall(r";injected=(\d+)", header)
-    assert len(counts) == len(header.split(", ")), header
-    return re.sub(r";injected=\d+", "", header), sum(map(int, counts))
+        return None, None, None
+    injected, had = (re.findall(rf";{what}=(\d+)", header) for what in ("injected", "cached"))
+    assert len(injected) == len(header.split(", ")), header
+    return re.sub(r";(injected|cached)=\d+", "", header), sum(map(int, injected)), sum(map(int, had))

@@ -103,6 +103,7 @@ def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
     methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS}
     methods["captured"] = partial(_captured, store)
+    methods["answers"] = lambda token_ids: store().trust.answers(store().engine, token_ids)
     methods["fingerprint"] = lambda: store().engine.fingerprint
     methods["preload"] = lambda tag, places: store().preload(tag, _places(places))._asdict()
 

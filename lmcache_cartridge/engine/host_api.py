@@ -43,6 +43,37 @@ def wrap_handlers(
             serving.engine_client = engine(engine_client)
 
 
+class Cached(int):
+    """Leading tokens of a prompt that were not computed."""
+
+    external: int
+    """How many of them the connector brought; vLLM had the others, before those."""
+
+
+def share(start: int, positions: int, cached_tokens: int) -> str:
+    """Return what is told of a cartridge of so many `positions` from `start` on, of a prompt whose first `cached_tokens`
+    were not computed: what the connector injected, and what vLLM had in its prefix cache, as `Cached` divides them.
+    """
+    end, local = start + positions, cached_tokens - getattr(cached_tokens, "external", cached_tokens)
+    cached = max(min(end, local) - start, 0)
+    injected = max(min(end, cached_tokens) - max(start, local), 0)
+    return f"positions={positions};injected={injected}" + (f";cached={cached}" if cached else "")
+
+
+def split_cached(engine_client: Any) -> None:
+    """Have `num_cached_tokens` of an engine's outputs be `Cached`. Raises `UnsupportedEngine`."""
+    processor = attribute(engine_client, "output_processor")
+    process = attribute(processor, "process_outputs")
+
+    def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for stats in filter(None, (output.prefill_stats for output in outputs)):
+            stats.num_cached_tokens = cached = Cached(stats.num_cached_tokens)
+            cached.external = stats.num_external_cached_tokens
+        return process(outputs, *args, **kwargs)
+
+    processor.process_outputs = process_outputs
+
+
 def before_shutdown(engine_client: Any, wait: Callable[[float], None]) -> None:
     """Have vLLM call `wait` once, with how many seconds what runs may take, before it stops the engine.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 
 from ..library.catalog import Catalog
 from ..library.registry import Registry
+from ..memory.described import Engine
 from ..settings import Settings
 from .withdrawals import Withdrawals
 
@@ -73,6 +75,14 @@ class Trust:
     def note(self, digests: Iterable[str]) -> bool:
         """Note who is about to answer a prompt that does not name it; False where it must not."""
         return self._withdrawals.note(digests)
+
+    def answers(self, engine: Engine, token_ids: list[int]) -> list[tuple[str, int]]:
+        """Return whose KV is at the head of a prompt that names no cartridge, and of how many tokens, in order."""
+        may = self._withdrawals.noted.__contains__
+        keys = self._catalog.index.leading(list(engine.hasher(token_ids)), None, may)
+        runs = Counter(key.digest for key in keys)
+        names = self._catalog.names_of
+        return [(name, engine.chunk_tokens * runs[digest]) for digest in runs for name in names(digest)[:1]]
 
     def withdraw(self) -> None:
         """Withdraw what has answered such prompts and is not registered any more, quarantined, or failed its canary."""

@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
 
 
 class Withdrawals:
@@ -52,6 +55,20 @@ class Withdrawals:
             os.utime(self._last, ns=(now := max(time.time_ns(), self.stamp() + 1), now))
             (self._directory / digest).unlink(missing_ok=True)
             self.noted.discard(digest)
+
+    def has_notes(self) -> bool:
+        """Whether any process ever noted one. One look at a file: for each request."""
+        return self._last.exists()
+
+    def apart(self, prompt: Any) -> Any:
+        """Return a prompt that names no cartridge with a `cache_salt` by which it finds nothing of what was withdrawn.
+
+        Each client salt gives another one. Before the first withdrawal it is the prompt as it came.
+        """
+        if not (stamp := self.stamp()) or not isinstance(prompt, dict):
+            return prompt
+        salt = f"{stamp} {prompt.get('cache_salt') or ''}".encode("utf-8", "surrogatepass")
+        return {**prompt, "cache_salt": blake3(salt).hexdigest()}
 
     def stamp(self) -> int:
         """Return a number that changes with every withdrawal, 0 before the first. One look at a file: for each request."""

@@ -98,9 +98,9 @@ class CartridgeStore:
             is_slow=lambda key: self._catalog.is_remote(key.digest),
         )  # fmt: skip
         self._catalog.refresh()
-        self._trust = trust(settings, self._catalog, self._registry)
-        self.tried, self.untried = self._trust.tried, self._trust.untried
-        self.begin_trials = self._trust.begin_trials
+        self.trust = trust(settings, self._catalog, self._registry)
+        self.tried, self.untried = self.trust.tried, self.trust.untried
+        self.begin_trials = self.trust.begin_trials
         self.device: MemoryTier | None = None
         self._memory = {"cpu": self.cpu}
         self.wake()
@@ -166,7 +166,7 @@ class CartridgeStore:
             return loans
         while rest := keys[len(loans) :]:
             more = next(filter(None, (tier.lend(rest, make) for tier in self._memory.values())), [])
-            found = self._trust.may_answer(rest[0].digest) if tag is None else self._catalog.derive(tag) is not None
+            found = self.trust.may_answer(rest[0].digest) if tag is None else self._catalog.derive(tag) is not None
             if not more and found:
                 loan = self.cpu.load(rest[0], self._settings.lookup_timeout_s, make)
                 more = [] if loan is None else [loan]
@@ -184,12 +184,12 @@ class CartridgeStore:
 
     def _note(self, keys: Sequence[ChunkKey], tag: str | None) -> bool:
         """Note whose chunks answer a prompt that does not name them; whether they may."""
-        return tag is not None or self._trust.note({key.digest for key in keys})
+        return tag is not None or self.trust.note({key.digest for key in keys})
 
     def _leading(self, hashes: Sequence[int], tag: str | None) -> list[ChunkKey]:
         """Return the chunks of the longest leading run that a lookup may find."""
         quarantined = self._catalog.quarantined
-        may = self._trust.may_answer if tag is None else lambda digest: digest not in quarantined
+        may = self.trust.may_answer if tag is None else lambda digest: digest not in quarantined
         return self._catalog.index.leading(hashes, tag, may)
 
     def _promised(self, hashes: Sequence[int], tag: str | None) -> list[ChunkKey]:
@@ -216,8 +216,8 @@ class CartridgeStore:
 
     def _load_untried(self, hashes: Sequence[int]) -> None:
         """Load what may come to answer the rest of a prompt, since the engine will be tried with it."""
-        if keys := self._catalog.index.leading(hashes, None, self._trust.may_be_tried):
-            self._trust.want(keys[0].digest)
+        if keys := self._catalog.index.leading(hashes, None, self.trust.may_be_tried):
+            self.trust.want(keys[0].digest)
             with self.cpu.hold(keys) as hold:
                 hold.poll()
 
@@ -318,7 +318,7 @@ class CartridgeStore:
         for digest in self._catalog.refresh():
             self.unpin(digest)
             self.evict(digest)
-        self._trust.withdraw()
+        self.trust.withdraw()
         self._warm.follow()
 
     def status(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class CartridgeStore:
             "quarantined": len(self._catalog.quarantined),
             "pinned": len(self._background.pinned()),
             "loading": len(waiting),
-            "untried": len(self._trust.wanted),
+            "untried": len(self.trust.wanted),
             "claims": len(started_at),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import CartridgeError, CartridgeNotFound, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
-from .http import api_key, error, named
+from .http import current, error
 from .request import Reference, Refusal, without_paths
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     async def tokens(asked: Asked) -> Any:
         """Tell the token ids of the cartridges that a request names. Loads no KV."""
         references = admission.router.choose(
-            asked.model_extra or {}, asked.kv_transfer_params, asked.model, api_key(), named()
+            asked.model_extra or {}, asked.kv_transfer_params, asked.model, current().api_key, current().named
         )
         selection = await admission.resolve(references) if references else None
         return {"token_ids": list(selection.token_ids) if selection else []}

@@ -81,7 +81,7 @@ class Gate:
         """Note what the headers name. Raises `Refusal` for what they say wrong, and where nothing could read it."""
         if (slip := misnamed.find_header(headers.keys())) is not None:
             raise Refusal(400, f"nothing reads the header {shorten(slip)!r}; name cartridges in X-Cartridges")
-        exchange = _current()
+        exchange = current()
         named = read_header(headers.getlist(_NAMES))
         required = any(read_flag(value, "the header X-Cartridges-Required") for value in headers.getlist(_REQUIRED))
         if named and path not in (*TAKES, *SHOWS):
@@ -114,7 +114,7 @@ class Gate:
                 400,
                 f"nothing reads the field {shorten(field)!r} here; name cartridges in `cartridges`, a list of names",
             )
-        exchange = _current()
+        exchange = current()
         required = fields.get(REQUIRED_FIELD) is not None and read_flag(fields[REQUIRED_FIELD], f"`{REQUIRED_FIELD}`")
         if required and path in _ANSWERS:
             raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
@@ -124,7 +124,7 @@ class Gate:
             exchange.fields = {name: fields[name] for name in read if drops and name in fields}
             return
         choose, params = self._router.choose, fields.get("kv_transfer_params")
-        model, key = fields.get("model"), api_key()
+        model, key = fields.get("model"), current().api_key
         if choose(fields, params, model, key) != (choose({}, None, model, key) if path in COUNTS else []):
             raise Refusal(400, takes_none(path))
 
@@ -153,65 +153,36 @@ def error(refusal: Refusal) -> JSONResponse:
     return JSONResponse({"error": body}, status_code=refusal.status)
 
 
-class _Exchange:
+class Exchange:
     """One HTTP request: what it says beside what vLLM reads of it, and what its response says beside its body."""
 
     def __init__(self, path: str | None, api_key: str | None) -> None:
         self.path, self.api_key = path, api_key
+        """Less what the server is mounted under; the bearer token, None without one."""
         self.named: tuple[str, ...] = ()
+        """The cartridges that the header names, in order."""
         self.model: str | None = None
+        """What the answer calls the model; None for its own name."""
         self.is_required = False
+        """Whether, by header or body, no answer without a cartridge is wanted."""
         self.fields: dict[str, Any] = {}
+        """The fields for us in the body that the route drops."""
         self.headers: dict[bytes, bytes] = {}
-        self.is_pending = False
+        self.pending = 0
+        """The response does not start while it is not 0."""
 
 
-_exchange: ContextVar[_Exchange | None] = ContextVar("cartridge_exchange", default=None)
+_exchange: ContextVar[Exchange | None] = ContextVar("cartridge_exchange", default=None)
 
 
-def _current() -> _Exchange:
-    """Return the current request's; outside of one another that nobody reads."""
-    return _exchange.get() or _Exchange(None, None)
+def current() -> Exchange:
+    """Return the current request's; outside of one, another that nobody reads."""
+    return _exchange.get() or Exchange(None, None)
 
 
 def path_of(scope: Any) -> str:
     """Return the path that a request asks for, less what the server is mounted under."""
     return scope.get("path", "").removeprefix(scope.get("root_path", ""))
-
-
-def path() -> str | None:
-    """Return the path of the current request."""
-    return _current().path
-
-
-def api_key() -> str | None:
-    """Return the bearer token of the current request, None if it has none."""
-    return _current().api_key
-
-
-def named() -> tuple[str, ...]:
-    """Return the cartridges that the current request's header names, in order."""
-    return _current().named
-
-
-def note_model(name: str) -> None:
-    """Call the model so in the answer to the current request."""
-    _current().model = name
-
-
-def model() -> str | None:
-    """Return what `note_model` was told; None without it."""
-    return _current().model
-
-
-def dropped_fields() -> dict[str, Any]:
-    """Return the fields for us in the current request's body that its route drops."""
-    return _current().fields
-
-
-def is_required() -> bool:
-    """Whether the current request, by header or body, wants no answer without a cartridge."""
-    return _current().is_required
 
 
 def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
@@ -221,27 +192,35 @@ def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
 
     While the last one `is_pending` the response does not start: what was injected is known with the first token only.
     """
-    exchange = _current()
+    exchange = current()
     exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
     exchange.headers.pop(_NOTICE, None)
     if notice:
         exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
-    exchange.is_pending = is_pending
+    exchange.pending = is_pending
+
+
+def hold(prompts: int, used: str = "") -> None:
+    """Hold the response of the current request back for so many prompts more, or less, and have it say what they `used`."""
+    exchange = current()
+    exchange.pending = max(exchange.pending + prompts, 0)
+    if used:
+        exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
 
 
 def is_noted() -> bool:
     """Whether `note` was called for the current request."""
-    return _NAMES.encode() in _current().headers
+    return _NAMES.encode() in current().headers
 
 
 def retry_after(seconds: float) -> None:
     """Send `Retry-After` with the response of the current request, and what has OpenAI's client heed it."""
-    _current().headers |= {b"x-should-retry": b"true", b"retry-after": str(max(1, round(seconds))).encode()}
+    current().headers |= {b"x-should-retry": b"true", b"retry-after": str(max(1, round(seconds))).encode()}
 
 
 def never_again() -> None:
     """Tell OpenAI's client that asking again is in vain: by itself it asks three times where it hears 409."""
-    _current().headers[b"x-should-retry"] = b"false"
+    current().headers[b"x-should-retry"] = b"false"
 
 
 class ResponseHeaders:
@@ -258,13 +237,13 @@ class ResponseHeaders:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        exchange = _Exchange(path_of(scope), key if scheme.lower() == "bearer" else None)
+        exchange = Exchange(path_of(scope), key if scheme.lower() == "bearer" else None)
         held: list[Any] = []
 
         async def send_with_headers(message: Any) -> None:
             held.append(message)
             is_last = message["type"] != "http.response.start" and not message.get("more_body")
-            if exchange.is_pending and not is_last:
+            if exchange.pending and not is_last:
                 return
             ready, held[:] = held[:], []
             for piece in ready:

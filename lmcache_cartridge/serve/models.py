@@ -9,24 +9,22 @@ from . import http
 from .request import Refusal, Router
 
 
-class CartridgeModels:
-    """Model names that stand for cartridges."""
+def accept_models(router: Router, state: Any) -> None:
+    """Let the handlers in the app's `state` accept model names that stand for cartridges, on routes that take cartridges;
+    others know no such model.
 
-    def __init__(self, router: Router, state: Any) -> None:
-        """Let the handlers in the app's `state` accept such names on routes that take cartridges; others know no such model.
+    Raises `UnsupportedEngine` where vLLM is not as expected.
+    """
 
-        Raises `UnsupportedEngine` where vLLM is not as expected.
-        """
-        self._router = router
-        router.models = host_api.extend_models(state, self._takes, http.model)
-
-    def _takes(self, model: str) -> bool:
-        if http.path() not in (*http.TAKES, *http.SHOWS):
+    def takes(model: str) -> bool:
+        if http.current().path not in (*http.TAKES, *http.SHOWS):
             return False
         try:
-            if not self._router.named_by(model):
+            if not router.named_by(model):
                 return False
         except Refusal:
             pass  # the renderer says what is wrong with it
-        http.note_model(model)
+        http.current().model = model
         return True
+
+    router.models = host_api.extend_models(state, takes, lambda: http.current().model)

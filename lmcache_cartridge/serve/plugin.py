@@ -26,7 +26,7 @@ from .admission import Admission
 from .drain import Drain, DrainGate
 from .http import Gate, ResponseHeaders
 from .metrics import StatusCollector, attach, follow, requests
-from .models import CartridgeModels
+from .models import accept_models
 from .stock import spare_imports
 from .wrap import CartridgeRenderer, GuardedEngine, ShowingRenderer
 
@@ -76,10 +76,11 @@ class CartridgePlugin:
             state,
             engine_client,
             lambda renderer: CartridgeRenderer(renderer, admission),
-            lambda engine: GuardedEngine(engine, admission.settings, admission.adapters),
+            lambda engine: GuardedEngine(engine, admission.settings, admission.adapters, admission.client),
             lambda renderer: ShowingRenderer(renderer, admission),
         )
-        CartridgeModels(admission.router, state)
+        host_api.split_cached(engine_client)
+        accept_models(admission.router, state)
         with requests().paused():
             await host_api.check_handlers(state)
         self.collector.model = admission.router.models[0]

@@ -24,6 +24,7 @@ from ..artifact.location import allowed, is_remote
 from ..artifact.lru import Lru
 from ..artifact.manifest import MAX_TOKENS, Manifest
 from ..artifact.model import Fingerprint, check_shift
+from ..engine.host_api import share
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,
@@ -124,15 +125,15 @@ class Selection(NamedTuple):
     def used(self, cached_tokens: int = 0) -> str:
         """Return the response header: `id@version;positions=p;injected=n` for each, and how others were `served`.
 
-        `cached_tokens` leading positions of the prompt were not computed; each cartridge has its share of them.
+        `cached_tokens` leading positions of the prompt were not computed, see `share`; each cartridge has its share.
         """
-        parts, left = [], cached_tokens
+        parts, start = [], 0
         for place, manifest in enumerate(self.manifests):
             is_computed = place >= len(self.injected)
-            injected = 0 if is_computed else min(max(left, 0), manifest.positions)
             how = f";served={'tokens' if manifest.kind == 'tokens' else 'document'}" if is_computed else ""
-            parts.append(f"{manifest.name};positions={manifest.positions};injected={injected}{how}")
-            left -= manifest.positions
+            told = share(start, manifest.positions, 0 if is_computed else cached_tokens)
+            parts.append(f"{manifest.name};{told}{how}")
+            start += manifest.positions
         return ", ".join(parts)
 
     @property

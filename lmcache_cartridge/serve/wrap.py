@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
+from ..engine.client import ControlClient
 from ..engine.contract import COMPUTED, TAG
-from ..engine.host_api import retryable
+from ..engine.host_api import retryable, share
 from ..engine.withdrawals import Withdrawals
 from ..errors import CartridgeError
 from ..settings import Settings
@@ -34,6 +34,8 @@ logger = init_logger("vllm.lmcache_cartridge.serve.wrap")
 
 SHOWN = {"cartridge_id": "these token ids were shown; name the cartridge where an answer is wanted"}
 """KV transfer parameters of a rendered request, which `GuardedEngine` refuses."""
+COMPUTE = Selection((), (), (), ())
+"""What a request selects by `"cartridges": false`: that nothing is injected."""
 _ADAPTER = "the LoRA adapter is not the one that the request's cartridges were compared with; ask again"
 
 
@@ -62,12 +64,20 @@ class CartridgeRenderer:
         """Render a request by vLLM's method `how`; `inputs` returns the engine's inputs of what that returned."""
         with requests().request() as outcome, _refusals_as_http(self._admission.settings):
             selection = await self._select(request)
-            if selection is not None:
+            if selection is not None and selection is not COMPUTE:
                 chat = selection.chat
                 inner = self._inner if chat is None else ChatRenderer(self._inner, chat)
                 render = partial(getattr(inner, how), request, **kwargs)
                 return await self._render_with(selection, render, request, inputs, outcome)
-        return await getattr(self._inner, how)(request, **kwargs)
+        result = await getattr(self._inner, how)(request, **kwargs)
+        for engine_input in inputs(result) if not hasattr(result, "error") else ():
+            if selection is None:
+                http.hold(1)  # until the engine says whose KV the prompt begins with
+            else:
+                own_salt = getattr(request, "cache_salt", None)
+                engine_input["cache_salt"] = selection.salt(own_salt, self._admission.secret)
+                request.kv_transfer_params = Computed(request.kv_transfer_params or {})
+        return result
 
     async def _select(self, request: Any) -> Selection | None:
         """Return the request's cartridges, None if it has none. Raises `Refusal` and `CartridgeError`."""
@@ -78,16 +88,22 @@ class CartridgeRenderer:
             params = params.own
         if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
             raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
-        fields = http.dropped_fields() | (getattr(request, "model_extra", None) or {})
+        exchange = http.current()
+        fields = exchange.fields | (getattr(request, "model_extra", None) or {})
         model, router = getattr(request, "model", None), self._admission.router
-        if router.named_by(model) and (path := http.path()) not in (None, *http.TAKES, *http.SHOWS):
+        if router.named_by(model) and (path := exchange.path) not in (None, *http.TAKES, *http.SHOWS):
             raise Refusal(400, http.takes_none(str(path)))  # vLLM looks at no model names where it was told so
-        references = router.choose(fields, params, model, http.api_key(), http.named())
-        if references:
+        is_computed = fields.get("cartridges") is False
+        if is_computed:
+            check_params(params)
+            check_request(request, COMPUTE)
+            if "cartridge_id" in (params or ()) or exchange.named or router.named_by(model):
+                raise Refusal(400, "`cartridges` is false, and the request names cartridges elsewhere")
+        elif references := router.choose(fields, params, model, exchange.api_key, exchange.named):
             return await self._admission.resolve(references)
-        if (self._admission.settings.required or http.is_required()) and http.path() not in http.COUNTS:
+        if (self._admission.settings.required or exchange.is_required) and exchange.path not in http.COUNTS:
             raise Refusal(400, REQUIRED)
-        return None
+        return COMPUTE if is_computed else None
 
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
         async with self._admission.admit(
@@ -160,8 +176,8 @@ class ShowingRenderer(CartridgeRenderer):
 class GuardedEngine:
     """vLLM's engine client, which turns a cartridge lost on the way into its document or a clear error."""
 
-    def __init__(self, inner: Any, settings: Settings, adapters: Adapters) -> None:
-        self._inner, self._settings, self._adapters = inner, settings, adapters
+    def __init__(self, inner: Any, settings: Settings, adapters: Adapters, client: ControlClient) -> None:
+        self._inner, self._settings, self._adapters, self._client = inner, settings, adapters, client
         self._withdrawals = Withdrawals(settings.quarantine_dir)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,9 +207,9 @@ class GuardedEngine:
                 check_params(transfer)
                 if "cartridge_id" in (transfer or ()):
                     raise Refusal(400, "kv_transfer_params.cartridge_id is not read here; name cartridges at the top")
-                if (self._settings.required or http.is_required()) and not http.is_noted():
+                if (self._settings.required or http.current().is_required) and not http.is_noted():
                     raise Refusal(400, REQUIRED)
-            outputs = self._generate_plain(prompt, params, request_id, kwargs)
+            outputs = self._generate_plain(prompt, params, transfer or {}, request_id, kwargs)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -243,25 +259,37 @@ class GuardedEngine:
             yield output
 
     async def _generate_plain(
-        self, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
+        self, prompt: Any, params: Any, own: dict[str, Any], request_id: str, kwargs: dict[str, Any]
     ) -> AsyncIterator[Any]:
         """Generate for a request that names no cartridge. Its prompt may still begin with a document that has KV, and
         what of that is lost on the way is computed."""
         begun = False
-        if (stamp := self._withdrawals.stamp()) and isinstance(prompt, dict):
-            salt = f"{stamp} {prompt.get('cache_salt') or ''}"
-            prompt = {**prompt, "cache_salt": blake3(salt.encode("utf-8", "surrogatepass")).hexdigest()}
+        prompt = self._withdrawals.apart(prompt)
+        is_told = self._withdrawals.has_notes() and kwargs.get("lora_request") is None
         async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
-                if not begun and _lost(output) and isinstance(prompt, dict):
+                is_lost = not begun and _lost(output) and isinstance(prompt, dict)
+                if not begun:
+                    await self._tell(output if is_told and not is_lost else None)
+                if is_lost:
                     break
                 begun = True
                 yield output
             else:
                 return
-        own = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         async for output in self._compute(prompt, params, own, request_id, kwargs):
             yield output
+
+    async def _tell(self, output: Any) -> None:
+        """Tell the client whose KV is at the head of a prompt that names no cartridge; with None nobody's."""
+        parts, start = [], 0
+        with suppress(CartridgeError):
+            if output is not None and (cached := output.num_cached_tokens):
+                answers = await self._client.ask("answers", list(output.prompt_token_ids[:cached]))
+                for name, positions in max(answers, key=len, default=()):
+                    parts.append(f"{name};{share(start, positions, cached)};served=prompt")
+                    start += positions
+        http.hold(-1, ", ".join(parts))
 
     async def _compute(
         self, prompt: Any, params: Any, own: dict[str, Any], request_id: str, kwargs: dict[str, Any],
