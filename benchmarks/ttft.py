@@ -222,9 +222,10 @@ class Asker:
         if source != "nowhere":
             salt = f"{way}-{p}-{0 if way == 'prefix' else client}"
         text = document("saved" if source == "lmcache" else "doc", p, self._vocabulary)
-        # A tag that no cartridge has, so that LMCache finds none; what vLLM keeps LMCache is not to keep too.
-        params = {"lmcache.tag.bench": "computed"} | ({} if source == "lmcache" else {"lmcache.skip_save": True})
-        return {"prompt": text + question, "cache_salt": salt, "kv_transfer_params": params}
+        body = {"prompt": text + question, "cache_salt": salt}
+        if source != "lmcache":  # what vLLM keeps LMCache is not to keep too
+            body |= {"cartridges": False, "kv_transfer_params": {"lmcache.skip_save": True}}
+        return body
 
     def _ask(self, body: dict[str, Any]) -> Answer:
         started = time.perf_counter()

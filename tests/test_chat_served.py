@@ -88,7 +88,7 @@ def test_a_chat_is_answered_as_the_dense_one(served: Served, count: int) -> None
             {"messages": messages, "cartridges": ["chat"]},
             {
                 "messages": [system, *messages],
-                "kv_transfer_params": {"lmcache.tag.apart": "computed"},
+                "cartridges": False,
                 "cache_salt": uuid.uuid4().hex,
             },
         )

@@ -33,8 +33,7 @@ class _Served(NamedTuple):
         ids = self.model.encode(sheet.text, special=True)[: WHOLE if name == "trained" else None]
         for number, question in enumerate(sheet.questions):
             computed = [*ids, *self.model.encode(" " + question.text, special=False)]
-            tag = {"kv_transfer_params": {"lmcache.tag.test": "computed"}}
-            expected = self.asker.complete(computed, tokens=4, cache_salt=f"c{number}", **tag)
+            expected = self.asker.complete(computed, False, tokens=4, cache_salt=f"c{number}")
             assert expected.cached_tokens == 0
             answer = self.asker.complete(question.text, name, tokens=4, cache_salt=f"a{number}")
             assert answer.cached_tokens == WHOLE

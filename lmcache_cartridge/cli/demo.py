@@ -111,8 +111,7 @@ def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> d
     say("2/3 starting vLLM (tens of seconds)")
     with ServerProcess(launch, scratch / "server.log") as process, Server(process.url, timeout_s=120.0) as server:
         document = load_sheet(SHEET).text + " "
-        # A tag keeps a request away from the cartridge, so that the same server can compute the document itself.
-        computed = {"kv_transfer_params": {"lmcache.tag.demo": "computed"}}
+        computed = {"cartridges": False}
         ways = {"no_document": ("", {}), "document": (document, computed), "cartridge": (document, {})}
         say(f"3/3 asking {len(questions)} questions three ways")
         # The first request of each way warms it up. A prompt that only carries the document gets the cartridge from the

@@ -91,10 +91,8 @@ class ServerAsker:
         if way == "cartridge":
             body |= {"prompt": own, "cartridges": [self._cartridge]}
         else:
-            # A tag that no cartridge has, so that one of the same document is not injected in its place.
-            apart = {"lmcache.tag.evaluate": "computed"}
             prefix = self._document if way == "document" else self._start
-            body |= {"prompt": [*prefix, *own], "kv_transfer_params": apart}
+            body |= {"prompt": [*prefix, *own], "cartridges": False}
         return self._server.post("/v1/completions", body, lambda reply: reply["choices"][0]["text"].strip())
 
     def _question(self, question: str) -> list[int]:

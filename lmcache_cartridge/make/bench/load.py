@@ -24,8 +24,7 @@ from .target import Target
 
 Way = Literal["dense", "prefix", "warm", "cold"]
 WAYS: tuple[Way, ...] = ("dense", "prefix", "warm", "cold")
-_COMPUTED = {"kv_transfer_params": {"lmcache.tag.bench": "computed", "lmcache.skip_save": True}}
-"""A tag that no cartridge has, so that LMCache has none for the request."""
+_COMPUTED = {"cartridges": False, "kv_transfer_params": {"lmcache.skip_save": True}}
 _HEAD = 12
 """Tokens by which prompts are told apart."""
 _IDLE_S, _POLL_S = 10.0, 0.05

@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
@@ -23,8 +23,6 @@ _GREEDY = {
     "frequency_penalty": 0, "ignore_eos": True, "return_tokens_as_token_ids": True,
 }  # fmt: skip
 """With what the model's generation config may have set otherwise."""
-_COMPUTED = {"lmcache.tag.validate": "computed"}
-"""A tag that no cartridge has, so that LMCache has none for the request."""
 _WAIT_S = 120.0
 """How long a cartridge may take to be in memory and tried, where the server says when to ask again."""
 _USED = re.compile(r"([^;,\s]+);positions=(\d+);injected=(\d+)")
@@ -89,7 +87,7 @@ class Client:
 
         Raises `SourceError` where the server refuses, or did not compute it though it had no salt.
         """
-        reply = self.ask(ids, tokens=tokens, kv_transfer_params=_COMPUTED, salt=salt or uuid.uuid4().hex)
+        reply = self.ask(ids, False, tokens=tokens, salt=salt or uuid.uuid4().hex)
         if reply.status != 200:
             raise SourceError(f"{self.url} answered {reply.status} to a dense prompt: {reply.message}")
         if salt is None and reply.cached:
@@ -99,18 +97,19 @@ class Client:
         return reply
 
     def ask(
-        self, ids: Sequence[int], cartridges: Sequence[str] = (), *, tokens: int = TOKENS, salt: str | None = "",
+        self, ids: Sequence[int], cartridges: Sequence[str] | Literal[False] = (), *, tokens: int = TOKENS,
+        salt: str | None = "",
         headers: Mapping[str, str] | None = None, **fields: Any,
     ) -> Reply:  # fmt: skip
-        """Return the reply to a prompt behind cartridges. A `salt` that is empty is a new one, None is none.
+        """Return the reply to a prompt behind cartridges, computed with False. A `salt` that is empty is a new one, None is none.
 
         Waits where the server says when to ask again. Raises `SourceError` where it cannot be reached or sends
         something else than an answer.
         """
         body: dict[str, Any] = {"model": self.model, "prompt": list(ids), "max_tokens": tokens, "logprobs": _TOP,
                                 "add_special_tokens": False, **_GREEDY, **fields}  # fmt: skip
-        if cartridges:
-            body["cartridges"] = list(cartridges)
+        if cartridges or cartridges is False:
+            body["cartridges"] = cartridges and list(cartridges)
         if salt is not None:
             body["cache_salt"] = salt or uuid.uuid4().hex
         return self.post("/v1/completions", body, headers)
