@@ -187,7 +187,7 @@ class TrustTests:
         """Each request twice with one salt: what the connector injected is told apart from what vLLM had of the first."""
         asker, fact = served.asker, served.library.facts[0]
         prompt = f"{served.library.ward.document.text} {ask(fact, 0)}"
-        assert served.plain() == ALL
+        assert (served.right("p"), served.plain()) == (FACTS, ALL)
         for complete in (asker.complete, lambda *given, **extra: asker.stream(*given, **extra)[0]):
             for text, cartridge, how in ((prompt, None, ";served=prompt"), (ask(fact, 0), "p", "")):
                 salt, before = uuid.uuid4().hex, served.external()
@@ -234,7 +234,7 @@ class TrustTests:
     def test_of_several_prompts_in_one_request_each_is_told(self, served: Served) -> None:
         """The one that begins with the document may be the second to answer."""
         text = f"{served.library.ward.document.text} {ask(served.library.facts[0], 0)}"
-        assert served.plain() == ALL
+        assert (served.right("p"), served.plain()) == (FACTS, ALL)
         body = {"model": MODEL, "max_tokens": 1, "prompt": ["x", text], "cache_salt": uuid.uuid4().hex}
         for stream in (False, True):
             reply = served.asker.http.post("/v1/completions", json=body | {"stream": stream})
