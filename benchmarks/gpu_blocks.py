@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmcache_cartridge.memory.layout import HELD, ChunkShape, fused_view
+from lmcache_cartridge.memory.layout import HELD, ChunkShape, heads_view
 
 ORDERS = {
     "LBNHC": (0, 1, 3, 2, 4),
@@ -65,7 +65,7 @@ class Chunk:
 
     def canonical(self, shape: ChunkShape) -> torch.Tensor:
         """View it as canonical KV, with K beside V in its bytes."""
-        return fused_view(self.raw_data, shape)
+        return heads_view(self.raw_data, shape)
 
 
 _NAMES = {

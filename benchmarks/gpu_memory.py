@@ -108,7 +108,6 @@ def blocks(place: Place) -> Iterator[Row]:
         from lmcache_cartridge.engine.inject import EngineWriteConnector
     _, chunk = shape_of(place)
     tiers = Tiers(place, chunk, place.size(4, 64, 256))
-    stand_ins = f" (stand-ins for {', '.join(missing)})" if missing else ""
     try:
         tiers.fill(tiers.device)
         tokens = len(tiers.keys) * chunk.tokens
@@ -124,11 +123,6 @@ def blocks(place: Place) -> Iterator[Row]:
                 connector.bind(paged.caches, paged.layers, chunk)
             order = torch.randperm(paged.slots // BLOCK)[: tokens // BLOCK]
             slots = (order[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(place.device)
-            is_rows = connector.layout == "fused"
-            yield Row(
-                "blocks", f"{layout}: rows are copied without the engine's op{stand_ins}", connector.layout, "fused",
-                EQUAL if is_rows else WRONG,
-            )  # fmt: skip
             for tier, copied, of_what, goal in (
                 (tiers.device, flat, "a D2D copy", 0.7), (tiers.cpu, pinned, "a pinned copy", None),
             ):  # fmt: skip

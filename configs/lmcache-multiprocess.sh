@@ -10,7 +10,7 @@ CONTROL=/tmp/lmcache-cartridge-$(id -u)/5755.sock      # a Unix socket in a dire
 YAML=configs/lmcache.yaml                              # vLLM's API server reads the cartridge settings there
 
 # 1. LMCache's server. What each option is for:
-#   --chunk-size                   a multiple of vLLM's block (128 on CPU); p of a trained cartridge must be one of it
+#   --chunk-size                   a multiple of vLLM's block (128 on CPU)
 #   --supported-transfer-mode      engine_driven on CPU; leave it away on GPUs. With the wrong one vLLM waits five
 #                                  minutes and gives up
 #   --no-l1-use-lazy, --shm-name   vLLM maps LMCache's memory instead of having chunks sent. CPU only

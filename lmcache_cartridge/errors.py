@@ -79,10 +79,6 @@ class ModelMismatch(CartridgeError, ValueError):
     """The cartridge was made for another model than the one being served."""
 
 
-class ChunkSizeMismatch(CartridgeError, ValueError):
-    """A trained cartridge's p is no multiple of the engine's chunk size."""
-
-
 class UnsupportedModel(CartridgeError, ValueError):
     """The model's KV cannot be held in a cartridge; the message says why."""
 

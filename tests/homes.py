@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from invariants import check
 from making import Made, heads_bytes, make_artifact, make_engine, make_fingerprint, make_ids, sha256_hasher
 from waiting import Clock, until
 
@@ -85,7 +86,7 @@ class Home:
     def close(self) -> None:
         for store in self._opened:
             store.close()
-            store.check()
+            check(store)
             assert store.cpu.stats().lent == 0, "a test forgot to close a loan"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 from blocks import quietly
+from invariants import check
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from lmcache_cartridge.engine.lmcache_file import PLUGIN, lmcache_yaml
@@ -136,6 +137,6 @@ def load(
 
 def nothing_is_owed(store: CartridgeStore) -> bool:
     """Whether no chunk is leased or lent; asserts the store's invariants."""
-    store.check()
+    check(store)
     stats = store.cpu.stats()
     return stats.leased == stats.lent == 0

@@ -23,6 +23,7 @@ from inprocess import (
     plugin,
     tags,
 )  # fmt: skip
+from invariants import check
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, TensorMemoryObj
@@ -167,7 +168,7 @@ def _serving(
         serving = Serving(engine, blocks, cartridges)
         store = serving.store
         yield serving
-        store.check()
+        check(store)
         assert store.cpu.stats().lent == 0, "LMCache was left with a memory object"
 
 
@@ -285,11 +286,11 @@ def test_what_is_handed_out_is_what_lmcaches_constructors_make(
             super().__init__(*given)
             self.of_a_later_lmcache = []
 
-    keys, shape, layout = serving.keys("short")[:1] * 2, serving.store.shape, serving.store.engine.layout
+    keys, shape = serving.keys("short")[:1] * 2, serving.store.shape
     first, second = copied = _get(serving, keys)
     assert {id(first.lock), id(first.meta)}.isdisjoint({id(second.lock), id(second.meta)})
     monkeypatch.setattr(backend, "CartridgeMemory", Longer)
-    monkeypatch.setattr(serving.plugin, "_objects", MemoryObjects(shape, layout))
+    monkeypatch.setattr(serving.plugin, "_objects", MemoryObjects(shape))
     one, other = constructed = _get(serving, keys)
     assert one.of_a_later_lmcache is not other.of_a_later_lmcache, "an attribute of which nothing is known is copied"
     assert [facts(o) for o in copied] == [

@@ -32,7 +32,7 @@ PART = 1 << 16
 KINDS = ("prefill", "trained")
 ENCODINGS = ("plain", "int8")
 SIZES = (64, 128, 256)
-LAYOUTS = ("heads", "kv_2ltd", "fused", "vec", "vec/blocks", "amx", "amx/blocks")
+LAYOUTS = ("heads", "fused", "vec", "vec/blocks", "amx", "amx/blocks")
 
 
 def _canonical(payload: Path, encoding: str) -> torch.Tensor:
@@ -60,8 +60,6 @@ def _in_layout(kv: torch.Tensor, layout: str) -> bytes:
     _, layers, _, heads, size = kv.shape
     if layout == "heads":
         placed = kv.permute(3, 0, 1, 2, 4)
-    elif layout == "kv_2ltd":
-        placed = kv
     elif layout == "fused":
         placed = torch.cat([kv[0], kv[1]], dim=-1)
     else:

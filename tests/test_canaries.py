@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from blocks import quietly
 from homes import CHUNK, STILL, Home
+from invariants import check
 from making import make_fingerprint, make_rope, sha256_hasher
 from test_admission import serve  # noqa: F401
 
@@ -241,17 +242,20 @@ def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None
     run(work)
 
 
-@pytest.mark.parametrize(("reach", "chunk", "prefix"), [
-    (None, 64, (512, 512)), (None, 96, None), (448, 64, (448, 448)), (448, 96, None), (448, 32, (448, 448)),
-    (576, 64, None),  # more than there is
+@pytest.mark.parametrize(("kind", "reach", "chunk", "prefix"), [
+    ("prefill", None, 64, (512, 512)), ("prefill", None, 96, None), ("prefill", 448, 64, (448, 448)),
+    ("prefill", 448, 96, None), ("prefill", 448, 32, (448, 448)), ("prefill", 576, 64, None),  # more than there is
+    ("trained", None, 96, (512, 512)), ("trained", 448, 96, None), ("trained", 448, 64, (448, 448)),
+    ("trained", 496, 96, (496, 496)), ("trained", 576, 64, None),
 ])  # fmt: skip
-def test_behind_itself_only_whole_chunks_are_asked_after(
-    reach: int | None, chunk: int, prefix: tuple[int, int] | None
+def test_behind_itself_what_is_whole_or_injected_is_asked_after(
+    kind: str, reach: int | None, chunk: int, prefix: tuple[int, int] | None
 ) -> None:
-    manifest = SimpleNamespace(positions=256, canary=msgspec.structs.replace(CANARY, behind_positions=reach))
+    canary = msgspec.structs.replace(CANARY, behind_positions=reach)
+    manifest = SimpleNamespace(positions=256, canary=canary, kind=kind)
     alone, behind = (Trial(manifest, None, place) for place in (0, 1))
     assert behind.prefix(chunk) == prefix
-    assert alone.prefix(chunk) == (256, 256 // chunk * chunk)
+    assert alone.prefix(chunk) == (256, 256 if kind == "trained" else 256 // chunk * chunk)
 
 
 def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
@@ -376,7 +380,8 @@ def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_trie
         await look(admission)
         assert not engine.asked, "nothing to try"
         assert await asyncio.to_thread(store.lookup, hashes) == 0
-        assert store.check() is None and store.cpu.stats().leased == 0, "what is refused is not promised"
+        check(store)
+        assert store.cpu.stats().leased == 0, "what is refused is not promised"
         await look(admission)
         await look(admission)
         assert len(engine.asked) == (fate != "off")

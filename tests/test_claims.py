@@ -8,7 +8,9 @@ from contextlib import suppress
 
 import msgspec
 import pytest
+import torch
 from homes import STILL, Home, assert_served, prompt_for, read
+from invariants import check
 from making import Made, flip_bit, make_fingerprint, make_rope, sha256_hasher
 from waiting import Clock, run_threads, until
 
@@ -134,13 +136,19 @@ def test_a_claim_says_why_it_is_refused(home: Home) -> None:
     assert store.cpu.stats().misses == 0
 
 
-def test_a_chain_that_cannot_stand_in_that_order_is_refused(home: Home) -> None:
+def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home: Home) -> None:
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     first = home.make("first", positions=24, seed=1, fingerprint=shape)
     last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
     store = home.open(fingerprint=shape, settings=STILL)
-    refused = read(store.claim(f"{first.manifest.digest}.{last.manifest.digest}", {})).poll().refused
-    assert "do not fill a chunk" in refused
+    tag = f"{first.manifest.digest}.{last.manifest.digest}"
+    claim = read(store.claim(tag, {}))
+    until(lambda: claim.poll().ready)
+    assert claim.poll().chunks == 4
+    keys, values = store.tail(tag)
+    assert torch.equal(values, last.kv[1, :, 24:])
+    assert not torch.equal(keys, last.kv[0, :, 24:]), "they are rotated"
+    claim.close()
 
 
 @pytest.mark.parametrize("by", ["claim", "preload"])
@@ -421,7 +429,7 @@ def test_claims_pins_looks_and_questions_from_many_threads_keep_the_books_right(
                 claim.poll()
                 _lookup_and_release(store, home, made[name], name)
                 claim.close()
-            store.check()
+            check(store)
 
     run_threads(10, work)
     until(lambda: store.cpu.stats().held == store.cpu.stats().leased == store.cpu.stats().loading == 0)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from chunks import one_by_one
+from invariants import check
 from s3 import S3Server
 from waiting import Clock, run_threads
 
@@ -106,7 +107,7 @@ class TierTests(ReadTests):
         for chunk in range(ROOM, ROOM + 2):
             self.put(tier, ONE, chunk)
             assert tier.stats().resident_bytes <= tier.stats().budget_bytes == ROOM * SIZE
-            tier.check()
+            check(tier)
         assert self._resident(tier) == list(self.expected)
         assert all(self.get(tier, ONE, chunk) is None for chunk in {*range(ROOM + 2)} - {*self.expected})
 
@@ -117,7 +118,7 @@ class TierTests(ReadTests):
         assert [tier.evict(ONE), tier.evict(ONE), tier.evict("ef" * 32)] == [2, 0, 0]
         assert (self._resident(tier), self._resident(tier, TWO)) == ([], [0, 1])
         assert self.get(tier, ONE, 0) is None
-        tier.check()
+        check(tier)
 
     def test_an_evicted_chunk_can_be_put_in_again(self, tier: Any) -> None:
         for _ in range(2):
@@ -155,7 +156,7 @@ class TierTests(ReadTests):
 
         run_threads(8, work)
         tier.close()  # nothing comes in any more
-        tier.check()
+        check(tier)
         assert tier.stats().resident == len(self._resident(tier)) + len(self._resident(tier, TWO))
 
 
@@ -176,7 +177,7 @@ class HoldTests(TierTests):
         assert tier.evict(ONE) == 0
         assert self.get(tier, ONE, 0) == data(ONE, 0)
         assert tier.stats().resident_bytes <= tier.stats().budget_bytes
-        tier.check()
+        check(tier)
         held.close()
         assert tier.evict(ONE) == 1
         assert self._resident(tier) == []
@@ -210,7 +211,7 @@ class TestMemoryTier(HoldTests):
         tier = MemoryTier(SIZE, ROOM * SIZE, one_by_one(self._load))
         yield tier
         tier.close()
-        tier.check()
+        check(tier)
 
     def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
         if key not in self.behind:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from chunks import one_by_one
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
+from invariants import check
 from making import Made, make_fingerprint
 from waiting import run_threads, until
 
@@ -240,7 +241,7 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
                 claim.close()
             else:
                 store.evict(digest)
-            store.check()
+            check(store)
             for tier in _tiers(store):
                 assert tier.stats().resident_bytes <= tier.stats().budget_bytes
 

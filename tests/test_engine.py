@@ -159,10 +159,10 @@ def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch: pyte
         from lmcache_cartridge.engine.mp_connector import CartridgeMPConnector
     assert NULL_BLOCK == NULL_BLOCK_ID
     for connector in (CartridgeConnector, CartridgeMPConnector):
-        one, theirs = connector.__new__(connector), connector.__mro__[2]
-        one._lost_in_step = {NULL_BLOCK, 5}
-        monkeypatch.setattr(theirs, "get_block_ids_with_load_errors", lambda self: {NULL_BLOCK, 5})
-        assert one.get_block_ids_with_load_errors() == {5}
+        one, theirs = connector.__new__(connector), connector.__mro__[3]
+        one.failed = {NULL_BLOCK, 5}
+        monkeypatch.setattr(theirs, "get_block_ids_with_load_errors", lambda self: {NULL_BLOCK, 6})
+        assert one.get_block_ids_with_load_errors() == {5, 6}
 
 
 def test_experts_are_no_layers_that_cache() -> None:

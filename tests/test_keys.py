@@ -8,7 +8,6 @@ import torch
 from making import make_artifact, make_ids, sha256_hasher
 
 from lmcache_cartridge.artifact.manifest import Manifest
-from lmcache_cartridge.errors import ChunkSizeMismatch
 from lmcache_cartridge.library.index import ChunkKey, KeyIndex
 
 CHUNK = 16
@@ -49,16 +48,17 @@ def test_a_trained_cartridge_is_found_under_its_tag_until_it_and_its_chains_are_
     assert (index.has("a"), index.has("a.b"), index.has("ab.c")) == (False, False, True)
 
 
-@pytest.mark.parametrize(
-    ("positions", "fits"), [(40, ""), (96, ": 16, 32$"), (128, ": 16, 32, 64, 128$"), (255, "divisor of p$")]
-)
-def test_a_trained_cartridge_with_a_tail_is_refused_with_the_sizes_that_fit(
-    template: Manifest, positions: int, fits: str
+@pytest.mark.parametrize(("positions", "chunks"), [(13, 1), (96, 1), (256, 1), (300, 2)])
+def test_the_tail_of_a_trained_cartridge_is_a_chunk_that_no_prompt_finds(
+    template: Manifest, positions: int, chunks: int
 ) -> None:
-    index = KeyIndex(sha256_hasher(256), 256)
-    with pytest.raises(ChunkSizeMismatch, match=f"p = {positions}, no multiple of the engine's chunk_size 256.*{fits}"):
-        _add(index, _manifest(template, "t", positions, "trained"), make_ids(positions, 0))
-    assert index.leading(_hashes(make_ids(positions, 0), 256), "t") == []
+    index, ids = KeyIndex(sha256_hasher(256), 256), make_ids(positions, 0)
+    _add(index, _manifest(template, "t", positions, "trained"), ids)
+    assert index.chunks("t") == [ChunkKey("t", i) for i in range(chunks)]
+    whole = positions // 256
+    for more in (make_ids(600, 1), [0] * 600):
+        assert index.leading(_hashes([*ids, *more], 256), "t") == [ChunkKey("t", i) for i in range(whole)]
+    assert list(index.candidates(index.last("t"), "t")) == [ChunkKey("t", chunks - 1)]
 
 
 # vLLM and LMCache warn while they are imported; what they compute is what is tested.

@@ -116,7 +116,6 @@ class _Index(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_kept_of_what_is_gone(self) -> None:
-        self.index.check()
         for digest in self.gone - (self.open | self.closed).keys():
             assert not self.index.has(digest)
             assert self.index.chunks(digest) == []

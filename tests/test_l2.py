@@ -263,13 +263,12 @@ def claimed(server: Server, tag: str) -> str:
         f"{LAYOUT}/blocks",
         tiles.layout("amx", BLOCK, blocks=True),
         "fused",
-        "kv_2ltd",
     ],
 )
 @pytest.mark.parametrize("name", ["doc", "other"])
 def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, name: str, layout: str) -> None:
     in_words = layout.endswith("/blocks")
-    shape = (2, 3, CHUNK, 128) if layout == "kv_2ltd" else (3, CHUNK, 256 // 4 if in_words else 256)
+    shape = (3, CHUNK, 256 // 4 if in_words else 256)
     dtype = torch.int64 if in_words else torch.bfloat16
     with serving(home) as server:
         server.confirm(layout=layout)
@@ -302,7 +301,7 @@ def test_latent_vectors_go_out_once_for_all_ranks_of_an_engine(home: Home, shape
     )
     home.registry.register(root)
     with serving(home) as server:
-        controls = {server.confirm(fingerprint=latent, layout="kv_2ltd") for _ in range(2)}
+        controls = {server.confirm(fingerprint=latent, layout="heads") for _ in range(2)}
         assert len(controls) == 1, "two ranks have one store"
         ids = load_token_ids(made.manifest, root).tolist() + make_ids(CHUNK, 99)
         (keys,), hits = server.prefetch(ids, shape=shape)

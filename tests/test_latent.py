@@ -109,12 +109,12 @@ def test_it_comes_from_s3_and_after_a_restart_from_the_disk_and_stands_where_it_
     shape = ChunkShape(1, 3, len(IDS) + len(MORE), 576, "float32", 1)
     found = []
     for sources in (Sources(source), Sources()):
-        loader = ChunkLoader(sources, shape, range(1), "kv_2ltd", DiskCache(tmp_path / "disk", 64 << 20))
+        loader = ChunkLoader(sources, shape, range(1), "heads", DiskCache(tmp_path / "disk", 64 << 20))
         out = torch.empty(shape.size_bytes, dtype=torch.uint8)
         load(loader, segments, 0, out)
         found.append(out)
     source.close()
-    kv = VIEWS["kv_2ltd"](found[0], shape)
+    kv = VIEWS["heads"](found[0], shape)
     assert torch.equal(found[1], found[0])
     question = list(range(400, 410))
     expected = model.logits_after(_side_by_side(model), question)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, heads_view, kv_2ltd_view, rank_heads, to_heads
+from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, heads_view, rank_heads, to_heads
 
 POWERS = [1, 2, 4, 8]
 SHAPES = st.builds(
@@ -67,14 +67,6 @@ def test_the_stored_layout_has_heads_outermost_element_by_element() -> None:
                         assert flat[at] == canonical[plane, layer, token, head, element]
                         at += 1
     assert at == shape.size_bytes // 4
-
-
-def test_lmcaches_layout_has_heads_side_by_side_in_a_token() -> None:
-    shape = ChunkShape(heads=2, layers=2, tokens=3, head_size=4, dtype="float32")
-    memory = torch.arange(96, dtype=torch.float32)  # LMCache reads it as [2, L, T, H * D]
-    canonical = kv_2ltd_view(memory.view(torch.uint8), shape)
-    assert torch.equal(canonical.reshape(2, 2, 3, 8), memory.view(2, 2, 3, 8))
-    assert canonical[1, 0, 2, 1, 3] == memory.view(2, 2, 3, 8)[1, 0, 2, 7]
 
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))

@@ -170,7 +170,7 @@ def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:
     return disk.root / made.manifest.digest / f"{chunk}-0-4.bin"
 
 
-@pytest.mark.parametrize(("engine", "layout"), [(16, "heads"), (32, "kv_2ltd")])
+@pytest.mark.parametrize(("engine", "layout"), [(16, "heads"), (32, "fused")])
 def test_what_was_loaded_once_comes_from_the_disk_tier(made: Made, tmp_path: Path, engine: int, layout: str) -> None:
     disk, source = DiskCache(tmp_path / "cache", 1 << 20), _Counting()
     loader = _loader(made, engine, layout=layout, source=source, disk=disk)

@@ -101,7 +101,7 @@ def test_chunks_in_a_row_come_by_one_request(
     assert (stats.reads, stats.failed, stats.read_bytes) == (1, 0, count * loader.shape.size_bytes)
 
 
-@pytest.mark.parametrize("layout", ["fused", "kv_2ltd", "vec/8", "vec/8/blocks", "amx/16", "amx/16/blocks"])
+@pytest.mark.parametrize("layout", ["fused", "vec/8", "vec/8/blocks", "amx/16", "amx/16/blocks"])
 def test_chunks_in_a_row_are_packed_as_each_is_when_loaded_alone(
     made: Made, segment: Segment, sources: _Requests, layout: str
 ) -> None:

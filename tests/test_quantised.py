@@ -252,7 +252,7 @@ def test_a_rank_and_a_stage_have_their_own_heads_and_layers(tmp_path: Path) -> N
     blocks = _blocks()
     rules = [each.rule for each in written_rules(blocks.caches, blocks.layers, torch.bfloat16).values()]
     plain = ChunkShape(1, 2, CHUNK, 64, "bfloat16")
-    loader = ChunkLoader(Sources(), plain, range(1, 2), "kv_2ltd", layers=range(1, 3), quantiser=quantiser(rules[1:]))
+    loader = ChunkLoader(Sources(), plain, range(1, 2), "heads", layers=range(1, 3), quantiser=quantiser(rules[1:]))
     out = torch.empty(plain.size_bytes // 2, dtype=torch.uint8)
     load(loader, [segment], 0, out)
     expected = torch.stack([rule(kv[:, 1 + n, :, 1:]) for n, rule in enumerate(rules[1:])], dim=1)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.memory import tiles
-from lmcache_cartridge.memory.layout import DTYPES, fused_view
+from lmcache_cartridge.memory.layout import DTYPES, heads_view
 
 with quietly():
     from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
@@ -195,12 +195,12 @@ def test_blocks_whose_tokens_lie_before_their_heads_are_read_back() -> None:
     blocks.caches = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
     blocks.layers = dict.fromkeys(blocks.layers, Beside)
     connector, kv, slots = _bound(blocks), _kv(blocks, 2 * CHUNK), _slots(blocks, 2 * CHUNK, "scattered")
-    assert connector.layout == "fused"
+    assert connector.layout == "heads"
     _engine_writes(blocks, kv, slots)
     chunks, shape = _memory(blocks, 2), blocks.shape(CHUNK)
     connector.batched_from_gpu(chunks, [0, CHUNK], [CHUNK, 2 * CHUNK], slot_mapping=slots)
     assert torch.equal(
-        torch.cat([fused_view(chunk.raw_data[: shape.size_bytes], shape) for chunk in chunks], dim=2), kv
+        torch.cat([heads_view(chunk.raw_data[: shape.size_bytes], shape) for chunk in chunks], dim=2), kv
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from chunks import one_by_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check
 from waiting import until
 
 from lmcache_cartridge.library.index import ChunkKey
@@ -117,7 +118,7 @@ def test_the_tier_hits_exactly_as_often_as_the_simulation(benchmark: ModuleType,
     simulated, tier = benchmark.Ours(CHUNKS * load.room), _tier(CHUNKS * load.room)
     for turn, number in enumerate(load.requests):
         assert _ask(tier, number) == simulated.ask(number, CHUNKS), f"request {turn}"
-    tier.check()
+    check(tier)
     tier.close()
 
 
@@ -183,7 +184,7 @@ def test_what_is_held_stays_and_the_next_in_order_goes() -> None:
         assert held.poll().ready
         _ask(tier, "c")
         assert (tier.resident(_keys("a")), tier.resident(_keys("b"))) == (0, CHUNKS)
-    tier.check()
+    check(tier)
     tier.close()
 
 
@@ -193,7 +194,7 @@ def test_a_cartridge_larger_than_memory_ends_nothing() -> None:
         assert tier.lease(_keys("a", 9), 30) == 4
         assert all(tier.release(key) for key in _keys("a", 4))
     assert _ask(tier, "b", 2) is False
-    tier.check()
+    check(tier)
     tier.close()
 
 

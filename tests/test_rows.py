@@ -121,7 +121,7 @@ def test_what_is_made_for_others_is_refused_with_the_same_words_and_not_read_aga
     assert store.claim(_digest(home, "foreign"), {}).poll().mismatch
     assert reads == [home.root("foreign")], "for its digest, by this test"
     reads.clear()
-    assert sorted(opened(allow_trained=True).names()) == ["good@1", "trained@1"]
+    assert sorted(opened(allow_trained=True).names()) == ["good@1", "tail@1", "trained@1"]
     assert len(reads) == 4, "another engine took the first one's word"
 
 

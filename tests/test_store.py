@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, prompt_for
+from invariants import check
 from making import (
     VOCABULARY,
     Made,
@@ -517,7 +519,7 @@ def test_many_requests_for_sound_and_corrupt_cartridges_at_once_get_the_right_by
         for turn in range(40):
             name = "abcd"[(number + turn) % 4]
             _answer(store, made[name], prompts[name], lambda name=name: name in "cd")
-            store.check()
+            check(store)
 
     run_threads(16, work)
     assert sorted(store.names()) == ["a@1", "b@1"]
@@ -589,3 +591,28 @@ def test_artefacts_whose_reads_hang_keep_no_others_waiting(home: Home, monkeypat
     for claim in claims:
         until(lambda: claim.poll().ready)  # noqa: B023 - called before the next turn
         claim.close()
+
+
+@pytest.mark.parametrize("layout", [*sorted(VIEWS), "vec/8", "amx/16/blocks"])
+@pytest.mark.parametrize("positions", [13, 72, 79])
+def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(
+    home: Home, positions: int, layout: str
+) -> None:
+    made = home.make(kind="trained", positions=positions, chunk_tokens=64)
+    store, prompt, digest = home.open(layout=layout), prompt_for(home, made), made.manifest.digest
+    claim = store.claim(digest, {})
+    until(lambda: claim.poll().ready)
+    whole = positions // CHUNK
+    assert claim.poll().chunks == whole + 1
+    assert (store.lookup(prompt.hashes, digest), store.lookup(prompt.hashes)) == (whole, 0)
+    assert torch.equal(store.tail(digest), made.kv[:, :, whole * CHUNK :])
+    Quarantine(Settings(home=home.path).quarantine_dir).put(digest, "a test says so")
+    store.refresh()
+    assert store.tail(digest) is None
+    claim.close()
+
+
+def test_what_has_no_tail_lends_none(home: Home) -> None:
+    prefill, trained = home.make("a", positions=72), home.make("b", kind="trained", positions=64, seed=2)
+    store = home.open()
+    assert [store.tail(made.manifest.digest) for made in (prefill, trained)] == [None, None]

@@ -19,6 +19,7 @@ from chunks import one_by_one
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from invariants import check
 from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
@@ -109,7 +110,7 @@ def open_tier(loads: _Loads, clock: Clock) -> Callable[..., MemoryTier]:
         held.set()
     for tier in opened:
         tier.close()
-        tier.check()
+        check(tier)
 
 
 def test_acquired_chunks_are_resident_leased_and_have_their_bytes(open_tier: Callable) -> None:
@@ -132,7 +133,7 @@ def test_a_loan_closed_by_sixteen_threads_at_once_counts_once(open_tier: Callabl
     for _ in range(50):
         loan = _lend(tier, key)
         run_threads(16, lambda _, loan=loan: loan.close())
-        tier.check()
+        check(tier)
     assert tier.stats().lent == 1
     keeper.close()
     assert tier.stats().lent == 0
@@ -214,7 +215,7 @@ def test_a_failing_load_frees_its_slot_and_may_succeed_later(
     for attempt in range(1, 4):
         assert tier.lease([key], 5) == 0
         _quiet(tier)
-        tier.check()
+        check(tier)
         assert tier.stats().failed == caplog.text.count("chunk 0 of a was not loaded: ") == attempt
     assert tier.lease(_keys("b", 1), 5) == 1, "the slot is free for others"
     tier.release(ChunkKey("b", 0))
@@ -349,7 +350,7 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
                     loan.close()
                 closed[number] += 1
             time.sleep(chance.random() / 100)
-            tier.check()
+            check(tier)
             stats = tier.stats()
             assert stats.resident_bytes + stats.loading * SLOT <= stats.budget_bytes == budget
         for _, loan in loans:
@@ -359,7 +360,7 @@ def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int
 
     run_threads(16, work, timeout_s=120)
     _quiet(tier)
-    tier.check()
+    check(tier)
     assert tried() > 20, "nothing much was tried"
     time.sleep(0.03)  # every lease has run out
     stats = tier.stats()
@@ -497,7 +498,7 @@ class _Machine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_right(self) -> None:
-        self.tier.check()
+        check(self.tier)
         stats = self.tier.stats()
         assert stats.resident_bytes <= stats.budget_bytes == self.slots * SLOT
         assert stats.leased == sum(map(self._live, self.leases))
@@ -600,7 +601,7 @@ def test_slow_chunks_keep_no_others_waiting(loads: _Loads) -> None:
         for event in loads.held.values():
             event.set()
         until(lambda: hold.poll().ready)
-    tier.check()
+    check(tier)
     tier.close()
 
 

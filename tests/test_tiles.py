@@ -114,4 +114,4 @@ def test_names_of_tiles_are_told_from_layouts_that_are_views() -> None:
     assert tiles.is_tiled(tiles.layout("vec", 128))
     assert tiles.is_tiled(tiles.layout("amx", 32, blocks=True))
     assert tiles.layout("vec", 128, blocks=True) == "vec/128/blocks"
-    assert not any(map(tiles.is_tiled, ("heads", "kv_2ltd", "fused", "neon/128")))
+    assert not any(map(tiles.is_tiled, ("heads", "fused", "neon/128")))

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from invariants import check
 from making import Made, make_artifact, make_engine, make_fingerprint, make_rope, sha256_hasher
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -90,7 +91,7 @@ class Watched:
     def close(self) -> None:
         for store in self.stores:
             store.close()
-            store.check()
+            check(store)
 
 
 def value(exposition: str, name: str, **labels: str) -> float | None:

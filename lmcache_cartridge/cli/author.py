@@ -276,10 +276,9 @@ def _import(arguments: argparse.Namespace) -> None:
     warn(imported.warnings, arguments.format)
     result = told(registry, manifest) | {
         "source_format": imported.form, "kind": manifest.kind, "evidence": imported.evidence, "axes": imported.axes,
-        "dtype": imported.dtype, "chunk_sizes": list(imported.chunk_sizes), "label": arguments.label,
+        "dtype": imported.dtype, "label": arguments.label,
     }  # fmt: skip
-    sizes = " ".join(map(str, imported.chunk_sizes)) or "none"
-    readable = result | {"bytes": size(manifest.payload_bytes), "chunk_sizes": sizes}
+    readable = result | {"bytes": size(manifest.payload_bytes)}
     if imported.axes:
         readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
     text = fields(readable)

@@ -62,7 +62,7 @@ class CartridgeBackend(StoragePluginInterface):
         try:
             self._store = self._open()
             if self._store is not None:
-                self._objects = MemoryObjects(self._store.shape, self._store.engine.layout)
+                self._objects = MemoryObjects(self._store.shape)
         except Exception as error:
             CartridgeBackend.refusal = error
             raise
@@ -186,19 +186,14 @@ def _failed(answer: Any) -> Any:
 class MemoryObjects:
     """Makes memory objects over chunks of one shape, a fresh one for each hold: LMCache counts references in it."""
 
-    def __init__(self, shape: ChunkShape, layout: str) -> None:
-        """`layout` is how the engine's injector reads chunks: a key of `layout.VIEWS`, or one of `tiles`."""
-        planes = (2, shape.heads * shape.head_size) if layout == "kv_2ltd" else (2 * shape.heads, shape.head_size)
-        if shape.planes == 1:
-            planes = (1, shape.head_size)
-        self._format = MemoryFormat.KV_2LTD if shape.planes == 2 else MemoryFormat.KV_MLA_FMT
-        self._size = torch.Size([planes[0], shape.layers, shape.tokens, planes[1]])
+    def __init__(self, shape: ChunkShape) -> None:
+        self._size = torch.Size([2 * shape.heads, shape.layers, shape.tokens, shape.head_size])
         self._dtype, self._bytes = HELD[shape.dtype], shape.size_bytes
 
     def over(self, data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
         """Return an object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing."""
         metadata = MemoryObjMetadata(
-            self._size, self._dtype, data.data_ptr(), self._bytes, ref_count=1, fmt=self._format,
+            self._size, self._dtype, data.data_ptr(), self._bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD,
             shapes=[self._size], dtypes=[self._dtype],
         )  # fmt: skip
         made = CartridgeMemory(data, metadata, _LENDER)

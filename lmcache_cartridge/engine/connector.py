@@ -15,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from .contract import API_PLUGIN, GRANT, NULL_BLOCK, REQUEST_API
+from .contract import API_PLUGIN, REQUEST_API
 from .saving import Lost, keep_apart
 from .tier_events import TellsTiers
+from .whole import InjectsWhole, Whole, positions_to_inject
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_cartridge.connector")
 
 
-class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
+class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
     """Stops the server, with the reason, where LMCache would go on without cartridges or with wrong KV."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -58,9 +59,9 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
             super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._lmcache = host_inprocess.InProcess(self)
-        self._failed: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self.tell_tiers(vllm_config)
+            self.whole = Whole(self._lmcache.chunk_tokens, vllm_config.cache_config.block_size)
         self._lost = Lost(vllm_config.cache_config.block_size, host_inprocess.over_ranks)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -102,6 +103,7 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
         from . import host
+        from .backend import stores
         from .describe import computed_dtype, own_layers, saves
         from .inject import EngineWriteConnector
 
@@ -113,11 +115,12 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         shape = ChunkShape(heads, layers, tokens, head_size, dtype, planes)
         is_stage = self._config.parallel_config.pipeline_parallel_size > 1
         first = own_layers(self._config).start if is_stage else 0
-        injector = engine.gpu_connector
+        injector, computed = engine.gpu_connector, computed_dtype(self._config, engine.metadata.kv_dtype)
         injector.bind(
             kv_caches, host.attention_layers(self._config), shape, saves=saves(self._config), first_layer=first,
-            computed=computed_dtype(self._config, engine.metadata.kv_dtype),
+            computed=computed,
         )  # fmt: skip
+        self.write_tails(lambda tag: stores()[0].tail(tag), injector.layers, injector.quantiser, computed)
         quantised = f"/{injector.quantiser.digest}" if injector.quantiser else ""
         self._lmcache.name_layout(injector.layout + quantised)
 
@@ -171,19 +174,17 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         LMCache 0.5.6 loads nothing, and reports nothing, for a context without attention metadata, of which it reads no
         more. vLLM replays a step as one CUDA graph outside of any, and hands the metadata over as a keyword alone.
         """
+        self._lmcache.settle(self._lmcache.steps_requests())
         if forward_context.attn_metadata is None:
             forward_context = replace(forward_context, attn_metadata=kwargs.get("attn_metadata") or {})
         super().start_load_kv(forward_context, **kwargs)
-        self._failed = self._lmcache.failed_blocks()  # vLLM may take and clear them before it has LMCache save
+        # vLLM may take and clear them before it has LMCache save.
+        self._failed = self.failed | self._lmcache.failed_blocks()
 
     def wait_for_save(self) -> None:
         """Have LMCache save what this step computed, less what rests on KV that could not be loaded."""
         self._lost.withhold(self._lmcache.steps_requests(), self._failed)
         super().wait_for_save()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that LMCache could not fill, without the one that requests share and nothing reads."""
-        return super().get_block_ids_with_load_errors() - {NULL_BLOCK}
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Forget requests that have ended."""
@@ -203,13 +204,14 @@ class CartridgeConnector(TellsTiers, LMCacheConnectorV1):
         """
         keep_apart(request)  # a session that goes on has new parameters
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        must_inject = positions_to_inject(request)
-        if not must_inject or num_computed_tokens + (matched or 0) >= must_inject:
+        found = num_computed_tokens + (matched or 0)
+        until = self.whole.owes(request, num_computed_tokens, found)
+        if until is None:
             if not matched:
-                self._lmcache.skip_saving(request.request_id, must_inject)
+                self._lmcache.skip_saving(request.request_id, positions_to_inject(request))
             return matched, is_async
-        self._lmcache.promise(request.request_id, num_computed_tokens, must_inject)
-        return must_inject - num_computed_tokens, False
+        self._lmcache.promise(request.request_id, num_computed_tokens, found, until)
+        return until - num_computed_tokens, False
 
 
 def _unbound_injector() -> GPUConnectorInterface:
@@ -251,9 +253,3 @@ def check_api(config: VllmConfig, role: KVConnectorRole) -> None:
         raise UnsupportedEngine(
             f"vLLM cannot load the request API: {what}; install lmcache-cartridge again: {without}"
         ) from error
-
-
-def positions_to_inject(request: Request) -> int:
-    """Return how many leading positions of a request must not be computed; 0 for one without trained cartridges."""
-    grant = (request.kv_transfer_params or {}).get(GRANT)
-    return grant["must_inject"] if grant else 0

@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from ..artifact.cartridge import Place
 from ..artifact.model import ONLINE
@@ -32,6 +33,9 @@ from ..memory.claim import Claim
 from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
 from . import frames, host
+
+if TYPE_CHECKING:
+    from .client import ControlClient
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +86,17 @@ def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
     return getattr(store(), method)(*arguments)
 
 
+def _tail(store: Callable[[], Any], tag: str) -> tuple[list[int], bytes] | None:
+    kv = store().tail(tag)
+    return None if kv is None else (list(kv.shape), kv.view(torch.uint8).numpy().tobytes())
+
+
+def fetch_tail(client: ControlClient, tag: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return what `CartridgeStore.tail` does, of the one store behind a client. Blocks; raises `CartridgeError`."""
+    (answer,) = client.call("tail", tag)
+    return None if answer is None else torch.frombuffer(bytearray(answer[1]), dtype=dtype).view(answer[0])
+
+
 def _captured(store: Callable[[], Any], *arguments: Any) -> bytes:
     from .capture import captured  # loads LMCache
 
@@ -102,6 +117,7 @@ def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
     claims, sending, threads = _Claims(store), threading.Lock(), threading.BoundedSemaphore(_MAX_CALLS)
     at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
     methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS}
+    methods["tail"] = partial(_tail, store)
     methods["captured"] = partial(_captured, store)
     methods["answers"] = lambda token_ids: store().trust.answers(store().engine, token_ids)
     methods["fingerprint"] = lambda: store().engine.fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -61,7 +61,7 @@ class InProcess:
     @property
     def chunk_tokens(self) -> int:
         """LMCache's chunk size."""
-        return self.engine.config.chunk_size
+        return attribute(self._adapter, "_lmcache_chunk_size")
 
     def steps_requests(self) -> list[Any]:
         """Return what LMCache is to load and to save in this step, one entry a request."""
@@ -81,13 +81,19 @@ class InProcess:
         """End LMCache's storage thread, which would keep a failed process, and so the server, hanging."""
         _end_storage(self.engine)
 
-    def promise(self, request_id: str, computed: int, until: int) -> None:
-        """Have LMCache take the positions from `computed` to `until` for found, and find that they cannot be loaded."""
+    def promise(self, request_id: str, computed: int, found: int, until: int) -> None:
+        """Have LMCache take the positions up to `until` for found, until `settle` tells it that it has them up to `found`."""
         from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
 
-        self._load_specs[request_id] = LoadSpec(
-            vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False
-        )
+        spec = LoadSpec(vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False)
+        spec.has = found
+        self._load_specs[request_id] = spec
+
+    def settle(self, requests: Sequence[Any]) -> None:
+        """Have LMCache load in a step what it has, of `requests` that more was promised for."""
+        for spec in (request.load_spec for request in requests):
+            if (has := getattr(spec, "has", None)) is not None:
+                spec.lmcache_cached_tokens, spec.can_load = has, spec.can_load and has > spec.vllm_cached_tokens
 
 
 def lmcache_engine() -> Any:

@@ -13,19 +13,19 @@ from lmcache.v1.memory_management import MemoryObj
 
 from ..errors import UnsupportedEngine
 from ..memory import tiles
-from ..memory.layout import VIEWS, ChunkShape
+from ..memory.layout import ChunkShape
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .probe import Written, check_writes, places, written_layout, written_rules
+from .whole import write_layers
 
 logger = logging.getLogger(__name__)
 
-_GATHER_BYTES = 1 << 20
-"""How much of one layer is written by one call: enough to make the call worth its cost, little enough to stay cached."""
+_GATHER_BYTES = 16 << 20, 1 << 20
+"""How much of one layer is written by one call on a GPU, where most of its cost is the start of kernels, and on a CPU: enough to
+make the call worth its cost, little enough to stay cached."""
 _WORD = torch.complex128
 """What blocks and rows are copied as: the widest element there is, 16 bytes."""
-_STAGED_BYTES = 64 << 20
-"""How much of what lies in another memory than the engine's is brought there at a time, to be copied to its rows."""
 
 
 class _Piece(NamedTuple):
@@ -42,10 +42,8 @@ class EngineWriteConnector(GPUConnectorInterface):
     Every vLLM attention backend implements `impl.do_kv_cache_update` for its own block layout, so this one path is right
     on CPU (whose blocks are packed for the instruction set), on CUDA and on ROCm, for any layout and for partial blocks.
     On CPU most of its time is the packing. Where the layers are seen to pack blocks in a way that is known, chunks are
-    packed so when they are loaded, and whole blocks are copied. On GPUs most would be the start of kernels, four for each
-    layer and few chunks. Where the layers are seen to keep a token's K beside its V, one for each layer copies such rows,
-    in whatever order the blocks have them in memory. LMCache 0.5.6 has no connector for CPU and writes wrong
-    KV into vLLM >= 0.26's fused layout (LMCache#4463).
+    packed so when they are loaded, and whole blocks are copied. LMCache 0.5.6 has no connector for CPU and writes wrong KV
+    into vLLM >= 0.26's fused layout (LMCache#4463).
     """
 
     def __init__(self) -> None:
@@ -55,11 +53,11 @@ class EngineWriteConnector(GPUConnectorInterface):
         """How the engine writes its numbers where its caches are quantised. Settled by `bind`."""
         self.device = "cpu"
         """Where the engine's blocks are: `cpu`, `cuda:0`. Settled by `bind`."""
-        self._layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
+        self.layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
+        """Each with its cache, in the order of the model. Settled by `bind`."""
         self._shape: ChunkShape | None = None
+        self._computed = torch.bfloat16
         self._gathered = 1
-        self._rows: list[torch.Tensor] = []
-        """With the layout `fused`: each layer's cache as `[blocks, block, heads, words]`."""
         self._offsets: list[torch.Tensor] = []
 
     def bind(
@@ -102,16 +100,23 @@ class EngineWriteConnector(GPUConnectorInterface):
         else:
             check_writes(kv_caches, layers)
         self._offsets = []
-        for name in names if saves or rules else ():
+        for name in names if saves else ():
             found = _offsets(places(name, kv_caches[name], layers[name], computed if rules else None), kv_caches[name])
             same = self._offsets and torch.equal(found, self._offsets[-1])
             self._offsets.append(self._offsets[-1] if same else found)
-        self._layers = [(layers[name], kv_caches[name]) for name in names]
+        self.layers = [(layers[name], kv_caches[name]) for name in names]
         self.device = str(kv_caches[names[0]].device)
-        self._shape = shape
-        self.layout = _layout(kv_caches, layers, shape, rules)
-        self._rows = [_as_rows(cache) for _, cache in self._layers] if self.layout == "fused" else []
-        self._gathered = max(1, _GATHER_BYTES * shape.layers // shape.size_bytes)
+        self._shape, self._computed = shape, computed or torch.bfloat16
+        self.layout, caches = "heads", list(kv_caches.values())
+        try:
+            found = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
+            if self.device == "cpu" and all(map(_is_aligned, caches)) and not caches[0][0].nbytes % _WORD.itemsize:
+                if not tiles.fits(shape, found):
+                    raise UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
+                self.layout = found
+        except UnsupportedEngine as error:
+            logger.info("chunks will be written by vLLM's op: %s", error)
+        self._gathered = max(1, _GATHER_BYTES[self.device == "cpu"] * shape.layers // shape.size_bytes)
 
     @torch.inference_mode()
     def batched_to_gpu(self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
@@ -130,11 +135,8 @@ class EngineWriteConnector(GPUConnectorInterface):
         if blocks is not None:
             self._copy(pieces, blocks)
             return
-        if self._rows and all(_is_aligned(piece.raw) for piece in pieces):
-            self._copy_rows(pieces)
-        else:
-            for first in range(0, len(pieces), self._gathered):
-                self._write(pieces[first : first + self._gathered])
+        for first in range(0, len(pieces), self._gathered):
+            self._write(pieces[first : first + self._gathered])
         if slots.is_cuda:
             torch.cuda.current_stream(slots.device).synchronize()
 
@@ -157,7 +159,7 @@ class EngineWriteConnector(GPUConnectorInterface):
         """Return the numbers of the blocks that each piece fills; None where they cannot just be copied."""
         if not pieces or not tiles.is_tiled(self.layout):
             return None
-        block = self._layers[0][1].shape[2]
+        block = self.layers[0][1].shape[2]
         if any(piece.skip % block or not _is_aligned(piece.raw) for piece in pieces):
             return None
         slots = torch.cat([piece.slots for piece in pieces]).view(-1, block)
@@ -170,69 +172,33 @@ class EngineWriteConnector(GPUConnectorInterface):
         """Copy the blocks of some chunks, a layer of as many chunks as possible by one call, which uses all threads."""
         shape = self._bound()
         words = shape.size_bytes // _WORD.itemsize
-        in_chunk = shape.tokens // self._layers[0][1].shape[2]
+        in_chunk = shape.tokens // self.layers[0][1].shape[2]
         block_words = words // shape.layers // in_chunk
         for run in _runs(pieces, blocks):
             piece, numbers = run[0][0], torch.stack([each for _, each in run])
             chunks = piece.raw.view(_WORD)
             distance = (run[1][0].raw.data_ptr() - piece.raw.data_ptr()) // _WORD.itemsize if len(run) > 1 else words
             first = chunks.storage_offset() + (in_chunk - numbers.shape[1]) * block_words
-            for layer, (_, kv_cache) in enumerate(self._layers):
+            for layer, (_, kv_cache) in enumerate(self.layers):
                 source = chunks.as_strided(
                     (*numbers.shape, block_words), (distance, block_words, 1), first + layer * in_chunk * block_words
                 )
                 kv_cache.view(len(kv_cache), -1).view(_WORD)[numbers] = source
 
-    def _copy_rows(self, pieces: Sequence[_Piece]) -> None:
-        """Copy rows of tokens, a layer of as many chunks as possible by one call."""
-        shape, device = self._bound(), self._rows[0].device
-        if all(piece.raw.device == device for piece in pieces):
-            self._copy_near(pieces)
-            return
-        count = max(1, _STAGED_BYTES // shape.size_bytes)
-        for first in range(0, len(pieces), count):
-            some = pieces[first : first + count]
-            # Before its memory is used again, what is under way here has read it: all of it is one stream's.
-            staged = torch.empty(len(some), shape.size_bytes, dtype=torch.uint8, device=device)
-            for row, piece in zip(staged, some, strict=True):
-                row.copy_(piece.raw, non_blocking=True)
-            self._copy_near([piece._replace(raw=row) for row, piece in zip(staged, some, strict=True)])
-
-    def _copy_near(self, pieces: Sequence[_Piece]) -> None:
-        """Copy rows out of the memory that the engine's blocks are in."""
-        shape = self._bound()
-        _, block, heads, width = self._rows[0].shape
-        for run in _runs(pieces, [piece.slots for piece in pieces]):
-            piece, slots = run[0][0], torch.stack([each for _, each in run])  # [chunks, tokens]
-            chunks, row = piece.raw.view(_WORD), heads * width
-            distance = (run[1][0].raw.data_ptr() - piece.raw.data_ptr()) // _WORD.itemsize if len(run) > 1 else 0
-            number, token = slots // block, slots % block
-            for layer, rows in enumerate(self._rows):
-                first = chunks.storage_offset() + (layer * shape.tokens + piece.skip) * row
-                rows[number, token] = chunks.as_strided((*slots.shape, heads, width), (distance, row, width, 1), first)
-
-    def _layers_of(self, piece: _Piece) -> tuple[torch.Tensor, ...]:
-        """Return K and V of each layer, `[2, H, T, D]`, on the engine's device."""
+    def _kv_of(self, piece: _Piece) -> torch.Tensor:
+        """Return the KV `[2, L, T, H, D]` of a piece as the engine's op is given it, on the engine's device."""
         shape, raw = self._bound(), piece.raw.to(piece.slots.device, non_blocking=True)
-        tiled = tiles.is_tiled(self.layout)
-        kv = tiles.unpack(raw, shape, self.layout) if tiled else VIEWS[self.layout](raw, shape)
-        return kv[:, :, piece.skip :].transpose(2, 3).unbind(1)
+        kv = tiles.unpack(raw, shape, self.layout)[:, :, piece.skip :]
+        return self.quantiser.numbers(kv, self._computed) if self.quantiser else kv
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
         """Write some chunks together: to gather a layer of several costs less than a call of the op for each."""
-        if self.quantiser:
-            for piece in pieces:
-                self._write_bytes(piece)
-            return
+        found = list(map(self._kv_of, pieces))
         slots = torch.cat([piece.slots for piece in pieces])
-        layers = list(map(self._layers_of, pieces))
-        for layer, (module, kv_cache) in enumerate(self._layers):
-            planes = [each[layer] for each in layers]
-            keys, values = (torch.cat(planes, dim=2) if len(planes) > 1 else planes[0]).transpose(1, 2)
-            if slots.device.type != "cpu":
-                # The CUDA ops take a token stride only; the CPU op takes a head stride too and needs no copy.
-                keys, values = keys.contiguous(), values.contiguous()
-            host.write_kv(module, keys, values, kv_cache, slots)
+        for layer in range(len(self.layers)):
+            planes = [kv[:, layer : layer + 1].transpose(2, 3) for kv in found]
+            kv = (torch.cat(planes, dim=3) if len(planes) > 1 else planes[0]).transpose(2, 3)
+            write_layers(self.layers[layer : layer + 1], kv, slots)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Write one chunk; see `batched_to_gpu`."""
@@ -256,8 +222,8 @@ class EngineWriteConnector(GPUConnectorInterface):
                 self._copy_back(piece, blocks[i])
 
     def _copy_back(self, piece: _Piece, numbers: torch.Tensor) -> None:
-        rows = piece.raw.view(_WORD).view(len(self._layers), len(numbers), -1)
-        for row, (_, kv_cache) in zip(rows, self._layers, strict=True):
+        rows = piece.raw.view(_WORD).view(len(self.layers), len(numbers), -1)
+        for row, (_, kv_cache) in zip(rows, self.layers, strict=True):
             torch.index_select(kv_cache.view(len(kv_cache), -1).view(_WORD), 0, numbers, out=row)
 
     def _read(self, piece: _Piece) -> None:
@@ -265,25 +231,16 @@ class EngineWriteConnector(GPUConnectorInterface):
         shape = self._bound()
         if not self._offsets:
             raise UnsupportedEngine("the injector was not bound to read the engine's blocks")
-        read = [_elements(kv_cache).index_select(0, where) for kv_cache, where in self._places_of(piece)]
-        kv = torch.stack(read).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
-        tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
-
-    def _write_bytes(self, piece: _Piece) -> None:
-        """Write bytes of a quantised cache to the places to which the engine's op was seen to write."""
-        kv = self._canonical(piece.raw)[:, :, piece.skip :]  # [2, L, T, H, D]
-        for (kv_cache, where), layer in zip(self._places_of(piece), kv.unbind(1), strict=True):
-            _elements(kv_cache)[where] = layer.transpose(0, 1).flatten().to(kv_cache.device)
-
-    def _places_of(self, piece: _Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's cache and where in its memory a piece's numbers are, `[token][K or V][head][element]`."""
-        block = self._layers[0][1].shape[2]
-        number, token = piece.slots[:, None] // block, piece.slots % block
+        block = self.layers[0][1].shape[2]
+        number, token, read = piece.slots[:, None] // block, piece.slots % block, []
         last, where = None, piece.slots
-        for (_, kv_cache), offsets in zip(self._layers, self._offsets, strict=True):
+        for (_, kv_cache), offsets in zip(self.layers, self._offsets, strict=True):
             if offsets is not last:  # as a rule all layers have the same, and finding the places is most of the work
                 last, where = offsets, (number * kv_cache.stride(0) + offsets[token]).flatten()
-            yield kv_cache, where
+            size = 1 + sum((n - 1) * stride for n, stride in zip(kv_cache.shape, kv_cache.stride(), strict=True))
+            read.append(kv_cache.as_strided((size,), (1,)).index_select(0, where))
+        kv = torch.stack(read).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
+        tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Read one chunk; see `batched_from_gpu`."""
@@ -291,54 +248,12 @@ class EngineWriteConnector(GPUConnectorInterface):
 
     def canonical(self, chunk: MemoryObj) -> torch.Tensor:
         """Return the KV `[2, L, T, H, D]` of a chunk in this layout; a new tensor on the CPU."""
-        return self._canonical(_bytes(chunk))
-
-    def _canonical(self, raw: torch.Tensor) -> torch.Tensor:
-        shape = self._bound()
-        return (
-            tiles.unpack(raw, shape, self.layout)
-            if tiles.is_tiled(self.layout)
-            else VIEWS[self.layout](raw, shape).clone()
-        )
+        return tiles.unpack(_bytes(chunk), self._bound(), self.layout).clone()
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
         shape = self._bound()
         return torch.Size([2 * shape.heads, shape.layers, num_tokens, shape.head_size])
-
-
-def _layout(
-    kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: ChunkShape, rules: Mapping[str, Written]
-) -> str:
-    """Return the layout of whole blocks, or of rows, that can be copied into these caches; `heads` where the op has to write."""
-    caches, reason = list(kv_caches.values()), UnsupportedEngine("its blocks are not made of whole words")
-    aligned = all(map(_is_aligned, caches))
-    for in_blocks in (True, False):
-        if in_blocks and any(cache.device.type != "cpu" for cache in caches):
-            continue  # tiles are what CPUs have
-        try:
-            found = written_layout(kv_caches, layers, in_blocks=in_blocks, rules=rules)
-        except UnsupportedEngine as error:
-            reason = error
-            continue
-        if in_blocks and aligned and caches[0][0].nbytes % _WORD.itemsize == 0:
-            if tiles.fits(shape, found):
-                return found
-            reason = UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
-        if found == "fused" and aligned and all(_has_word_rows(cache) for cache in caches):
-            return found
-    logger.info("chunks will be written by vLLM's op: %s", reason)
-    return "heads"
-
-
-def _as_rows(kv_cache: torch.Tensor) -> torch.Tensor:
-    """View `[blocks, heads, block, 2 * size]` as words `[blocks, block, heads, words]`, in whatever order memory has it."""
-    return kv_cache.transpose(1, 2).view(_WORD)
-
-
-def _has_word_rows(kv_cache: torch.Tensor) -> bool:
-    strides = (*kv_cache.stride()[:3], kv_cache.shape[3])
-    return kv_cache.stride(3) == 1 and not any(stride * kv_cache.itemsize % _WORD.itemsize for stride in strides)
 
 
 def _bytes(chunk: MemoryObj) -> torch.Tensor:
@@ -351,12 +266,6 @@ def _offsets(place: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
     inside = torch.unravel_index(place.flatten(1), kv_cache.shape[1:])
     far = sum(index * stride for index, stride in zip(inside, kv_cache.stride()[1:], strict=True))
     return torch.as_tensor(far).to(kv_cache.device)
-
-
-def _elements(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Return a cache as one row of all it has, in the order of memory; no copy."""
-    last = sum((size - 1) * stride for size, stride in zip(kv_cache.shape, kv_cache.stride(), strict=True))
-    return kv_cache.as_strided((last + 1,), (1,))
 
 
 def _is_aligned(memory: torch.Tensor) -> bool:

@@ -145,7 +145,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             self._ranks.pop(rank).close()
 
     def _open(self, report: Report) -> EngineRank:
-        if report.layout not in ("kv_2ltd", "fused") and not is_tiled(report.layout):
+        if report.layout != ("heads", "fused")[report.fingerprint.planes - 1] and not is_tiled(report.layout):
             raise UnsupportedEngine(
                 f"KV in the layout {report.layout} cannot be made here; install one version on both sides"
             )
@@ -387,8 +387,6 @@ def _objects(report: Report, store: CartridgeStore) -> tuple[torch.dtype, tuple[
     (heads, layers, tokens, head_size), dtype = store.shape[:4], HELD[store.shape.dtype]
     if store.shape.planes == 1:
         return dtype, ((layers, tokens, head_size), (1, layers, tokens, head_size))
-    if report.layout == "kv_2ltd":
-        return dtype, ((2, layers, tokens, heads * head_size),)
     width = heads * 2 * head_size
     if has_blocks(report.layout):
         dtype, width = WORD, width * dtype.itemsize // WORD.itemsize

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
@@ -22,9 +21,10 @@ from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
 from . import host
-from .connector import check_api, positions_to_inject
-from .contract import CONTROL, GRANT, NULL_BLOCK, SKIP_SAVE
-from .control import offer
+from .client import ControlClient
+from .connector import check_api
+from .contract import CONTROL, GRANT, SKIP_SAVE
+from .control import fetch_tail, offer
 from .describe import answering, check_vllm, computed_dtype, fingerprint_of, own_layers, transfer_of, without_draft
 from .forms import configure
 from .latent import check_latents
@@ -34,11 +34,11 @@ from .salts import adapter_salt, check_salt, is_apart, key_salt, own_shifts, sha
 from .tier_events import TellsTiers
 from .turns import Turns
 from .versions import versions
+from .whole import InjectsWhole, Whole, positions_to_inject
 
 if TYPE_CHECKING:
     from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -67,7 +67,7 @@ class _Retry(NamedTuple):
     """Monotonic time after which a miss counts."""
 
 
-class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
+class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
     """Tells the adapter what this engine is, names its keys, and never lets a trained cartridge be computed."""
 
     def __init__(
@@ -89,7 +89,6 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         check_vllm(vllm_config, kv_cache_config)
         check_api(vllm_config, role)
         self._engine = _describe(vllm_config, kv_cache_config)
-        self._missing: dict[str, int] = {}
         self._retries: dict[str, _Retry] = {}
         self._unsaved: set[str] = set()
         """Requests of which nothing may be saved any more."""
@@ -97,13 +96,12 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         self._waiting: set[str] = set()
         """Requests whose cartridge LMCache had no room for at its last look."""
         self._turns = Turns()
-        self._lost: set[int] = set()
-        self._lost_in_step: set[int] = set()
         self._config = vllm_config
         with host.model_name(self._engine.key_name):
             super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self.tell_tiers(vllm_config)
+            self.whole = Whole(self.scheduler_adapter.lmcache_tokens_per_chunk, self._engine.block_tokens)
 
     # The worker's side.
 
@@ -111,18 +109,24 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
         try:
             host.verify("worker")
-            kv_caches = answering(kv_caches)
+            kv_caches = own = answering(kv_caches)
             names = sorted(kv_caches, key=host.layer_index)
             layers, rules = host.attention_layers(self._config), {}
             if self._engine.fingerprint.planes == 1:
                 check_latents(kv_caches, layers, self._engine.fingerprint)
-                layout = "kv_2ltd"
+                layout = "heads"
             else:
                 if kv_caches[names[0]].dtype == torch.uint8:
                     rules = written_rules(kv_caches, layers, computed_dtype(self._config, torch.uint8))
                 layout, kv_caches = self._shown(kv_caches, layers, rules)
             super().register_kv_caches(kv_caches)
-            self._confirmed = self._confirm(layout, quantiser([rules[name].rule for name in names]) if rules else None)
+            quantised = quantiser([rules[name].rule for name in names]) if rules else None
+            self._confirmed = self._confirm(layout, quantised)
+            store, dtype = ControlClient([self._confirmed.control]), own[names[0]].dtype
+            self.write_tails(
+                lambda tag: fetch_tail(store, tag, dtype), [(layers[name], own[name]) for name in names], quantised,
+                computed_dtype(self._config, dtype),
+            )  # fmt: skip
             offer(self._confirmed.control)
             self.tell_socket(self._config, lambda: self._confirmed.control)
         except Exception:
@@ -186,14 +190,12 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         client.end_session(salt)
         return salt
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that LMCache could not fill, and those of trained cartridges that it did not have."""
-        return (super().get_block_ids_with_load_errors() | self._lost_in_step) - {NULL_BLOCK}
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take what the scheduler says of the step that begins."""
-        super().bind_connector_metadata(connector_metadata)
-        self._lost_in_step = connector_metadata.lost if isinstance(connector_metadata, StepMetadata) else set()
+    def wait_for_save(self) -> None:
+        """Have LMCache save what this step computed, less what rests on a tail that could not be written."""
+        self.metadata.requests = [
+            one for one in self.metadata.requests if one.direction != "STORE" or one.request_id not in self.spoilt
+        ]
+        super().wait_for_save()
 
     # The scheduler's side.
 
@@ -226,23 +228,26 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if matched is None:
             return matched, is_async
-        self._missing.pop(name, None)
         tracker, found = self._get_request_tracker(name), num_computed_tokens + matched
         if found < self._resident(request) and self._look_up_again(tracker):
             return None, True
         self._waiting.discard(name)
         self._turns.answered(name, found=found >= self._resident(request))
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        tracker.num_stored_tokens = max(tracker.num_stored_tokens, -(-needed // chunk) * chunk)  # not LMCache's to keep
-        if not needed or found >= needed:
+        whole = needed // chunk * chunk
+        tracker.num_stored_tokens = max(tracker.num_stored_tokens, whole)  # not LMCache's to keep
+        is_async = is_async and matched > 0
+        until = self.whole.owes(request, num_computed_tokens, found, is_async=is_async)
+        if until is None:
             return matched, is_async
+        if found >= whole:
+            return until - num_computed_tokens, is_async
         # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends, and
         # nothing saved of what it computes after positions that nobody filled.
         host.let_go_of_hits(tracker)
         host.keep_from_saving(tracker)
         self._unsaved.add(name)
-        self._missing[name] = num_computed_tokens
-        return needed - num_computed_tokens, False
+        return until - num_computed_tokens, False
 
     def _may_ask(self, request: Request) -> bool:
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
@@ -258,7 +263,7 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         """Return how many leading positions the request's claim has in memory, in whole chunks as LMCache finds them."""
         grant = (request.kv_transfer_params or {}).get(GRANT) or {}
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        return max(grant.get("resident", 0) // chunk * chunk, positions_to_inject(request))
+        return max(grant.get("resident", 0), positions_to_inject(request)) // chunk * chunk
 
     def _look_up_again(self, tracker: LMCacheMPRequestTracker) -> bool:
         """Have LMCache look a request up once more, after a pause; False when it has missed long enough.
@@ -282,31 +287,21 @@ class CartridgeMPConnector(TellsTiers, LMCacheMPConnector):
         self._waiting.add(tracker.request_id)
         return True
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note which blocks were allocated for what is not there."""
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        computed = self._missing.pop(request.request_id, None)
-        if computed is not None:
-            block = self._engine.block_tokens
-            self._lost.update(blocks.get_block_ids()[0][computed // block : -(-positions_to_inject(request) // block)])
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        """Return what the workers do in this step, with the blocks that have nothing in them.
+        """Return what the workers do in this step.
 
         While a cartridge waits for room in LMCache's memory nothing more is saved there: what is saved is faster to take
         the room that LMCache makes. Requests that go on are saved later.
         """
-        metadata = StepMetadata(super().build_connector_meta(scheduler_output), self._lost)
+        metadata = super().build_connector_meta(scheduler_output)
         if self._waiting:
             for store in [one for one in metadata.requests if one.direction == "STORE"]:
                 metadata.requests.remove(store)
                 self._get_request_tracker(store.request_id).num_stored_tokens = store.op.start
-        self._lost = set()
         return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request."""
-        self._missing.pop(request.request_id, None)
         self._retries.pop(request.request_id, None)
         self._unsaved.discard(request.request_id)
         self._keys.pop(request.request_id, None)
@@ -342,16 +337,6 @@ def _keys(request: Request, chunk_tokens: int) -> _Keys:
     if shared in (None, salt) or positions is None:
         return _Keys(salt)
     return _Keys(shared, own_shifts(salt, chunk_tokens), positions // chunk_tokens * chunk_tokens)
-
-
-class StepMetadata(LMCacheMPConnectorMetadata):
-    """What LMCache's connector tells the workers of a step, and which blocks have nothing in them."""
-
-    def __init__(self, theirs: LMCacheMPConnectorMetadata, lost: set[int]) -> None:
-        super().__init__()
-        for name, value in vars(theirs).items():
-            setattr(self, name, value)
-        self.lost = lost
 
 
 class _EngineFacts(NamedTuple):

@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heads: int
     """KV heads of this rank."""
     layout: str
-    """How the engine was seen to write KV: `kv_2ltd`, `fused`, or one of `tiles`."""
+    """How the engine was seen to write KV: `heads` where it caches latent vectors, `fused`, or one of `tiles`."""
     rank: int
     """Number of this worker in its engine."""
     world: int

@@ -57,7 +57,7 @@ class Lost:
 
     def withhold(self, requests: Sequence[Any], failed: set[int]) -> None:
         """Have nothing saved of this step's `requests` that rest on blocks which `failed` to load."""
-        if any(request.load_spec is not None and request.load_spec.can_load for request in requests):
+        if any(spec.can_load or hasattr(spec, "has") for r in requests if (spec := r.load_spec) is not None):
             failed = self._over_ranks(failed)
         bad, self._before = failed | self._before, failed
         for request in requests:

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Place, Segment
 from ..artifact.location import is_remote
 from ..artifact.lru import Lru
 from ..artifact.model import Fingerprint, check_shift
-from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, ChunkSizeMismatch
+from ..errors import ArtifactError, CartridgeError, CartridgeNotFound
 from .entries import Entries, Entry
 from .index import ChunkKey, Hasher, KeyIndex
 from .manifest_cache import ManifestCache
@@ -31,6 +32,15 @@ _BATCH_ROWS = 1000
 """Rows that are written at once."""
 _MAX_MANIFESTS = 256
 """Manifests that are kept; of a large model each is some 100 KiB."""
+
+
+class Needed(NamedTuple):
+    """What of a cartridge or chain must be had together or not at all: up to the end of its last trained cartridge."""
+
+    chunks: int
+    """Whole chunks."""
+    tail: int
+    """Positions behind the last whole chunk."""
 
 
 class Catalog:
@@ -196,7 +206,7 @@ class Catalog:
     def chunks_of(self, digest: str) -> int | None:
         """Return how many chunks a cartridge that can be served has; None for any other."""
         row = self._entries.row(digest)
-        return row and row.positions // self.index.chunk_tokens
+        return row and self.index.chunks_in(row.positions, row.kind)
 
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
@@ -216,7 +226,7 @@ class Catalog:
             return error
         return None
 
-    def require(self, tag: str) -> int:
+    def require(self, tag: str) -> Needed:
         """`derive`, but raise why a cartridge or chain will not be served."""
         for digest in tag.split("."):
             entry = self._entries.get(digest)
@@ -245,15 +255,15 @@ class Catalog:
             offset += cartridge.manifest.positions
         return segments
 
-    def derive(self, tag: str | None) -> int | None:
-        """Make the chunks of a tag findable and return how many of them must be had together or not at all.
+    def derive(self, tag: str | None) -> Needed | None:
+        """Make the chunks of a tag findable and return what of it must be had together or not at all.
 
         None for a tag of which a cartridge is not there or quarantined: the others must not answer in its place.
-        Raises `ChunkSizeMismatch` or `UnsupportedModel` for cartridges that cannot stand in that order. Blocks for local
-        reads, and to hash it, where a chain is new; others pass meanwhile.
+        Raises `UnsupportedModel` for cartridges that cannot stand in that order. Blocks for local reads, and to hash it, where
+        a chain is new; others pass meanwhile.
         """
         if tag is None:
-            return 0
+            return Needed(0, 0)
         rows = []
         for digest in tag.split("."):
             row = self._entries.row(digest)
@@ -267,12 +277,7 @@ class Catalog:
                 trained_end = end
         chunk = self._chunk_tokens
         whole = end // chunk
-        needed = -(-trained_end // chunk)
-        if needed > whole:
-            raise ChunkSizeMismatch(
-                f"the chain has {end} positions, of which the last {end % chunk} end in a trained cartridge and do not "
-                f"fill a chunk of {chunk}; put a document of at least {chunk - end % chunk} tokens behind it"
-            )
+        needed = Needed(min(-(-trained_end // chunk), whole), max(trained_end - whole * chunk, 0))
         if len(rows) > 1 and not self.index.has(tag):
             segments = self.segments(tag)
             if not segments:
@@ -281,7 +286,7 @@ class Catalog:
                 check_shift(segment.cartridge.manifest.fingerprint.rope)
             ids = [i for s in segments for i in reading.load_token_ids(*s.cartridge[:2]).tolist()]
             own = rows[0].positions // chunk
-            keys = [ChunkKey(rows[0].digest if i < own else tag, i) for i in range(whole)]
+            keys = [ChunkKey(rows[0].digest if i < own else tag, i) for i in range(whole + bool(needed.tail))]
             self.index.add_chain(tag, ids, keys)
         return needed
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..artifact.lru import Lru
-from ..artifact.manifest import Manifest
-from ..errors import ChunkSizeMismatch
+from ..artifact.manifest import Kind, Manifest
 
 Hasher = Callable[[list[int]], Iterable[int]]
 """Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
@@ -18,6 +17,8 @@ Hasher = Callable[[list[int]], Iterable[int]]
 MAX_CACHED_CHUNKS = 1 << 18
 """Chunks whose keys an index keeps by tag, of those that were asked for lately; some 50 MiB."""
 _LOW = (1 << 64) - 1
+_FILLER = (1 << 32) - 1
+"""A token id that no prompt has. The last chunk of a trained cartridge or chain is filled up with it, so that it has a hash."""
 
 
 class ChunkKey(NamedTuple):
@@ -63,24 +64,25 @@ class KeyIndex:
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
     def hash(self, manifest: Manifest, token_ids: Sequence[int]) -> bytes:
-        """Return the hashes of the whole chunks of a cartridge, as `add` takes them; changes nothing.
+        """Return the hashes of the chunks of a cartridge, as `add` takes them; changes nothing.
 
-        The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. Raises
-        `ChunkSizeMismatch` for a trained cartridge with a tail: nothing can compute it.
+        The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. A trained one has its
+        tail as one more chunk, of which no prompt has the hash.
         """
-        if manifest.kind == "trained" and manifest.positions % self.chunk_tokens:
-            fits = [n for n in (16, 32, 64, 128, 256, 512, 1024) if manifest.positions % n == 0]
-            raise ChunkSizeMismatch(
-                f"cartridge {manifest.name} has p = {manifest.positions}, no multiple of the engine's chunk_size "
-                f"{self.chunk_tokens}. Set LMCache's chunk_size to a divisor of p"
-                + (f": {', '.join(map(str, fits))}" if fits else "")
-            )
-        whole = manifest.positions // self.chunk_tokens
-        return b"".join(map(self._pack, self._hasher(list(token_ids[: whole * self.chunk_tokens]))))
+        return b"".join(map(self._pack, self._filled(token_ids, self.chunks_in(manifest.positions, manifest.kind))))
 
-    def hash_bytes(self, positions: int) -> int:
+    def chunks_in(self, positions: int, kind: Kind) -> int:
+        """Return of how many chunks a cartridge of so many positions is."""
+        whole, rest = divmod(positions, self.chunk_tokens)
+        return 0 if kind == "tokens" else whole + (kind == "trained" and rest > 0)
+
+    def hash_bytes(self, positions: int, kind: Kind) -> int:
         """Return how many bytes the hashes of a cartridge of so many positions are."""
-        return positions // self.chunk_tokens * self._width
+        return self.chunks_in(positions, kind) * self._width
+
+    def _filled(self, token_ids: Sequence[int], chunks: int) -> Iterable[int]:
+        end = chunks * self.chunk_tokens
+        return self._hasher([*token_ids[:end], *[_FILLER] * (end - len(token_ids))])
 
     def add(self, digest: str, hashes: bytes, *, open_to_all: bool, rank: str = "") -> None:
         """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
@@ -127,14 +129,13 @@ class KeyIndex:
                     self._tagged.pop(tag)
 
     def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
-        """Make the whole chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
+        """Make the chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
 
         Beyond `MAX_CACHED_CHUNKS` chunks the chains that were used least recently are dropped: ask `has`, and add a
         chain again. Takes no lock while it hashes.
         """
         if tag not in self._tagged:
-            ids = list(token_ids[: len(keys) * self.chunk_tokens])
-            self._tagged.put(tag, dict(zip(self._hasher(ids), keys, strict=True)))
+            self._tagged.put(tag, dict(zip(self._filled(token_ids, len(keys)), keys, strict=True)))
 
     def has(self, tag: str) -> bool:
         """Whether the chunks of `tag` can be found."""
@@ -143,6 +144,10 @@ class KeyIndex:
     def chunks(self, tag: str) -> list[ChunkKey]:
         """Return every chunk that can be found under `tag`, in order; empty for an unknown one."""
         return list(self._table(tag).values())
+
+    def last(self, tag: str) -> int:
+        """Return the hash of the last chunk that can be found under `tag`, which has one."""
+        return next(reversed(self._table(tag)))
 
     def candidates(self, chunk_hash: int, tag: str | None) -> Iterator[ChunkKey]:
         """Yield every chunk that answers a hash, also of hidden cartridges, the leading one's first."""
@@ -194,11 +199,3 @@ class KeyIndex:
 
     def _pack(self, chunk_hash: int) -> bytes:
         return chunk_hash.to_bytes(self._width, "big")
-
-    def check(self) -> None:
-        """Assert that nothing is kept of cartridges that were forgotten."""
-        with self._lock:
-            found = {*self._newest.values(), *(digest for others in self._older.values() for digest in others)}
-            assert found <= self._open.keys() <= self._hashes.keys() and self._hidden <= self._open.keys()
-            assert all(self._older.values()) and self._older.keys() <= self._newest.keys()
-            assert {tag for tag in self._tagged if "." not in tag} <= self._hashes.keys()

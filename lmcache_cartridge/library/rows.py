@@ -19,7 +19,7 @@ from ..artifact.cartridge import Cartridge, Place
 from ..artifact.location import is_remote
 from ..artifact.manifest import Kind
 from ..artifact.model import Fingerprint
-from ..errors import ChunkSizeMismatch, ModelMismatch, UnsupportedEngine
+from ..errors import ModelMismatch, UnsupportedEngine
 from .index import KeyIndex
 from .manifest_cache import ManifestCache
 from .registry import RegistryEntry
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PERMANENT = {error.__name__: error for error in (ModelMismatch, ChunkSizeMismatch, UnsupportedEngine)}
+PERMANENT = {error.__name__: error for error in (ModelMismatch, UnsupportedEngine)}
 """Errors of sound cartridges that one engine can never serve; to read them again is no use."""
-_FORMAT = 3
+_FORMAT = 4
 _UNUSED_S = 30 * 86400.0
 """Age at which the file of an engine that starts no more is removed."""
 _WAIT_S = 10.0
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: Kind
     positions: int
     hashes: bytes
-    """Of its whole chunks, as `KeyIndex.hash` returns them."""
+    """Of its chunks, as `KeyIndex.hash` returns them."""
     refusal: tuple[str, str] | None = None
     """Name of the error and its message, where the cartridge is sound but nothing for this engine."""
     adapted: bool = False
@@ -110,9 +110,7 @@ class RowReader:
                 "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
                 "recomputes what it cannot load"
             )
-        hashes = b""
-        if manifest.kind != "tokens":
-            hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root).tolist())
+        hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root).tolist())
         beside = None if location == str(root) else str(root)
         adapted = manifest.fingerprint.lora is not None
         row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes, adapted=adapted)
@@ -126,7 +124,7 @@ class RowReader:
             return row.refusal[0] in PERMANENT
         if (row.kind, row.positions) != (entry.kind, entry.positions):
             return False
-        return len(row.hashes) == (0 if row.kind == "tokens" else self._index.hash_bytes(row.positions))
+        return len(row.hashes) == self._index.hash_bytes(row.positions, row.kind)
 
 
 class RowCache:

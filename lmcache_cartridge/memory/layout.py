@@ -2,7 +2,6 @@
 
 canonical   [2, L, T, H, D]     K and V, layer, token, head, element; what everybody reasons in
 heads       [H, 2, L, T, D]     artefacts and resident chunks: any run of heads is one run of bytes
-kv_2ltd     [2, L, T, H * D]    LMCache's own, for its kernels on engines with split K and V planes
 fused       [L, T, H, 2 * D]    LMCache's own for vLLM >= 0.26 on GPUs: K beside V for each token and head
 
 Multi-head latent attention has one plane and one head, so that canonical, heads and LMCache's own are the same there:
@@ -63,16 +62,11 @@ def heads_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
     return stored.permute(1, 2, 3, 0, 4)
 
 
-def kv_2ltd_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
-    """View flat uint8 bytes in LMCache's KV_2LTD layout as canonical `[2, L, T, H, D]`; no copy, contiguous."""
-    return raw.view(HELD[shape.dtype]).view(shape.planes, shape.layers, shape.tokens, shape.heads, shape.head_size)
-
-
 def fused_view(raw: torch.Tensor, shape: ChunkShape) -> torch.Tensor:
     """View flat uint8 bytes with K beside V as canonical `[2, L, T, H, D]`; no copy, not contiguous."""
     stored = raw.view(HELD[shape.dtype]).view(shape.layers, shape.tokens, shape.heads, 2, shape.head_size)
     return stored.permute(3, 0, 1, 2, 4)
 
 
-VIEWS = {"heads": heads_view, "kv_2ltd": kv_2ltd_view, "fused": fused_view}
+VIEWS = {"heads": heads_view, "fused": fused_view}
 """How each layout of resident bytes is read or written as canonical KV. Those of `tiles` are packed instead."""

@@ -127,9 +127,12 @@ class ChunkLoader:
         self, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
     ) -> list[CartridgeError | None]:
         """Fill `outs` with chunks in a row in the heads layout; return for each None, or why it could not be had."""
-        if len(outs) == 1:
-            return [self._attempt(segments, chunk, outs[0])]
-        cartridge, buffers = segments[0].cartridge, [out.numpy().data for out in outs]
+        cartridge = segments[0].cartridge
+        if (
+            len(outs) == 1 or (chunk + len(outs)) * self.shape.tokens > cartridge.manifest.positions
+        ):  # the last is not whole
+            return [self._attempt(segments, chunk + i, out) for i, out in enumerate(outs)]
+        buffers = [out.numpy().data for out in outs]
         done = [self._read_copy(cartridge, chunk + i, buffer) for i, buffer in enumerate(buffers)]
         if not any(done):
             try:

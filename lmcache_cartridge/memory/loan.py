@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -87,11 +87,6 @@ class Leases:
             ended += left
         self.count -= len(ended)
         return ended
-
-    def check(self, entries: Iterable[Entry]) -> None:
-        """Assert that these chunks have exactly these leases."""
-        left = sum(lease.left for lease in self._open)
-        assert self.count == left == sum(len(entry.leases) for entry in entries), "a lease is lost"
 
 
 class Loan:

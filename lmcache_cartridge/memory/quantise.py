@@ -55,6 +55,12 @@ class Quantiser(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for plane, table in enumerate(rule):
                 bytes_[:, plane, layer] = tables[table].take(numbers[:, plane, layer])
 
+    def numbers(self, kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return KV `[2, L, ...]` of a 16-bit `dtype` that the layers write as these bytes."""
+        numbers = np.array([[table.find(code) for code in range(256)] for table in self.tables]).astype("u2")
+        tables = np.array(self.layers).T[:, :, None]
+        return torch.from_numpy(numbers[tables, kv.flatten(2).cpu()]).view(dtype).view(kv.shape)
+
 
 def quantiser(rules: Sequence[Rule]) -> Quantiser:
     """Return the quantiser of layers with these rules."""

@@ -14,7 +14,7 @@ import torch
 
 from ..artifact.cartridge import Place, Segment
 from ..errors import ArtifactError, CartridgeError
-from ..library.catalog import Catalog
+from ..library.catalog import Catalog, Needed
 from ..library.index import ChunkKey
 from ..library.manifest_cache import ManifestCache
 from ..library.quarantine import Quarantine
@@ -25,6 +25,7 @@ from ..sources.disk_cache import DiskCache
 from ..sources.published import follower_of
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
+from . import tiles
 from .background import Background
 from .claim import Claim
 from .described import Engine
@@ -128,7 +129,7 @@ class CartridgeStore:
         keys = self._leading(hashes, tag)
         if plain:
             self._load_untried(hashes[len(keys) :])
-        if needed is None or not keys or len(keys) < needed or not self._note(keys, tag):
+        if needed is None or not keys or len(keys) < needed.chunks or not self._note(keys, tag):
             return 0
         device = self.device
         if (
@@ -137,7 +138,7 @@ class CartridgeStore:
             and device.lease(keys, 0.0, whole=True, plain=plain)
         ):
             return len(keys)
-        found = self.cpu.lease(keys, self._settings.lookup_timeout_s, whole=needed > 0, plain=plain)
+        found = self.cpu.lease(keys, self._settings.lookup_timeout_s, whole=any(needed), plain=plain)
         if device is not None and found:
             with device.hold(keys[:found]) as promoted:
                 promoted.poll()
@@ -174,6 +175,16 @@ class CartridgeStore:
                 break
             loans += more
         return loans
+
+    def tail(self, tag: str) -> torch.Tensor | None:
+        """Return the KV `[planes, L, t, H, D]` behind the last whole chunk of a cartridge or chain, as the engine caches its
+        numbers: of as many positions as must be had, a copy. None where it cannot be had. Blocks as `lend`.
+        """
+        needed = self._catalog.derive(tag)
+        if not (needed and needed.tail) or (loan := self.lend(self._catalog.index.last(tag), tag)) is None:
+            return None
+        with loan:
+            return tiles.unpack(loan.bytes, self.shape, self.engine.layout)[:, :, : needed.tail].clone()
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
@@ -262,9 +273,9 @@ class CartridgeStore:
             yield Readiness(0, 0, len(keys), why, digest=None if "." in tag else tag)
         else:
             tier = next((tier for tier in self._memory.values() if tier.resident(keys) == len(keys)), self.cpu)
-            yield tier.hold(keys, whole=needed > 0)
+            yield tier.hold(keys, whole=any(needed))
 
-    def _read(self, tag: str, places: Mapping[str, Place]) -> int:
+    def _read(self, tag: str, places: Mapping[str, Place]) -> Needed:
         """Read what a tag names, and return what `Catalog.require` does. Blocks."""
         for digest, place in places.items():
             if not self._catalog.knows(digest):
@@ -365,11 +376,6 @@ class CartridgeStore:
         if self._disk is not None:
             tiers["disk"] = self._disk.stats()._asdict()
         return tiers | {"source": self._loader.stats()._asdict()}
-
-    def check(self) -> None:
-        """Assert the invariants of the tiers in memory."""
-        for tier in self._memory.values():
-            tier.check()
 
     def close(self) -> None:
         """Stop loading. Loans stay valid."""

@@ -214,21 +214,6 @@ class MemoryTier:
                 resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
             )  # fmt: skip
 
-    def check(self) -> None:
-        """Assert the invariants: every slot has one owner, no reference count is below 0, the totals add up."""
-        with self._lock:
-            self._expire()
-            entries = self._entries.values()
-            slots = [slot.data_ptr() for slot in [*self._free, *(entry.bytes for entry in entries)]]
-            assert len(set(slots)) == len(slots) == self._used <= self.slots, "a slot is lost, or two chunks share it"
-            assert all(entry.holds >= len(entry.leases) for entry in entries), "a hold was closed twice"
-            by_digest = [entry for chunks in self._cartridges.values() for entry in chunks.values()]
-            assert set(by_digest) == set(entries) and all(self._cartridges.values()), "a chunk is in no cartridge"
-            resident = sum(entry.state == "resident" for entry in entries)
-            assert self._promoted - self._evicted == resident, "promoted - evicted != resident"
-            assert self._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
-            self._leases.check(entries)
-
     def relieve(self) -> None:
         """Do `LoadThreads.relieve`."""
         self._threads.relieve()

@@ -84,10 +84,12 @@ def pack(canonical: torch.Tensor, out: torch.Tensor, shape: ChunkShape, name: st
 
 
 def unpack(packed: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
-    """Return canonical KV `[2, L, T, H, D]` of flat uint8 in a layout of tiles; a new tensor.
+    """Return canonical KV `[2, L, T, H, D]` of flat uint8 in a layout of tiles; a new tensor. Of one of `layout.VIEWS`: a view.
 
     Raises `ValueError` where the chunk is not made of whole tiles.
     """
+    if not is_tiled(name):
+        return VIEWS[name](packed, shape)
     canonical = torch.empty(
         2, shape.layers, shape.tokens, shape.heads, shape.head_size, dtype=HELD[shape.dtype], device=packed.device
     )

@@ -208,7 +208,8 @@ def _state(
     """
     refused = (rank["refused"][row.name] for rank in ranks if row.name in rank["refused"])
     reason = quarantined or next(refused, failed)
-    whole = row.positions // ranks[0]["chunk_tokens"] if row.kind != "tokens" else 0
+    whole, rest = divmod(row.positions * (row.kind != "tokens"), ranks[0]["chunk_tokens"])
+    whole += row.kind == "trained" and rest > 0
     tiers = {
         tier: {"resident_chunks": min(rank["resident"][tier].get(row.digest, 0) for rank in ranks), "chunks": whole}
         for tier in ranks[0]["resident"]

@@ -101,14 +101,16 @@ class Trial(NamedTuple):
     def prefix(self, chunk_tokens: int) -> tuple[int, int] | None:
         """Return how many positions stand before a question, and how many of those are injected.
 
-        The rest is computed, which gives a cartridge alone the same KV. Behind itself it gives other KV, so there are
-        whole chunks only; None where they are not whole on this engine.
+        Of a trained one all are. Of others the rest is computed, which gives a cartridge alone the same KV. Behind itself it
+        gives other KV, so there are whole chunks only; None where they are not whole on this engine.
         """
+        whole = self.positions // chunk_tokens * chunk_tokens
+        injected = self.positions if self.manifest.kind == "trained" else whole
         if not self.is_behind:
-            return self.positions, self.positions // chunk_tokens * chunk_tokens
+            return self.positions, injected
         canary = self.manifest.canary
         reach = (canary and canary.behind_positions) or self.positions
-        return None if reach % chunk_tokens or reach > self.positions else (reach, reach)
+        return (reach, reach) if reach <= injected and (reach > whole or not reach % chunk_tokens) else None
 
 
 class Trials:

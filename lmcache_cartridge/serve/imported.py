@@ -14,12 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -168,27 +168,27 @@ class Imports:
     ) -> Path:
         served, settings = self.served, self._settings
         if served is None or settings.imported_bytes == 0:
-            why = (
-                "by the setting imported_bytes"
-                if served
-                else "here; `lmcache-cartridge import` makes a cartridge of one"
-            )
-            raise Refusal(422, f"{shown}: no {SUFFIX} files are imported {why}")
+            raise Refusal(
+                422, f"{shown}: no {SUFFIX} files are imported here, as where the setting imported_bytes is 0; "
+                "`lmcache-cartridge import` makes a cartridge of one",
+            )  # fmt: skip
         size = whole if isinstance(whole, int) else whole.stat().st_size
         if size > settings.imported_bytes:
             raise Refusal(422, f"{shown} has {size} bytes, more than the setting imported_bytes")
         facts = json.dumps([location, stamps, served, _stamps_of(Path(served.model))])
         key = blake3(facts.encode()).hexdigest(16)
         root = self._directory / key
-        if not self._is_there(root):
+        if not (root / reading.MANIFEST).is_file():
             refused = self._refused.get(key)
             if refused is not None and self._clock() < refused[0]:
                 raise Refusal(422, refused[1])
             with self._turn(key, shown):
-                if not self._is_there(root):
+                if not (root / reading.MANIFEST).is_file():
                     self._make_room(size, shown)
-                    with self._unfinished() as work:
-                        path = get(work)
+                    with TemporaryDirectory(
+                        prefix=_UNFINISHED, dir=self._directory, ignore_cleanup_errors=True
+                    ) as name:
+                        path = get(work := Path(name))
                         made = self._import(key, path, work, _id(location), size, shown)
                         if isinstance(whole, Path) and self._stamps(whole, shown) != stamps:
                             raise Refusal(503, f"{shown} is being changed", retry_after_s=2)
@@ -196,9 +196,6 @@ class Imports:
                         made.rename(root)
         self._note(location, root)
         return root
-
-    def _is_there(self, root: Path) -> bool:
-        return (root / reading.MANIFEST).is_file()
 
     def _note(self, location: str, root: Path) -> None:
         """List it, and note on the disk that it is used."""
@@ -208,9 +205,7 @@ class Imports:
         row = self._rows.get(location)
         if row is None or row.location != str(root):
             manifest = reading.load_manifest(root, payload=False)
-            logger.info(
-                "%s is %s, of %s", location, manifest.name, getattr(manifest.provenance.origin, "format", "nothing")
-            )
+            logger.info("%s is %s, of %s", location, manifest.name, manifest.provenance.origin)
             self._rows.put(location, RegistryEntry(
                 manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
                 manifest.payload_bytes, str(root), manifest.provenance.created,
@@ -246,14 +241,6 @@ class Imports:
         finally:
             os.close(lock)
 
-    @contextmanager
-    def _unfinished(self) -> Iterator[Path]:
-        work = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._directory))
-        try:
-            yield work
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
     def _import(self, key: str, path: Path, work: Path, name: str, size: int, shown: str) -> Path:
         """Return the directory that a child has made. Raises `Refusal`, which is remembered where the file is at fault."""
         assert self.served is not None
@@ -275,7 +262,7 @@ class Imports:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         made = work / "cartridges" / name / "1"
-        if status == 0 and self._is_there(made):
+        if status == 0 and (made / reading.MANIFEST).is_file():
             return made
         why = _reason(work / "errors", path) if status is not None else f"it took more than {self._deadline_s:g} s"
         message = f"{shown} cannot be imported: {why}"

@@ -29,7 +29,6 @@ and float32, 0.004 between vLLM and transformers, 0.0006 for float16; the neares
 """
 EVERY_LAYER = {"bfloat16": 0.1, "float16": 0.02, "float32": 0.005}
 """The same for the K or V of all positions of a layer, where rounding has grown on the way: 0.05, 0.03 and 0.006."""
-USUAL_CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 SINK = 4
 """More frozen positions than these are hardly an attention sink alone."""
 
@@ -45,8 +44,6 @@ class Imported(NamedTuple):
     """What became of the dtype: `float32 to bfloat16, rounded`."""
     evidence: str
     """Why it counts as prefill, trained or tokens."""
-    chunk_sizes: tuple[int, ...]
-    """The usual chunk sizes of a server that it can be served with."""
     warnings: tuple[str, ...]
 
 
@@ -83,8 +80,8 @@ def import_(
             token_ids=np.array(ids),
         ) as writer:  # fmt: skip
             manifest = writer.commit(model.provenance("import", origin=_origin(foreign)))
-        warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens))
-        return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", USUAL_CHUNKS, warnings)
+        warnings = tuple(_warnings(model, foreign))
+        return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", warnings)
     model.need_values("import")
     order, layers = settle(foreign, model.fingerprint, axes)
     kv = ForeignKV(foreign, layers, model.fingerprint, rounding)
@@ -114,8 +111,8 @@ def import_(
         token_ids=foreign.token_ids if prefill else None, document_ids=document_ids, chunk_tokens=chunk_tokens,
         encoding=encoding, with_canary=compare, progress=progress,
     )  # fmt: skip
-    warnings = tuple(_warnings(model, foreign, manifest, chunk_tokens, order, document_ids))
-    return Imported(manifest, foreign.form, order, kv.dtype, evidence, servable(manifest), warnings)
+    warnings = tuple(_warnings(model, foreign, order, document_ids))
+    return Imported(manifest, foreign.form, order, kv.dtype, evidence, warnings)
 
 
 def _judge(
@@ -159,16 +156,9 @@ def _public(named: str) -> str:
     return named if named.count("/") == 1 and not named.startswith((".", "/", "~")) else Path(named).name
 
 
-def servable(manifest: Manifest) -> tuple[int, ...]:
-    """Return the usual chunk sizes with which a server can take a cartridge: all of a trained one, or none."""
-    return tuple(n for n in USUAL_CHUNKS if manifest.kind != "trained" or manifest.positions % n == 0)
-
-
 def _warnings(
     model: CausalModel,
     foreign: Foreign,
-    manifest: Manifest,
-    chunk_tokens: int,
     order: str | None = None,
     document_ids: list[int] | None = None,
 ) -> Iterator[str]:
@@ -185,10 +175,3 @@ def _warnings(
             )
     if limit and document_ids is not None and len(document_ids) >= limit:
         yield f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help"
-    if manifest.kind == "trained" and manifest.positions % chunk_tokens:
-        usual = f"{USUAL_CHUNKS[0]} to {USUAL_CHUNKS[-1]}"
-        how = f"no usual chunk size ({usual}) divides it, --chunk-size {manifest.positions} does"
-        if fits := servable(manifest):
-            others = f" (or {', '.join(map(str, fits[:-1]))})" if fits[:-1] else ""
-            how = f"start it with --chunk-size {fits[-1]}{others}"
-        yield f"p = {manifest.positions} is no multiple of {chunk_tokens}: a server of that chunk size refuses it; {how}"

@@ -61,14 +61,15 @@ def usual_rate(init: str, document: torch.Tensor) -> float:
 
 
 def positions_of(tokens: int, chunk_tokens: int, *, compress: float | None = None, positions: int | None = None) -> int:
-    """Return p, as asked for or `tokens / compress`, rounded to whole chunks, at least one: an engine serves no less.
+    """Return p: as asked for, or `tokens / compress` rounded to whole chunks, which requests share, at least one.
 
     Raises `CartridgeError` where neither is given.
     """
-    if positions is None and compress is None:
+    if positions is not None:
+        return positions
+    if compress is None:
         raise CartridgeError("give the number of positions, or by how much to compress")
-    wanted = positions if positions is not None else tokens / (compress or 1)
-    return max(1, math.floor(wanted / chunk_tokens + 0.5)) * chunk_tokens
+    return max(1, math.floor(tokens / compress / chunk_tokens + 0.5)) * chunk_tokens
 
 
 def prefilled(model: CausalModel, ids: list[int], progress: Progress = silent) -> torch.Tensor:

@@ -178,13 +178,8 @@ class Job:
         task = self.task
         positions = positions_of(tokens, task.chunk_tokens, compress=task.compress, positions=task.positions)
         check_positions(positions, tokens)
-        asked = f"{task.positions} positions"
-        if task.positions is None and task.compress is not None:
-            asked = f"{tokens / task.compress:.1f} ({task.compress:g}x)"
-        self.say(
-            f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x; asked for {asked}, "
-            f"rounded to whole chunks of {task.chunk_tokens}, which is what an engine serves"
-        )
+        rounded = f", rounded to whole chunks of {task.chunk_tokens}" if task.positions is None else ""
+        self.say(f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x{rounded}")
         return positions
 
     def _claim(self, document: str, model: CausalModel) -> None:

@@ -1,0 +1,28 @@
+"""What is always so of the tiers in memory; tests ask after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check(of: Any) -> None:
+    """Assert of a tier, or of those of a store, that every slot has one owner, no reference count is below 0, and the totals
+    add up.
+    """
+    if hasattr(of, "check"):  # the disk tier's own
+        of.check()
+        return
+    for tier in of._memory.values() if hasattr(of, "cpu") else [of]:
+        with tier._lock:
+            tier._expire()
+            entries = tier._entries.values()
+            slots = [slot.data_ptr() for slot in [*tier._free, *(entry.bytes for entry in entries)]]
+            assert len(set(slots)) == len(slots) == tier._used <= tier.slots, "a slot is lost, or two chunks share it"
+            assert all(entry.holds >= len(entry.leases) for entry in entries), "a hold was closed twice"
+            by_digest = [entry for chunks in tier._cartridges.values() for entry in chunks.values()]
+            assert set(by_digest) == set(entries) and all(tier._cartridges.values()), "a chunk is in no cartridge"
+            resident = sum(entry.state == "resident" for entry in entries)
+            assert tier._promoted - tier._evicted == resident, "promoted - evicted != resident"
+            assert tier._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
+            left = sum(lease.left for lease in tier._leases._open)
+            assert tier._leases.count == left == sum(len(entry.leases) for entry in entries), "a lease is lost"

@@ -1,0 +1,153 @@
+"""A trained cartridge is injected to its last position, or its blocks are reported as not loaded and nothing of it is saved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blocks import quietly  # vLLM before LMCache
+
+from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.memory.quantise import NUMBERS, Rule, quantiser
+
+with quietly():
+    from lmcache_cartridge.engine.whole import InjectsWhole, Tail, Whole
+
+CHUNK, BLOCK = 64, 16
+
+
+def _request(must_inject: int, name: str = "r") -> Any:
+    params = {TAG: "digest", GRANT: {"must_inject": must_inject}} if must_inject else {}
+    return SimpleNamespace(request_id=name, kv_transfer_params=params)
+
+
+def _blocks(count: int) -> Any:
+    """Blocks 100, 101, ..."""
+    return SimpleNamespace(get_block_ids=lambda: ([100 + i for i in range(count)],))
+
+
+def _slots(first: int, last: int) -> list[int]:
+    return [100 * BLOCK + at for at in range(first, last)]
+
+
+@pytest.mark.parametrize(("must_inject", "computed", "found", "tail"), [
+    (0, 0, 0, None), (64, 0, 64, None), (64, 64, 64, None), (100, 112, 112, None),
+    (13, 0, 0, (0, 0, 13)), (100, 0, 64, (0, 64, 100)), (100, 64, 64, (0, 64, 100)), (100, 96, 96, (32, 96, 100)),
+    (100, 0, 128, None),  # what LMCache saved has the tail too
+])  # fmt: skip
+def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(
+    must_inject: int, computed: int, found: int, tail: tuple[int, int, int] | None
+) -> None:
+    whole, request = Whole(CHUNK, BLOCK), _request(must_inject)
+    until = whole.owes(request, computed, found)
+    assert until == (None if tail is None else must_inject)
+    whole.allocated(request, _blocks(9), 0 if until is None else until - computed)
+    expected = [] if tail is None else [Tail("r", "digest", tail[0], _slots(*tail[1:]))]
+    assert whole.step(set()) == (set(), expected)
+    assert whole.step(set()) == (set(), [])
+
+
+def test_where_a_whole_chunk_is_missing_all_blocks_have_nothing() -> None:
+    whole, request = Whole(CHUNK, BLOCK), _request(150)
+    assert whole.owes(request, 32, 64) == 150
+    whole.allocated(request, _blocks(12), 118)
+    assert whole.step(set()) == ({100 + i for i in range(2, 10)}, [])
+
+
+def test_a_request_that_waits_for_lmcache_is_told_of_twice_and_one_that_loads_nothing_never() -> None:
+    whole, request = Whole(CHUNK, BLOCK), _request(100)
+    assert whole.owes(request, 0, 64, is_async=True) == 100
+    whole.allocated(request, _blocks(7), 100)
+    whole.allocated(request, _blocks(9), 0)
+    whole.allocated(request, _blocks(9), 0)
+    tail = Tail("r", "digest", 0, _slots(64, 100), 1)
+    assert whole.step(set())[1] == [tail, tail._replace(turn=2)]
+    whole.owes(request, 0, 64)
+    whole.allocated(request, _blocks(7), 0)  # vLLM had the blocks itself meanwhile
+    whole.owes(request, 0, 64)
+    whole.step({"r"})
+    whole.allocated(request, _blocks(7), 100)
+    assert whole.step(set()) == (set(), [])
+
+
+class _LMCache:
+    """The connector of LMCache's that ours stands before."""
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        pass
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def build_connector_meta(self, output: Any) -> Any:
+        return SimpleNamespace(requests=[])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {0, 3}
+
+
+class _Connector(InjectsWhole, _LMCache):
+    def __init__(self, kv: torch.Tensor | None) -> None:
+        self.kv, self.whole = kv, Whole(CHUNK, BLOCK)
+        self.caches = [torch.zeros(9, 2, BLOCK, 16) for layer in range(3)]
+
+        def op(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+            cache[slots // BLOCK, :, slots % BLOCK] = torch.cat([keys, values], -1)
+
+        layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=op))
+        self.write_tails(lambda tag: self.kv, [(layer, cache) for cache in self.caches], None, torch.float32)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Return K and V of every slot of each layer, `[2, slots, H, D]`."""
+        return [torch.stack(cache.transpose(1, 2).flatten(0, 1).chunk(2, -1)) for cache in self.caches]
+
+    def run(self, *tails: Tail) -> set[int]:
+        """Run a step and return the blocks that failed."""
+        metadata = self.build_connector_meta(SimpleNamespace(finished_req_ids=set()))
+        metadata.cartridges[1].extend(tails)
+        self.bind_connector_metadata(metadata)
+        self.start_load_kv(None)
+        return self.get_block_ids_with_load_errors() - {3}
+
+
+def test_a_tail_is_written_by_every_layer_and_nothing_else_is() -> None:
+    kv = torch.randn(2, 3, 36, 2, 8)
+    connector = _Connector(kv)
+    slots = list(range(40, 71))
+    assert connector.run(Tail("r", "digest", 5, slots)) == set()
+    for layer, rows in enumerate(connector.rows()):
+        assert torch.equal(rows[:, slots], kv[:, layer, 5:])
+        assert rows.transpose(0, 1).flatten(1).any(1).sum() == len(slots)
+
+
+@pytest.mark.parametrize(
+    "kv", [None, torch.zeros(2, 3, 20, 2, 8), torch.zeros(2, 2, 36, 2, 8)], ids=["gone", "short", "other"]
+)
+def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(
+    kv: torch.Tensor | None,
+) -> None:
+    connector, first = _Connector(kv), Tail("r", "digest", 0, list(range(40, 71)), 1)
+    assert connector.run(first) == set(), "vLLM cannot end it yet"
+    assert "r" in connector.spoilt
+    again = first._replace(turn=2)
+    assert connector.run(again) == {2, 3, 4} - {3}
+    connector = _Connector(None)
+    connector.run(first)
+    connector.kv = torch.randn(2, 3, 36, 2, 8)
+    assert connector.run(again) == set(), "the second time it is there"
+    assert torch.equal(connector.rows()[0][:, 40], connector.kv[:, 0, 0])
+
+
+def test_bytes_of_a_quantised_cache_are_numbers_that_are_written_as_these_bytes() -> None:
+    generator = np.random.default_rng(1)
+    tables = [(np.arange(NUMBERS) % 256).astype("u1") for _ in range(4)]
+    for table in tables:
+        generator.shuffle(table)
+    rules = [Rule(tables[0].tobytes(), tables[1].tobytes()), Rule(tables[2].tobytes(), tables[3].tobytes())]
+    seen = torch.from_numpy(generator.integers(0, 256, (2, 2, 7, 2, 8), "u1"))
+    numbers = quantiser(rules).numbers(seen, torch.bfloat16)
+    for layer, rule in enumerate(rules):
+        assert torch.equal(rule(numbers[:, layer]), seen[:, layer])
