@@ -60,14 +60,15 @@ def promoted_wrong() -> Iterator[None]:
 def injected_wrong() -> Iterator[None]:
     from lmcache_cartridge.engine.inject import EngineWriteConnector
 
-    right = EngineWriteConnector._copy_near
+    right = EngineWriteConnector._write
 
     def wrong(self: Any, pieces: Any) -> None:
         right(self, pieces)
-        for row in self._rows:
-            row[pieces[0].slots[0] // row.shape[1], pieces[0].slots[0] % row.shape[1], 0, 0] *= -1
+        for _, cache in self.layers:
+            block, token = divmod(int(pieces[0].slots[0]), cache.shape[2])
+            cache[block, 0, token, 0] *= -1
 
-    with patch.object(EngineWriteConnector, "_copy_near", wrong):
+    with patch.object(EngineWriteConnector, "_write", wrong):
         yield
 
 

@@ -580,7 +580,6 @@ class ApiTests:
         register(served.model, served.settings, ward.ids, name="moving")
         before = served.asker.complete(ask(fact, 0), "moving")
         register(served.model, served.settings, ward.ids[:512], name="moving", version=2, weights_digest="00" * 32)
-        register(served.model, served.settings, ward.ids[:300], name="moving", version=3, kind="trained")
         for _ in range(3):
             for again in (served.asker.complete(ask(fact, 0), "moving"), served.asker.chat(content(fact), ["moving"])):
                 assert (again.text.strip(), again.used) == (fact.value, f"moving@1;positions={len(ward.ids)}")
@@ -588,12 +587,7 @@ class ApiTests:
         chained = served.asker.complete(ask(fact, 0), ["a", "moving"])
         assert chained.used.endswith(f", moving@1;positions={len(ward.ids)}")
         assert _status(served.asker.complete, "Q: x? A:", "moving@2")[0] == 409
-        status, message = _status(served.asker.complete, "Q: x? A:", "moving@3")
-        assert status == 422
-        assert message.startswith("moving@3 cannot be served: ") and "256" in message, (
-            "the reason, not where to ask for it"
-        )
-        states = {1: "resident", 2: "refused", 3: "refused"}
+        states = {1: "resident", 2: "refused"}
         until(
             lambda: {v: served.asker.http.get(f"/v1/cartridges/moving@{v}").json()["state"] for v in states} == states
         )
@@ -698,12 +692,16 @@ class ApiTests:
         assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
         assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
 
-    def test_a_trained_cartridge_that_ends_inside_a_chunk_is_refused_at_the_end_of_a_chain(
+    def test_a_trained_cartridge_that_ends_inside_a_chunk_is_injected_to_its_end_at_the_end_of_a_chain(
         self, served: Served
     ) -> None:
-        status, _ = _status(served.asker.complete, "Q: x? A:", ["a", "c"])
-        assert status == 422
-        assert served.asker.right(served.wards["c"].facts[0], ["c", "a"])
+        facts, positions = served.wards["c"].facts[:4], len(served.wards["a"].ids) + 1024
+        assert positions % CHUNK
+        for fact in facts:
+            reply = served.asker.complete(ask(fact, 0), ["a", "c"])
+            assert reply.cached_tokens == positions
+            assert reply.text.strip() == fact.value
+        assert served.asker.right(facts[0], ["c", "a"])
 
     def test_a_chain_longer_than_the_context_is_refused(self, served: Served) -> None:
         status, message = _status(served.asker.complete, "Q: x? A:", ["a"] * 8)

@@ -12,7 +12,7 @@ import msgspec
 
 from ..errors import CartridgeError
 
-_MAX_FRAME_BYTES = 1 << 30
+_MAX_FRAME_BYTES = 512 << 20
 """A chunk of 256 tokens of a model of 7 billion parameters without grouped heads has 128 MiB."""
 _TIMEOUT_S = 30.0
 

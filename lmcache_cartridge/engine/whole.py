@@ -7,11 +7,11 @@ the request (`kv_load_failure_policy: fail`) before it samples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.logger import init_logger
 
 from ..artifact.lru import Lru
 from ..errors import CartridgeError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_cartridge.whole")
+logger = logging.getLogger("vllm.lmcache_cartridge.whole")
 
 
 class Tail(NamedTuple):
