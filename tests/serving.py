@@ -15,6 +15,7 @@ from waiting import until
 
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
@@ -146,6 +147,18 @@ def difference(a: Reply, b: Reply) -> float:
     if top not in second:
         return float("inf")
     return max(abs(first[token] - second[token]) for token in shared)
+
+
+def assert_injected_to_its_end(client: Client, model: CausalModel) -> None:
+    """Ask ward-a, as `tailed`, what stands behind its last whole chunk of 256; the control: `trained` does not have it."""
+    sheet = load_sheet("ward-a")
+    document = model.encode(sheet.text, special=True)
+    question = next(each for each in sheet.questions if each.text == "Q: what is the diagnosis of patient Vehe? A:")
+    own = question_ids(model, question.text)
+    whole, cut = (client.ask_with([name], own) for name in ("tailed", "trained"))
+    assert (whole.cached_tokens, cut.cached_tokens) == (len(document), len(document) // 256 * 256)
+    assert whole.text.strip() == question.answer != cut.text.strip()
+    assert difference(whole, client.computed(document + own)) < 0.25 < difference(cut, client.computed(document + own))
 
 
 def question_ids(model: CausalModel, text: str) -> list[int]:

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from families import FAMILIES, make_model, write
-from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
+from serving import (
+    SERVER_ARGS,
+    Client,
+    assert_injected_to_its_end,
+    difference,
+    question_ids,
+    register_kv,
+    stored_kv,
+)
 
 from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
@@ -40,7 +48,7 @@ class Home(NamedTuple):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """`ward-a` by prefill; `trained`: the same KV, less its tail, by identity tokens; `other`: so with the KV of ward-b."""
+    """`ward-a` by prefill; `tailed`: the same KV by identity tokens; `trained`: less its tail; `other`: with that of ward-b."""
     settings = from_mapping(
         {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
     )
@@ -51,6 +59,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
         registry.register(root)
         ids = Identity(INJECTED, np.arange(10 + number, 640))
         register_kv(registry, settings.cartridges_dir, name, stored_kv(root)[:, :, :INJECTED], built, ids)
+        if sheet == "ward-a":
+            kv = stored_kv(root)
+            register_kv(
+                registry, settings.cartridges_dir, "tailed", kv, built, Identity(kv.shape[2], np.arange(10, 640))
+            )
     return Home(settings, model)
 
 
@@ -83,6 +96,7 @@ def assert_served(client: Client, model: CausalModel) -> None:
     assert right(client, model, "ward-a") == (12, 12)
     assert right(client, model, "trained")[0] >= 11, "the last 27 positions are missing"
     assert right(client, model, "other")[0] <= 4
+    assert_injected_to_its_end(client, model)
     document = model.encode(sheet.text, special=True)
     for question in sheet.questions[:4]:
         prompt = document + question_ids(model, question.text)

@@ -14,7 +14,16 @@ import msgspec
 import numpy as np
 import pytest
 from adapters import write_adapter
-from serving import SERVER_ARGS, Client, Reply, difference, question_ids, register_kv, stored_kv
+from serving import (
+    SERVER_ARGS,
+    Client,
+    Reply,
+    assert_injected_to_its_end,
+    difference,
+    question_ids,
+    register_kv,
+    stored_kv,
+)
 
 from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.reading import MANIFEST
@@ -38,7 +47,7 @@ def model() -> CausalModel:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
-    """A home with ward-a in chunks of 256, and `trained`: the same KV, less its tail, as a trained cartridge."""
+    """A home with ward-a in chunks of 256, and the same KV as trained cartridges: `tailed`, and `trained` less its tail."""
     made = from_mapping(
         {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
     )
@@ -46,8 +55,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Se
     built = prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
     registry = Registry(made.registry_path)
     registry.register(root)
-    kv = stored_kv(root)[:, :, :1024]
-    register_kv(registry, made.cartridges_dir, "trained", kv, built, Identity(1024, np.arange(10, 640)))
+    for name, kv in (("tailed", stored_kv(root)), ("trained", stored_kv(root)[:, :, :1024])):
+        register_kv(registry, made.cartridges_dir, name, kv, built, Identity(kv.shape[2], np.arange(10, 640)))
     return made
 
 
@@ -129,6 +138,7 @@ def test_each_tensor_parallel_rank_injects_its_own_heads(
             body = client.post({"prompt": own, "cartridges": [name], "max_tokens": 4, "temperature": 0}).json()
             assert body["choices"][0]["text"].strip() == question.answer
             assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
+        assert_injected_to_its_end(client, model)
         for prompt, answer in _prompts(model, 4):
             reply = client.ask(prompt)
             assert reply.cached_tokens == 1024

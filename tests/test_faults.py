@@ -20,6 +20,7 @@ from serving import clear_lmcache
 from wards import MODEL, Answer, Asker, Ward, prefill, register, sure
 
 from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
@@ -338,22 +339,28 @@ class FaultTests:
         assert longest.prompt_tokens == 2303
         _everybody_else_is_served(served)
 
-    def test_preempted_requests_go_on_from_the_cartridge(self, served: Served) -> None:
+    @pytest.mark.parametrize("positions", [POSITIONS, POSITIONS - 30])
+    def test_preempted_requests_go_on_from_the_cartridge(self, served: Served, positions: int) -> None:
         """Sixteen requests of 1,500 positions each, in room for five: the engine must put some off and take them up again."""
         ward, before = served.sound["trained"], served.metric("vllm:num_preemptions_total")
-        pairs = [(ward.facts[i % len(ward.facts)], i) for i in range(16)]
+        ids, name = ward.ids[:positions], f"trained-{positions}"
+        register(served.model, served.settings, ids, name=name, kind="trained", chunk_tokens=CHUNK)
+        facts = sure(served.model, prefill(served.model, ids), ward.facts)
+        pairs = [(facts[i % len(facts)], i) for i in range(16)]
 
         def one(pair: Any) -> str:
             fact, number = pair
             reply = served.asker.complete(
-                ask(fact, 0), "trained", tokens=400, cache_salt=f"preempted{number}", ignore_eos=True
+                ask(fact, 0), name, tokens=400, cache_salt=f"preempted{number}", ignore_eos=True
             )
+            assert reply.cached_tokens >= positions
             return reply.text
 
         with ThreadPoolExecutor(16) as pool:
             texts = list(pool.map(one, pairs))
         assert [text.split()[0] for text in texts] == [fact.value for fact, _ in pairs]
         assert served.metric("vllm:num_preemptions_total") > before, "the control: nothing was preempted"
+        Registry(served.settings.registry_path).remove(name)
         _everybody_else_is_served(served)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import SERVER_ARGS, difference
+from serving import SERVER_ARGS, assert_injected_to_its_end, difference
 from test_engines import (  # noqa: F401 - two are fixtures
     NOISE,
     PARALLEL,
@@ -36,6 +36,7 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
     with _serving(launch, tmp_path, PARALLEL) as client:
         # The engine is tried with it, and from then on plain prompts are answered from it.
         client.post({"prompt": [5], "cartridges": ["ward-a"], "max_tokens": 1}).raise_for_status()
+        assert_injected_to_its_end(client, model)
         _ask_for_what_was_saved(client, model)
         for prompt, answer in _prompts(model, 4):
             reply = client.ask(prompt)
