@@ -26,3 +26,12 @@ def check(of: Any) -> None:
             assert tier._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
             left = sum(lease.left for lease in tier._leases._open)
             assert tier._leases.count == left == sum(len(entry.leases) for entry in entries), "a lease is lost"
+
+
+def check_index(index: Any) -> None:
+    """Assert that nothing is kept of cartridges that were forgotten."""
+    with index._lock:
+        found = {*index._newest.values(), *(digest for others in index._older.values() for digest in others)}
+        assert found <= index._open.keys() <= index._hashes.keys() and index._hidden <= index._open.keys()
+        assert all(index._older.values()) and index._older.keys() <= index._newest.keys()
+        assert {tag for tag in index._tagged if "." not in tag} <= index._hashes.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from invariants import check_index
 from making import make_artifact, make_ids, sha256_hasher
 
 from lmcache_cartridge.artifact.manifest import Manifest
@@ -102,4 +103,4 @@ def test_what_was_registered_last_leads_in_whatever_order_they_are_read(template
     for forgotten, leading in (("d", "c"), ("c", "b"), ("b", "a")):
         index.forget(forgotten)
         assert leader() == leading
-    index.check()
+    check_index(index)

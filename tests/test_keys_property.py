@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from invariants import check_index
 
 from lmcache_cartridge.library import index
 from lmcache_cartridge.library.index import ChunkKey, KeyIndex
@@ -116,6 +117,7 @@ class _Index(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_kept_of_what_is_gone(self) -> None:
+        check_index(self.index)
         for digest in self.gone - (self.open | self.closed).keys():
             assert not self.index.has(digest)
             assert self.index.chunks(digest) == []
