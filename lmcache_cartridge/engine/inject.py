@@ -109,11 +109,11 @@ class EngineWriteConnector(GPUConnectorInterface):
         self._shape, self._computed = shape, computed or torch.bfloat16
         self.layout, caches = "heads", list(kv_caches.values())
         try:
-            found = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
+            seen = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
             if self.device == "cpu" and all(map(_is_aligned, caches)) and not caches[0][0].nbytes % _WORD.itemsize:
-                if not tiles.fits(shape, found):
+                if not tiles.fits(shape, seen):
                     raise UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
-                self.layout = found
+                self.layout = seen
         except UnsupportedEngine as error:
             logger.info("chunks will be written by vLLM's op: %s", error)
         self._gathered = max(1, _GATHER_BYTES[self.device == "cpu"] * shape.layers // shape.size_bytes)

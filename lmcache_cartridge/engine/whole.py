@@ -88,7 +88,7 @@ class Whole:
         ids, block = blocks.get_block_ids()[0], self._block
         slots = [ids[at // block] * block + at % block for at in range(owed.first, owed.until)]
         if owed.is_tail:
-            tag = request.kv_transfer_params[TAG]
+            tag = (request.kv_transfer_params or {})[TAG]
             self._tails.append(Tail(request.request_id, tag, owed.skip, slots, owed.turn))
         else:
             self._lost.update(slot // block for slot in slots)
@@ -113,6 +113,8 @@ class InjectsWhole:
     """In the worker's: blocks of this step that have something to be injected, and do not have it."""
     spoilt: Lru[str, bool]
     """Requests whose tail could not be written."""
+    metadata: Any
+    """Of this step."""
 
     def write_tails(
         self, tail_of: Callable[[str], torch.Tensor | None], layers: Sequence[tuple[Any, torch.Tensor]],
@@ -133,7 +135,7 @@ class InjectsWhole:
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have LMCache load what this step needs, and write the tails."""
         super().start_load_kv(forward_context, **kwargs)  # type: ignore[misc]
-        lost, tails = self.metadata.cartridges  # type: ignore[attr-defined]
+        lost, tails = self.metadata.cartridges
         self.failed = set(lost)
         for tail in tails:
             if tail.turn == 2 and tail.request_id not in self.spoilt:
@@ -166,7 +168,7 @@ class InjectsWhole:
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
         self.whole.allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Return what the workers do in this step."""
         metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
         metadata.cartridges = self.whole.step(scheduler_output.finished_req_ids)

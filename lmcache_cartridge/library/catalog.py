@@ -162,7 +162,7 @@ class Catalog:
 
     def _location_of(self, digest: str) -> str | None:
         row = self._entries.row(digest)
-        return row and row.location
+        return None if row is None else row.location
 
     def close(self) -> None:
         """Stop reading. Blocks for the artefact that is being read, and to write the rows of those that were."""
@@ -206,7 +206,7 @@ class Catalog:
     def chunks_of(self, digest: str) -> int | None:
         """Return how many chunks a cartridge that can be served has; None for any other."""
         row = self._entries.row(digest)
-        return row and self.index.chunks_in(row.positions, row.kind)
+        return None if row is None else self.index.chunks_in(row.positions, row.kind)
 
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
