@@ -217,13 +217,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def company(self) -> int | None:
         """Beside how many other cartridges it was made to stand; None is any number.
 
-        A prefill's KV is a document's. A compaction to a quarter of its document, or more, without gradient steps is as
-        good in a chain of three as alone; to a sixteenth it loses half of its answers (nine sheets). Of KV that came from elsewhere nothing is known.
+        A prefill's KV is a document's. A compaction to a quarter of its document, or more, is as good in a chain as alone; to
+        a sixteenth it loses half of its answers. Of KV that came from elsewhere nothing is known.
         """
         about = self.provenance
         if self.kind != "trained":
             return None
-        if about.compaction is None or about.compaction.refine or about.compaction.distill or self.document is None:
+        if about.compaction is None or about.compaction.distill or self.document is None:
             return 0
         return None if self.document.count <= COMPANIONABLE * self.positions else 0
 
