@@ -71,6 +71,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ids = Identity(INJECTED, np.arange(10, 640))
     kv = stored_kv(settings.cartridges_dir / "ward-c")[:, :, :INJECTED]
     register_kv(registry, settings.cartridges_dir, "other", kv, built, ids)
+    kv = stored_kv(settings.cartridges_dir / "ward-a")
+    for name, positions in (("tailed", kv.shape[2]), ("cut", INJECTED)):
+        ids = Identity(positions, np.arange(10, 640))
+        register_kv(registry, settings.cartridges_dir, name, kv[:, :, :positions], built, ids)
     own = ["--kv-cache-dtype", dtype]
     if mode == "in-process":
         own += [
@@ -105,6 +109,18 @@ def test_answers_are_right_and_near_those_of_the_servers_own_fp8(served: Served)
 def test_int8_and_rotated_cartridges_are_quantised_too(served: Served) -> None:
     """ward-b is int8; behind it ward-a's keys are rotated, and only then quantised."""
     assert served.right("ward-b", "ward-a") >= 11
+
+
+def test_the_end_of_a_trained_cartridge_is_quantised_too(served: Served) -> None:
+    """What is asked stands behind the last whole chunk; the control does not have it."""
+    sheet, client = load_sheet("ward-a"), served.client
+    document = served.model.encode(sheet.text, special=True)
+    question = next(each for each in sheet.questions if each.text == "Q: what is the diagnosis of patient Vehe? A:")
+    own = question_ids(served.model, question.text)
+    computed, (whole, cut) = client.computed(document + own), (client.ask_with([n], own) for n in ("tailed", "cut"))
+    assert (whole.cached_tokens, cut.cached_tokens) == (len(document), INJECTED)
+    assert whole.text.strip() == question.answer != cut.text.strip()
+    assert difference(whole, computed) < NOISE[served.dtype] < difference(cut, computed)
 
 
 def test_the_engine_is_tried_with_a_bound_for_fp8_and_a_chunk_has_a_byte_for_each_number(served: Served) -> None:
