@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
-import weakref
 
 import pytest
 import torch
@@ -170,33 +168,6 @@ def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home, monkeyp
     assert device.stats().loading == 0
     for chunk_hash in prompt.hashes[:4]:
         store.release(chunk_hash)
-
-
-def test_asleep_it_has_no_memory_and_what_is_claimed_moves_to_the_cpu_tier(home: Home) -> None:
-    made, other = home.make(seed=1), home.make("other", kind="trained", positions=64, seed=2)
-    store, prompts = _open(home, cpu=8, device=8), [prompt_for(home, made), prompt_for(home, other, "other")]
-    for prompt in prompts:
-        _on_device(store, prompt)
-    assert store.pin(other.manifest.digest) == 4
-    claim = store.claim(made.manifest.digest, {})
-    assert claim.poll().ready
-    device, cpu = _tiers(store)
-    assert (device.stats().held, cpu.stats().held) == (8, 0)
-    left = weakref.ref(device)
-    del device
-    store.sleep()
-    store.sleep()
-    until(lambda: gc.collect() >= 0 and left() is None)
-    assert list(store.tiers()) == ["cpu", "disk", "source"]
-    until(lambda: claim.poll().ready and cpu.stats().held == 8)
-    for one, prompt in zip((made, other), prompts, strict=True):
-        assert_served(store, one, prompt)
-    assert store.pin(other.manifest.digest) == 4, "it is pinned still"
-    store.wake()
-    store.wake()
-    _on_device(store, prompts[0])
-    assert _tiers(store)[0].resident_by_digest() == {made.manifest.digest: 4}
-    claim.close()
 
 
 # Anything, in any order.

@@ -156,7 +156,9 @@ def _saving(
     config_ = lmcache_config(settings, **SAVING | options)
     with lmcache_engine(config_, config, connector, leaves_threads="local_cpu" in options) as engine:
         manager = SimpleNamespace(lmcache_engine=engine, _init_failed_reason="")
-        lmcache = InProcess(SimpleNamespace(_lmcache_engine=SimpleNamespace(_manager=manager, load_specs={})))
+        lmcache = InProcess(
+            SimpleNamespace(_lmcache_engine=SimpleNamespace(_manager=manager, load_specs={}, _lmcache_chunk_size=CHUNK))
+        )
         lmcache.name_layout(connector.layout)
         if first:
             lmcache.ask_first(CartridgeBackend)

@@ -125,7 +125,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         self._lmcache.name_layout(injector.layout + quantised)
 
     def _check_sleep(self) -> None:
-        """Raise `UnsupportedEngine` where vLLM may sleep without a word to us, and there is a device tier.
+        """Raise `UnsupportedEngine` where vLLM may sleep and there is a device tier.
 
         vLLM 0.32 has all that is allocated while KV caches are registered in the memory that it frees, the tier's too, and
         a chunk that is loaded meanwhile would be written there.
@@ -133,34 +133,11 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         from ..errors import UnsupportedEngine
         from .backend import stores
 
-        tells = hasattr(super(), "unregister_kv_caches")
-        if self._config.model_config.enable_sleep_mode and not tells and any(store.device for store in stores()):
+        if self._config.model_config.enable_sleep_mode and any(store.device for store in stores()):
             raise UnsupportedEngine(
-                "sleep mode with a device tier: vLLM before 0.33 does not tell when it frees that tier's memory; set "
-                "`device_bytes: 0`, or serve without sleep mode"
+                "sleep mode with a device tier, whose memory vLLM frees with its own; set `device_bytes: 0`, or serve without "
+                "sleep mode"
             )
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return True: vLLM tells us when it sleeps, from 0.33 on. Before, `_check_sleep` refuses a device tier."""
-        return True
-
-    def unregister_kv_caches(self) -> None:
-        """Give the device tier's memory back: vLLM falls asleep, and no request is under way."""
-        from .backend import stores
-
-        for store in stores():
-            store.sleep()
-
-    def restore_kv_caches(self) -> None:
-        """Have a device tier again, where there is memory for it."""
-        from .backend import stores
-
-        for store in stores():
-            try:
-                store.wake()
-            except RuntimeError as error:  # as torch says that memory is short
-                logger.warning("no device tier until the engine wakes up again: %s", error)
 
     def shutdown(self) -> None:
         """End LMCache's storage thread. LMCache's own connector does not (vLLM 0.32), and an engine that may take its time

@@ -56,13 +56,6 @@ class Claim:
         is_full = state.problem is None and 0 < state.admitted == state.resident
         return state.ready or state.refused is not None or is_full or self._clock() > self.started_at + _GIVE_UP_S
 
-    def begin_again(self, opening: Iterator[Hold | Readiness | None]) -> None:
-        """Let its chunks go and have them again by another `opening`. A claim that is closed stays so."""
-        with self._lock:
-            opened, self._opened, self._opening = self._opened, None, opening
-            if isinstance(opened, Hold):
-                opened.close()
-
     def close(self) -> None:
         """Let its chunks be evicted. Closing twice is no change."""
         with self._lock:

@@ -104,7 +104,13 @@ class CartridgeStore:
         self.begin_trials = self.trust.begin_trials
         self.device: MemoryTier | None = None
         self._memory = {"cpu": self.cpu}
-        self.wake()
+        budget_bytes = device_bytes(settings, engine, self.shape, self._registry.largest_bytes())
+        if budget_bytes >= self.shape.size_bytes:
+            self.device = MemoryTier(
+                self.shape.size_bytes, budget_bytes, promotions(self.cpu), device=engine.device,
+                lease_s=settings.lease_s, clock=clock, threads=1,
+            )  # fmt: skip
+            self._memory = {"device": self.device, "cpu": self.cpu}
         self._reads = Workers("cartridge-read", _MAX_READS, one_a_group=True)
         self._open: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._background = background = Background(self.claim)
@@ -294,29 +300,6 @@ class CartridgeStore:
         if self.device is not None:
             self.device.evict(digest)
         return self.cpu.evict(digest)
-
-    def sleep(self) -> None:
-        """Give the device tier's memory back until `wake`. What is claimed there is loaded into the cpu tier.
-
-        Blocks for copies that are under way. Loans stay valid and keep their memory.
-        """
-        device, self.device, self._memory = self.device, None, {"cpu": self.cpu}
-        if device is not None:
-            for claim in self._claims():
-                claim.begin_again(self._opening(claim.tag, {}, None))
-            device.close()
-
-    def wake(self) -> None:
-        """Have a device tier, where the settings give it room for a chunk. No change where there is one."""
-        if self.device is not None:
-            return
-        budget_bytes = device_bytes(self._settings, self.engine, self.shape, self._registry.largest_bytes())
-        if budget_bytes >= self.shape.size_bytes:
-            self.device = MemoryTier(
-                self.shape.size_bytes, budget_bytes, promotions(self.cpu), device=self.engine.device,
-                lease_s=self._settings.lease_s, clock=self._clock, threads=1,
-            )  # fmt: skip
-            self._memory = {"device": self.device, "cpu": self.cpu}
 
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
