@@ -30,7 +30,7 @@ def test_a_device_tier_is_refused_where_vllm_may_sleep(
     connector = CartridgeConnector.__new__(CartridgeConnector)
     connector._config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=may_sleep))
     with (
-        pytest.raises(UnsupportedEngine, match="sleep mode with a device tier: .* set `device_bytes: 0`")
+        pytest.raises(UnsupportedEngine, match="sleep mode with a device tier, .* set `device_bytes: 0`")
         if may_sleep and device_chunks
         else nullcontext()
     ):
