@@ -117,6 +117,8 @@ class Stub:
 
     def post(self, path: str, body: Answer, header: str | None) -> tuple[int, Any, dict[str, str]]:
         named = body.get("cartridges")
+        if named is False:
+            named = None
         if header:
             named = [header]
         if "cartridge" in body and self.fault != "anything goes":

@@ -740,15 +740,6 @@ def test_ways_of_naming_that_contradict_each_other_are_refused(
     assert [reference.id for reference in same] == ["a"]
 
 
-def test_the_newest_cartridges_come_first(home: Home) -> None:
-    registry = Registry(home.settings.registry_path)
-    with sqlite3.connect(home.settings.registry_path) as db:
-        db.execute("UPDATE cartridges SET registered = '2026-01-01T00:00:00Z'")  # both others in one second
-        db.execute("UPDATE cartridges SET registered = '2027-01-01T00:00:00Z' WHERE id = 'trained'")
-    assert [entry.name for entry in registry.newest(2)] == ["trained@1", "a@1"]
-    assert len(registry.newest(100)) == 5
-
-
 @pytest.mark.parametrize("where", ["local", "registry", "s3"])
 @pytest.mark.parametrize("fault", ["another model", "too long"])
 def test_ids_that_the_engine_cannot_use_are_not_read(

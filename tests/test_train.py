@@ -385,12 +385,12 @@ def test_p_must_be_shorter_than_the_document(made: School) -> None:
         (1051, {"compress": 4}, 256),
         (1051, {"compress": 16}, 64),
         (1051, {"compress": 1000}, 64),
-        (1051, {"positions": 96}, 128),
-        (1051, {"positions": 95}, 64),
+        (1051, {"positions": 96}, 96),
+        (1051, {"positions": 95}, 95),
         (1051, {"positions": 128}, 128),
     ],
 )
-def test_p_is_rounded_to_whole_chunks(tokens: int, asked: dict[str, int], expected: int) -> None:
+def test_p_is_as_asked_for_or_rounded_to_whole_chunks(tokens: int, asked: dict[str, int], expected: int) -> None:
     assert positions_of(tokens, 64, **asked) == expected
 
 
