@@ -219,16 +219,18 @@ class Canaries:
             try:
                 selection = await self._resolve([Reference(id=row.name, source="registry")])
                 refusal: Exception | None = await self.check(selection)
-                await self._tell(next(trials(selection)))
+                if await self._tell(next(trials(selection))):
+                    continue
+                refusal = refusal or CartridgeError("it has no canary that this engine could be asked")
             except (Refusal, CartridgeError) as error:
                 refusal = error
-            if refusal is not None:
-                logger.warning("%s answers those that name it at most: %s", row.name, refusal)
+            logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
-    async def _tell(self, trial: Trial) -> None:
-        """Tell the workers how a trial ended, where they go by it."""
+    async def _tell(self, trial: Trial) -> bool:
+        """Tell the workers how a trial ended, where they go by it; return whether it is trusted for all we know."""
         if (told := self._trials.told(trial)) is not None:
             await self._client.ask("tried", *told)
+        return told is None or told[2]
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""

@@ -168,10 +168,12 @@ class Imports:
     ) -> Path:
         served, settings = self.served, self._settings
         if served is None or settings.imported_bytes == 0:
-            raise Refusal(
-                422, f"{shown}: no {SUFFIX} files are imported here, as where the setting imported_bytes is 0; "
-                "`lmcache-cartridge import` makes a cartridge of one",
-            )  # fmt: skip
+            why = (
+                "by the setting imported_bytes"
+                if served
+                else "here; `lmcache-cartridge import` makes a cartridge of one"
+            )
+            raise Refusal(422, f"{shown}: no {SUFFIX} files are imported {why}")
         size = whole if isinstance(whole, int) else whole.stat().st_size
         if size > settings.imported_bytes:
             raise Refusal(422, f"{shown} has {size} bytes, more than the setting imported_bytes")
