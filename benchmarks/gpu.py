@@ -5,7 +5,7 @@
 The paths are those that serve: the tiers with their promotions, the injector (over blocks as vLLM lays them out, with a
 stand-in for its op), int8's codec, and prefill. What is computed on the device is compared with the CPU, and every rate
 stands beside a plain copy of the same bytes in the same run. With `--device cpu` the same code runs where there is no GPU,
-and its ratios mean nothing. The exit status is 1 where something is WRONG or failed, not where it is slow.
+and its ratios mean nothing. The exit status is 1 where a byte or a number is wrong or a section failed, not where it is slow.
 """
 
 from __future__ import annotations
@@ -14,126 +14,291 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpu_rows import Place, Row
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package, where it is not installed
 
-PACKAGES = {
-    "blake3": "blake3", "httpx": "httpx", "huggingface_hub": "huggingface_hub", "matplotlib": "matplotlib",
-    "msgspec": "msgspec", "numpy": "numpy", "peft": "peft", "pydantic": "pydantic", "rich": "rich",
-    "safetensors": "safetensors", "tokenizers": "tokenizers", "torch": "torch", "tqdm": "tqdm",
-    "transformers": "transformers", "yaml": "PyYAML",
-}  # fmt: skip
-"""What is imported without vLLM and LMCache, and the package it is in."""
-SECTIONS = ("slab", "blocks", "int8", "prefill")
-LEAST_S = {"prefill": 60.0}
-"""Sections that are not begun with less left of the budget."""
+import report  # noqa: E402
+from report import Figure  # noqa: E402
+from sizes import SHAPES, Shape  # noqa: E402
+
+from lmcache_cartridge.cli.recall import MODEL_DIR  # noqa: E402
+from lmcache_cartridge.library.index import ChunkKey  # noqa: E402
+from lmcache_cartridge.make.model import CausalModel  # noqa: E402
+from lmcache_cartridge.make.prefill import run_canary  # noqa: E402
+from lmcache_cartridge.memory import codec  # noqa: E402
+from lmcache_cartridge.memory.device import promotions  # noqa: E402
+from lmcache_cartridge.memory.layout import DTYPES, HELD, ChunkShape, heads_view  # noqa: E402
+from lmcache_cartridge.memory.loads import LoadRun  # noqa: E402
+from lmcache_cartridge.memory.tier import MemoryTier  # noqa: E402
+
+WRONG, BOUND = "wrong bytes", "of what is allowed"
+"""Units of figures that must be 0, and at most 1."""
+BLOCK = 16
+"""vLLM's own default on GPUs."""
+TINY = Shape("tiny", 3, 64, 4, 2, 16, 128, 1000)
+LAYOUTS = {"LBNHC": (0, 1, 3, 2, 4), "LBHNC": (0, 1, 2, 3, 4)}
+"""vLLM's own choices on GPUs, with the order in memory of layer, block, head, token and content (vLLM 0.32): FlashAttention,
+FlexAttention and Triton take the first, FlashInfer on newer cards the other."""
+_NAMES = {
+    "lmcache.v1.gpu_connector.gpu_connectors": {"GPUConnectorInterface": object},
+    "lmcache.v1.memory_management": {"MemoryObj": object},
+    "vllm.model_executor.models.utils": {"extract_layer_index": lambda name: int(name.split(".")[2])},
+}
+"""The names of LMCache and vLLM without which the injector cannot be imported or bound; none of them moves a byte."""
 
 
-def missing() -> list[str]:
-    """Return the packages that are not here."""
-    return [package for name, package in PACKAGES.items() if find_spec(name) is None]
+class Bench:
+    """Where the sections run, how much of everything, and the figures so far."""
+
+    def __init__(self, device: torch.device, form: int, scratch: Path) -> None:
+        """`form` is 0 for the smallest, 1, or 2 for the longest."""
+        self.device, self.form, self.scratch = device, form, scratch
+        self.figures: list[Figure] = []
+        self.shape, tokens = (SHAPES["Qwen2.5-1.5B"], 256) if form else (TINY, 32)
+        self.chunk = ChunkShape(self.shape.kv_heads, self.shape.layers, tokens, self.shape.head_size, "bfloat16")
+
+    def timed(self, call: Callable[[], Any]) -> Callable[[], float]:
+        """Return what times `call` with what it starts on the device."""
+
+        def wait() -> None:
+            if self.device.type != "cpu":
+                torch.cuda.synchronize(self.device)
+
+        def run() -> float:
+            wait()
+            return report.timed(lambda: (call(), wait()))
+
+        return run
+
+    def pinned(self, data: torch.Tensor) -> torch.Tensor:
+        """Return data in page-locked memory, where there is a device to copy it to."""
+        return data if self.device.type == "cpu" else data.pin_memory()
+
+    def ratio(self, what: str, ours: Callable[[], float], other: str, beside: Callable[[], float]) -> None:
+        """Add how many times as fast as another way ours is."""
+        samples = report.in_turns({"ours": ours, "beside": beside}, (1, 7, 21)[self.form])
+        ratios = [b / a for a, b in zip(samples["ours"], samples["beside"], strict=True)]
+        self.figures.append(Figure.of(ratios, what, f"of {other}", device=str(self.device)))
+
+    def add(self, what: str, unit: str, value: float, n: int = 1) -> None:
+        """Add a number that was counted."""
+        self.figures.append(Figure(what, unit, {"device": str(self.device)}, *3 * [float(value)], n))
+
+    def same(self, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Add how many bytes differ, wherever they are."""
+        a, b = (each.contiguous().view(torch.uint8).cpu() for each in (found, expected))
+        self.add(what, WRONG, int((a != b).sum()) if a.shape == b.shape else b.numel(), b.numel())
 
 
-def how_to_get(packages: Sequence[str]) -> str:
-    """Return what to do about packages that are not here."""
-    names = " ".join(packages)
-    version = ".".join(map(str, sys.version_info[:2]))
-    return (
-        f"gpu.py needs {', '.join(packages)}, which Python {version} here does not have: pip install {names}\n"
-        f"Where there is no network, on a machine that has one:\n"
-        f"    pip download -d wheels --only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64 "
-        f"--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 {names}\n"
-        f"and here, with that directory:\n"
-        f"    pip install --no-index --find-links wheels --target site {names} && export PYTHONPATH=site"
-    )
+class Tiers:
+    """The cpu tier, page-locked beside a GPU, and the device tier, each with room for some chunks of known bytes."""
+
+    def __init__(self, bench: Bench) -> None:
+        count, size = (4, 64, 256)[bench.form], bench.chunk.size_bytes
+        noise = torch.randn(count * size // 2, generator=torch.Generator().manual_seed(7)).bfloat16()
+        self.expected = noise.view(torch.uint8).view(count, -1)
+        self.keys = [ChunkKey("gpu", number) for number in range(count)]
+        self.cpu = MemoryTier(
+            size, self.expected.numel(), lambda key: LoadRun(1, self._fill), pin_memory=bench.device.type != "cpu"
+        )
+        self.device = MemoryTier(size, self.expected.numel(), promotions(self.cpu), device=str(bench.device), threads=1)
+        self.fill(self.cpu)
+
+    def _fill(self, chunk: int, outs: Sequence[torch.Tensor]) -> list[None]:
+        outs[0].copy_(self.expected[chunk])
+        return [None]
+
+    def __enter__(self) -> Tiers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.device.close()
+        self.cpu.close()
+
+    def fill(self, tier: MemoryTier) -> None:
+        """Have all chunks in a tier; returns when they are there."""
+        if tier.lease(self.keys, 60.0) < len(self.keys):
+            raise RuntimeError(f"{tier.hold(self.keys).poll()}")
+        for key in self.keys:
+            tier.release(key)
+
+    @contextmanager
+    def lent(self, tier: MemoryTier) -> Iterator[list[torch.Tensor]]:
+        """Lend all chunks of a tier."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(loan).bytes for loan in tier.lend(self.keys)]
+
+
+def slab(bench: Bench) -> None:
+    """Bring chunks from the pinned slab onto the device, as lookups do."""
+    with Tiers(bench) as tiers:
+        with tiers.lent(tiers.cpu) as loans:
+            loose = sum(loan.numel() for loan in loans if not loan.is_pinned())
+        bench.add("bytes of the cpu tier that are not page-locked", WRONG, loose * (bench.device.type != "cpu"))
+        plain, target = bench.pinned(tiers.expected.clone()), torch.empty_like(tiers.expected, device=bench.device)
+        promoted = bench.timed(lambda: tiers.fill(tiers.device))
+
+        def ours() -> float:
+            tiers.device.evict("gpu")
+            return promoted()
+
+        copied = bench.timed(lambda: target.copy_(plain, non_blocking=True))
+        bench.ratio("cpu tier to device tier", ours, "a pinned copy", copied)
+        with tiers.lent(tiers.device) as loans:
+            bench.same("bytes in the device tier", torch.stack(loans), tiers.expected)
+
+
+class Chunk:
+    """What LMCache hands an injector, as far as that looks at it: bytes."""
+
+    def __init__(self, raw_data: torch.Tensor) -> None:
+        self.raw_data, self.get_size = raw_data, raw_data.numel
+
+
+def _write(layer: Any, keys: torch.Tensor, values: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write K and V `[T, H, D]` to these slots, as `reshape_and_cache_flash` does."""
+    rows = kv_cache.transpose(1, 2)
+    rows[slots // rows.shape[1], slots % rows.shape[1]] = torch.cat([keys, values], dim=-1)
+
+
+@contextmanager
+def without_hosts() -> Iterator[None]:
+    """Let the injector be used where vLLM or LMCache are missing."""
+    made = []
+    for path, names in _NAMES.items():
+        parts = path.split(".")
+        if find_spec(parts[0]) is None:
+            above = [".".join(parts[: end + 1]) for end in range(len(parts))]
+            made += [name for name in above if name not in sys.modules]
+            sys.modules.update({name: ModuleType(name) for name in above if name not in sys.modules})
+            vars(sys.modules[path]).update(names)
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+def blocks(bench: Bench) -> None:
+    """Copy chunks of both tiers into paged caches of K beside V, by the injector."""
+    shape = bench.chunk
+    with Tiers(bench) as tiers, without_hosts():
+        from lmcache_cartridge.engine.inject import EngineWriteConnector
+
+        tiers.fill(tiers.device)
+        count = len(tiers.keys) * shape.tokens // BLOCK
+        flat, pinned = tiers.expected.to(bench.device), bench.pinned(tiers.expected.clone())
+        target = torch.empty_like(flat)
+        starts = [number * shape.tokens for number in range(len(tiers.keys))]
+        ends = [start + shape.tokens for start in starts]
+        expected = torch.cat([heads_view(raw, shape) for raw in tiers.expected], dim=2)
+        for layout, order in LAYOUTS.items():
+            sizes = (shape.layers, count + 8, shape.heads, BLOCK, 2 * shape.head_size)
+            memory = torch.empty(
+                [sizes[axis] for axis in order], dtype=HELD[shape.dtype], device=bench.device
+            ).normal_()
+            named = enumerate(memory.permute([order.index(axis) for axis in range(5)]))
+            caches = {f"model.layers.{i}.self_attn.attn": cache for i, cache in named}
+            layers = {name: SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=_write)) for name in caches}
+            connector = EngineWriteConnector()
+            connector.bind(caches, layers, shape)
+            slots = torch.randperm(count + 8)[:count, None] * BLOCK + torch.arange(BLOCK)
+            slots = slots.flatten().to(bench.device)
+            for name, tier, copied in (("device", tiers.device, flat), ("cpu", tiers.cpu, pinned)):
+                with tiers.lent(tier) as loans:
+                    chunks = [Chunk(raw) for raw in loans]
+                    ours = bench.timed(
+                        lambda c=connector, of=chunks, at=slots: c.batched_to_gpu(of, starts, ends, slot_mapping=at)
+                    )
+                    beside = bench.timed(lambda raw=copied: target.copy_(raw, non_blocking=True))
+                    bench.ratio(f"{layout}: {name} tier to blocks", ours, "a copy of the same bytes", beside)
+                rows = [cache.transpose(1, 2)[slots // BLOCK, slots % BLOCK] for cache in caches.values()]
+                found = torch.stack(rows).unflatten(-1, (2, -1)).permute(3, 0, 1, 2, 4)
+                bench.same(f"{layout}: {name} tier to blocks, bytes", found, expected)
+
+
+def int8(bench: Bench) -> None:
+    """Decode int8 records on the device, beside doing so on the CPU."""
+    about, tokens = bench.shape.fingerprint(), (32, 2048, 4096)[bench.form]
+    size = (about.kv_heads, 2, about.layers, tokens, about.head_size)
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(DTYPES[about.dtype])
+    packed = codec.encode(noise, about)
+    at_home = bench.pinned(torch.empty(noise.nbytes, dtype=torch.uint8))
+    there, target = (torch.empty(noise.nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
+
+    def brought() -> None:
+        codec.decode(packed, at_home, about, tokens)
+        target.copy_(at_home, non_blocking=True)
+
+    ours = bench.timed(lambda: codec.decode(packed, there, about, tokens))
+    bench.ratio("decoding on the device", ours, "decoding on the CPU and copying", bench.timed(brought))
+    bench.same("decoded numbers", there, at_home)
+
+
+def prefill(bench: Bench) -> None:
+    """Compute a document's KV on the device and on the CPU, in float32 and in bfloat16."""
+    from ttft import make_model
+
+    name, tokens = str(MODEL_DIR), (48, 1024, 4096)[bench.form]
+    if bench.form:
+        name = str(make_model(bench.scratch / "model", SHAPES["Qwen2.5-0.5B"]._replace(vocabulary=8000)))
+    ids = [5 + i * 7 % 400 for i in range(tokens)]
+    kv, took = dict[tuple[str, str], torch.Tensor](), dict[tuple[str, str], float]()
+    for here, where in (("cpu", "cpu"), ("device", str(bench.device))):
+        for dtype in ("float32", "bfloat16"):
+            model, case = CausalModel(name, dtype=dtype, device=where), (here, dtype)
+            list(model.prefill(ids[:32], 32))  # the first call chooses kernels
+            started = time.perf_counter()
+            kv[case] = torch.cat(list(model.prefill(ids, 256)), dim=2).float()
+            took[case] = time.perf_counter() - started
+            if case == ("device", "float32"):
+                seen = run_canary(model, ids, kv[case], "what does it say?")
+                bench.add("another first token behind the KV than behind the document", WRONG, not seen.top1_equal)
+    exact = kv["cpu", "float32"]
+    most = exact.abs().amax(dim=(2, 3, 4), keepdim=True)
+    noise = float(((exact - kv["cpu", "bfloat16"]).abs() / most).max())
+    for dtype, times in (("float32", 1), ("bfloat16", 2)):
+        apart = float(((exact - kv["device", dtype]).abs() / most).max())
+        bench.add(f"{dtype} from the CPU's float32, by what bfloat16 costs the CPU", BOUND, apart / (times * noise))
+        bench.add(f"speed of {dtype}", "of the CPU's", took["cpu", dtype] / took["device", dtype])
+
+
+SECTIONS = {each.__name__: each for each in (slab, blocks, int8, prefill)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit status."""
-    if packages := missing():
-        print(how_to_get(packages), file=sys.stderr)
-        return 2
-    import report
-    import torch
-
-    bench = report.Benchmark(__file__, __doc__, ["memory", "engine/inject.py", "make/model.py", "make/prefill.py"])
-    parser = bench.parser
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default cuda where there is one)")
-    parser.add_argument("--only", action="append", choices=SECTIONS, help="only this section; repeatable")
-    parser.add_argument(
-        "--budget-s", type=float, default=540.0, help="seconds, after which nothing begins (%(default)s)"
-    )
-    options = bench.start(arguments)
+    made = report.Benchmark(__file__, __doc__, ["memory", "engine/inject.py", "make/model.py", "make/prefill.py"])
+    made.parser.add_argument("--device", help="cuda, cuda:1 or cpu (default cuda where there is one)")
+    made.parser.add_argument("--only", action="append", choices=SECTIONS, help="only this section; repeatable")
+    options = made.start(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {device}: torch {torch.__version__} finds no GPU here")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    from gpu_rows import Place
-
-    form = "smoke" if options.smoke else "full" if options.full else "default"
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            made.parser.error(f"--device {device}: torch {torch.__version__} finds no GPU here")
+        device = torch.device("cuda", device.index or 0)
+    failed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        place = Place(device, form, Path(scratch), time.monotonic() + options.budget_s)
-        rows: list[Row] = []
-        for row in run(place, options.only or SECTIONS):
-            report.say(f"{row.section}: {row.what}: {row.figure}: {row.verdict}")
-            rows.append(row)
-    return publish(bench, place, rows)
-
-
-def run(place: Place, names: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of sections; one that fails takes no other along."""
-    from gpu_rows import FAILED, UNCHECKED, Row
-
-    for name in names:
-        if place.left_s < (0.0 if place.form == "smoke" else LEAST_S.get(name, 20.0)):
-            yield Row(name, "all", "-", "-", f"{UNCHECKED}: {place.left_s:.0f} s are left of --budget-s")
-            continue
-        try:
-            yield from section(name)(place)
-        except Exception as error:
-            import torch
-
-            is_room = isinstance(error, torch.OutOfMemoryError)
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-            yield Row(name, "all", "-", "-", f"{UNCHECKED if is_room else FAILED}: {reason}")
-
-
-def section(name: str) -> Callable[[Place], Iterator[Row]]:
-    """Return what runs a section. Imports what it needs."""
-    import gpu_memory
-
-    return getattr(gpu_memory, name)
-
-
-def publish(bench: Any, place: Place, rows: Sequence[Row]) -> int:
-    """Write the result; return the exit status."""
-    import report
-    from gpu_rows import FAILED, MISSED, UNCHECKED, WRONG
-
-    figures = []
-    for row in rows:
-        case = {
-            "section": row.section,
-            "device": str(place.device),
-            "goal": row.goal,
-            "verdict": row.verdict,
-            "figure": row.figure,
-        }
-        of = row.ratio or report.Figure(row.what, "", {}, *3 * [float(not row.verdict.startswith((WRONG, FAILED)))], 1)
-        figures.append(report.Figure(row.what, of.unit, case, of.value, of.low, of.high, of.n))
-    bench.publish(figures)
-    counts = {word: sum(row.verdict.startswith(word) for row in rows) for word in (WRONG, FAILED, MISSED, UNCHECKED)}
-    print(f"{len(rows)} rows: {', '.join(f'{count} {word}' for word, count in counts.items())}")
-    if not place.is_gpu:
-        print("no GPU: ratios mean nothing")
-    return 1 if counts[WRONG] or counts[FAILED] else 0
+        bench = Bench(device, 0 if options.smoke else 2 if options.full else 1, Path(scratch))
+        for name in options.only or SECTIONS:
+            try:
+                SECTIONS[name](bench)
+            except Exception as error:  # takes no other section along
+                report.say(f"FAILED {name}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+                failed += 1
+    wrong = [f for f in bench.figures if (f.unit == WRONG and f.value) or (f.unit == BOUND and not f.value <= 1)]
+    for figure in wrong:
+        report.say(f"WRONG {figure.what}: {figure.value:g} {figure.unit}")
+    if bench.figures:
+        made.publish(bench.figures)
+    return 1 if wrong or failed else 0
 
 
 if __name__ == "__main__":

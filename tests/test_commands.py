@@ -84,7 +84,6 @@ BY_NOBODY = {
     "make .venv/ready": "`make test` did it",
     "make cartridges-test TIER=0,3cross": "it is `validate --model`, which takes two minutes",
     "lmcache-cartridge validate --model ./llama --tier all": "takes ten minutes; docs/validate.md has what it printed",
-    "lmcache-cartridge validate --gpu --model ./llama": "needs a GPU; test_ladder.py has what it would start, and its refusal",
     "make bench": "takes a quarter of an hour; test_benchmarks runs each benchmark with --smoke",
     "python benchmarks/gpu.py": "takes ten minutes and a GPU; test_gpu_benchmark.py runs it with --smoke on the CPU",
     "python benchmarks/scale.py --full": "takes ten minutes; test_benchmarks runs it with --smoke",

@@ -7,14 +7,12 @@ The server here is a stub, with no engine: an answer is a hash of the tokens bef
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import itertools
 import json
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,7 +24,6 @@ import numpy as np
 import pytest
 from making import make_artifact
 
-from lmcache_cartridge import engine
 from lmcache_cartridge.cli import shelf as cli_shelf
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
@@ -34,13 +31,13 @@ from lmcache_cartridge.cli.shelf import shelf
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound, SettingsError
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.ladder import cards, changes, climb, faults, known, texts
+from lmcache_cartridge.make.ladder import changes, climb, faults, known, texts
 from lmcache_cartridge.make.ladder.client import Client, Reply
-from lmcache_cartridge.make.ladder.ground import Ground, Unchecked, Wrong, existing
+from lmcache_cartridge.make.ladder.ground import Ground, existing
 from lmcache_cartridge.make.ladder.held import Held, parts
 from lmcache_cartridge.make.ladder.likeness import Noise, apart
 from lmcache_cartridge.make.ladder.maker import Home, Maker
-from lmcache_cartridge.make.ladder.own import MODES, Mode, OwnServer, reason
+from lmcache_cartridge.make.ladder.own import OwnServer, eager, reason
 
 VOCABULARY, LONGEST = 60, 2000
 Answer = dict[str, Any]
@@ -537,12 +534,7 @@ def test_the_command_writes_rows_and_ends_with_what_it_found(
         (["--url", "http://x", "--from-server"], "--from-server needs --model"),
         (["--url", "http://x", "--model", "m", "--cartridges", "a"], "--cartridges are asked without --model"),
         (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
-        (
-            ["--url", "http://x", "--model", "m", "--gpu"],
-            "--gpu starts servers here, and needs --model; leave out --url",
-        ),
         (["--url", "http://x", "--tier", "14"], "there is no tier 14"),
-        (["--model", "m", "--tier", "14", "--gpu"], "finds no GPU here; leave --gpu out"),
     ],
 )
 def test_wrong_usage_is_told_and_is_no_verdict(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -619,136 +611,12 @@ def test_all_is_every_tier_of_the_reference_and_ours() -> None:
         climb.read_tiers("9b")
 
 
-def test_on_a_gpu_there_is_a_tier_more_and_every_setup_in_both_modes() -> None:
-    assert climb.read_tiers("all", gpu=True) == [*climb.read_tiers("all"), "14"]
-    rungs = [rung for rung in climb.rungs(static=str, gpu=True) if rung.tier == "14"]
-    assert len({rung.what for rung in rungs}) == len(rungs) == 1 + 2 * len(cards.SETUPS)
-    assert not [rung for rung in climb.rungs(static=str) if rung.tier == "14"]
-    turns = [rung.turn for rung in rungs if rung.what.endswith(MODES)]
-    assert turns == [2] * 2 * len(cards.SETUPS), "after what is asked of the first server"
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setup", cards.SETUPS, ids=lambda setup: setup.name)
-def test_a_server_of_a_setup_is_started_with_its_options_and_otherwise_as_users_start_it(
-    setup: cards.Setup, mode: Mode, tmp_path: Path
-) -> None:
-    first = OwnServer(str(MODEL_DIR), tmp_path, vllm_args=["--dtype", "bfloat16"], gpu=True)
-    there = cards.started(first, setup, mode)
-    command, environment = there.launch().command, there.environment()
-    connector = {"in-process": "CartridgeConnector", "multiprocess": "CartridgeMPConnector"}[mode]
-    assert any(f'"{connector}"' in word for word in command)
-    assert command[command.index("--dtype") + 1] == "bfloat16" and "--enforce-eager" not in command
-    assert ("--attention-backend" in command) == bool(setup.vllm_args)
-    if setup.vllm_args:
-        assert command[command.index("--attention-backend") + 1] == setup.name
-    assert environment == dict(setup.environment), "no option of a small model on a CPU"
-    assert there.variant(saves=True).environment() == environment | {"VLLM_SERVER_DEV_MODE": "1"}
-    assert "OMP_NUM_THREADS" in OwnServer(str(MODEL_DIR), tmp_path).environment()
-
-
-def test_vllm_has_the_layouts_and_the_attention_of_every_setup() -> None:
-    """By their names in the vLLM that is here, whose own code for GPUs cannot run."""
-    from blocks import quietly
-
-    with quietly():
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    for setup in cards.SETUPS:
-        for name in setup.environment.values():
-            assert name in KVCacheLayout.__members__
-        if setup.vllm_args:
-            assert setup.name in AttentionBackendEnum.__members__
-
-
-def test_a_setup_that_cannot_be_had_is_not_checked_and_a_server_of_another_says_its_layout(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, asked = OwnServer(str(MODEL_DIR), tmp_path, gpu=True), []
-    monkeypatch.setattr(ground, "own", own)
-
-    @contextmanager
-    def elsewhere(ground: Ground, own: OwnServer) -> Iterator[Ground]:
-        asked.append((own.mode, dict(own.environment())))
-        own.log = tmp_path / "log"
-        own.log.write_text("INFO serving 3 cartridges (a@1) from /h: cpu tier 8 bytes, chunk 256 tokens of 4 bytes, "
-                           "rank 0 of 1, fused\n")  # fmt: skip
-        yield ground
-
-    monkeypatch.setattr(cards, "elsewhere", elsewhere)
-    rungs = {rung.what: rung for rung in climb.rungs(static=str, gpu=True)}
-    row = climb.run(rungs[f"{cards.SETUPS[1].name}, in-process"], ground)
-    assert row.result == climb.PASS and row.found.startswith("chunks as fused; 10 of 10"), row
-    assert asked == [("in-process", {"VLLM_KV_CACHE_LAYOUT": "LBHNC"})]
-    monkeypatch.setattr(cards, "find_spec", lambda name: None)
-    row = climb.run(rungs["FLASHINFER, multiprocess"], ground)
-    assert row.result == climb.NOT_CHECKED and "flashinfer is not installed" in row.found
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
-    row = climb.run(rungs[f"{cards.SETUPS[1].name}, in-process"], ground)
-    assert row.result == climb.NOT_CHECKED and "VLLM_KV_CACHE_LAYOUT is set" in row.found and len(asked) == 1
-
-
-@pytest.mark.parametrize(("module", "layout"), [("backend", "engine.layout"), ("l2", "report.layout")])
-def test_the_layout_is_found_in_what_each_mode_logs(module: str, layout: str, tmp_path: Path) -> None:
-    """The line is written as `engine/` writes it."""
-    code = ast.parse((Path(engine.__file__).parent / f"{module}.py").read_text())
-    [(line, last)] = [
-        (call.args[0].value, ast.unparse(call.args[-1]))
-        for call in ast.walk(code)
-        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
-        and str(call.args[0].value).startswith("serving ")
-    ]  # fmt: skip
-    assert last == layout and line.endswith("%s")
-    names = "validate-1-a@1, validate-1-b@1"
-    written = line.removesuffix("%s").replace("%d", "3").replace("%s", names) + "fused"
-    log = tmp_path / "log"
-    log.write_text(f"INFO 11-23 [x.py:9] {written}\nINFO serving on port 8, x\n")
-    assert cards.layout_of(log) == "chunks as fused"
-    log.write_text("INFO serving on port 8, x\n")
-    assert cards.layout_of(log) == "its log names no layout"
-
-
-def test_copies_fail_where_bytes_are_wrong_and_not_where_they_are_slow() -> None:
-    slow = {
-        "section": "blocks",
-        "what": "H2D",
-        "figure": "0.5 of a pinned copy: 9 GB/s",
-        "goal": "at least 0.9",
-        "verdict": "NOT MET",
-    }
-    right = {"section": "slab", "what": "bytes", "figure": "0 differ", "goal": "0", "verdict": "equal"}
-    assert cards.summed([right, slow]) == "1 comparisons equal; H2D 0.5 of a pinned copy (at least 0.9: NOT MET)"
-    for verdict in ("WRONG", "FAILED: no kernel"):
-        with pytest.raises(Wrong, match=f"slab: bytes: 0 differ {verdict}"):
-            cards.summed([right | {"verdict": verdict}, slow])
-
-
-def test_copies_that_were_not_begun_are_no_pass() -> None:
-    right = {"section": "slab", "what": "bytes", "figure": "0 differ", "goal": "0", "verdict": "equal"}
-    left = {"section": "int8", "what": "all", "figure": "-", "goal": "-", "verdict": "not checked: 3 s are left"}
-    assert cards.summed([right, left]) == "1 comparisons equal; int8 not checked: 3 s are left"
-    with pytest.raises(Unchecked, match="nothing was compared; int8 not checked: 3 s are left"):
-        cards.summed([left])
-
-
-def test_copies_that_do_not_end_are_a_row_and_the_ladder_goes_on(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[list[str], float]] = []
-
-    def run(words: list[str], *, timeout: float, **options: Any) -> None:
-        asked.append((words, timeout))
-        raise subprocess.TimeoutExpired(words, timeout)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    ladder = [climb.Rung(*rung) for rung in cards.rungs([]) if rung[2] is cards.copies]
-    rows = {row.what: row for row in climb.climb(ladder, ground)}
-    assert len(rows) == 1
-    row = rows["copies beside the card's own"]
-    assert (row.result, row.found) == (climb.FAIL, "gpu.py did not end in 600 s: TimeoutExpired")
-    [(words, timeout)] = asked
-    assert float(words[words.index("--budget-s") + 1]) + 100 <= timeout == 600, "it may end what it began"
+def test_a_small_model_is_served_by_few_threads_on_a_cpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnServer(str(MODEL_DIR), tmp_path)
+    assert own.environment()["OMP_NUM_THREADS"] == "1" and eager() == ["--enforce-eager"]
+    monkeypatch.setattr("lmcache_cartridge.make.ladder.own.on_cpu", lambda: False)
+    assert own.environment() == {} and eager() == [], "on a GPU as users start it, with CUDA graphs"
+    assert own.variant(saves=True).environment() == {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 def _reply(*rows: dict[int, float]) -> Reply:

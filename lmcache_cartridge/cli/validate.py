@@ -71,11 +71,6 @@ def add(verb: Verb) -> None:
         "--modes", default="in-process,multiprocess", metavar="MODE,MODE",
         help="modes of the servers: the first for all tiers, a second for tier 12 (default in-process,multiprocess)",
     )  # fmt: skip
-    option(
-        "--gpu", action="store_true",
-        help="with --model, on a machine with a GPU: every tier on servers with CUDA graphs, and tier 14: both orders of "
-        "KV in memory and each attention backend, in both modes, and copies beside the card's own",
-    )  # fmt: skip
     option("--chunk-size", type=int, default=256, help="tokens a chunk, as the server's (default 256)")
     option("--dtype", default="auto", help="of the cartridges, as the engine's (default auto)")
     add_library(added)
@@ -116,16 +111,14 @@ def _canary(arguments: argparse.Namespace) -> int:
 
 
 def _ladder(arguments: argparse.Namespace) -> int:
-    from ..make.ladder import cards, climb
+    from ..make.ladder import climb
 
-    if arguments.tier is None and not arguments.gpu:
+    if arguments.tier is None:
         wanted = climb.default(model=bool(arguments.model), own=arguments.url is None)
     else:
-        wanted = climb.read_tiers(arguments.tier or "all", gpu=arguments.gpu)
+        wanted = climb.read_tiers(arguments.tier)
     modes = _modes(arguments)
     _check(arguments)
-    if arguments.gpu:
-        say(f"GPU: {cards.check()}", arguments.format)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         setting = _Setting(arguments, scratch, stack, modes)
@@ -136,7 +129,6 @@ def _ladder(arguments: argparse.Namespace) -> int:
                 in_bfloat16=setting.in_bfloat16,
                 second=setting.second,
                 modes=modes,
-                gpu=arguments.gpu,
             )
             if rung.tier in wanted
         ]
@@ -204,9 +196,7 @@ class _Setting:
         args = shlex.split(arguments.vllm) or own.eager()
         if not any(word.partition("=")[0] == "--dtype" for word in args):
             args += ["--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
-        server = own.OwnServer(
-            model, home, mode=self._modes[0], chunk=arguments.chunk_size, vllm_args=args, gpu=arguments.gpu
-        )
+        server = own.OwnServer(model, home, mode=self._modes[0], chunk=arguments.chunk_size, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
         registry = Registry(server.settings.registry_path)
         maker = Maker(
@@ -292,8 +282,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingsError("--cartridges are asked without --model, which makes cartridges of its own; give one")
     if arguments.from_server and not arguments.model:
         raise SettingsError("--from-server needs --model too: the canary is made with it")
-    if arguments.gpu and (arguments.url is not None or not arguments.model):
-        raise SettingsError("--gpu starts servers here, and needs --model; leave out --url")
     if arguments.chunk_size < 16:
         raise SettingsError(f"--chunk-size {arguments.chunk_size} must be at least 16")
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...errors import CartridgeError
-from . import answers, cards, changes, faults, known, others
+from . import answers, changes, faults, known, others
 from .ground import Ground, Unchecked, Wrong
 from .held import Held
 from .maker import Maker
@@ -50,9 +50,9 @@ class Row(NamedTuple):
 
 def rungs(
     *, static: Callable[[], str], in_bfloat16: Another | None = None, second: Another | None = None,
-    modes: Sequence[Mode] = MODES, gpu: bool = False,
+    modes: Sequence[Mode] = MODES,
 ) -> list[Rung]:  # fmt: skip
-    """Return the whole ladder, with `gpu` tier 14. `static` is tier -1, as `Rung.check`."""
+    """Return the whole ladder. `static` is tier -1, as `Rung.check`."""
     return [
         Rung(STATIC, "versions, hashing, plugin and engine's names", lambda ground: static()),
         Rung("0", "one cartridge, ten requests", answers.ten),
@@ -76,7 +76,6 @@ def rungs(
         Rung("11", "a trained cartridge", known.trained),
         *(Rung("12", f"{mode}", partial(others.mode, other=mode), 2) for mode in modes[1:]),
         *(Rung("12", f"saving on, {mode}", partial(others.saving, where=mode), 2) for mode in modes),
-        *(Rung(*each) for each in (cards.rungs(modes) if gpu else ())),
     ]
 
 
@@ -86,18 +85,14 @@ TIERS = tuple(dict.fromkeys(rung.tier for rung in rungs(static=str)))
 """By name, from the bottom."""
 
 
-def read_tiers(text: str, *, gpu: bool = False) -> list[str]:
-    """Return the tiers in `0,0.5,3cross` or `all`, in the ladder's order. Raises `CartridgeError` for another word.
-
-    Tier 14 is one with `gpu` only.
-    """
-    tiers = [*TIERS, cards.TIER] if gpu else list(TIERS)
+def read_tiers(text: str) -> list[str]:
+    """Return the tiers in `0,0.5,3cross` or `all`, in the ladder's order. Raises `CartridgeError` for another word."""
     if text == "all":
-        return tiers
+        return list(TIERS)
     wanted = [part.strip().replace(" ", "").lower() for part in text.split(",") if part.strip()]
-    if unknown := [part for part in wanted if part not in tiers]:
-        raise CartridgeError(f"there is no tier {', '.join(unknown)}; there are {', '.join(tiers)}, or all")
-    return [tier for tier in tiers if tier in wanted]
+    if unknown := [part for part in wanted if part not in TIERS]:
+        raise CartridgeError(f"there is no tier {', '.join(unknown)}; there are {', '.join(TIERS)}, or all")
+    return [tier for tier in TIERS if tier in wanted]
 
 
 def default(*, model: bool, own: bool) -> list[str]:

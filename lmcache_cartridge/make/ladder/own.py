@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,11 +32,8 @@ class OwnServer:
 
     def __init__(
         self, model: str, home: Path, *, mode: Mode = "in-process", chunk: int = 256, vllm_args: Sequence[str] = (),
-        l1_bytes: int = 0, saves: bool = False, gpu: bool = False,
-        environment: Mapping[str, str] | None = None,
+        l1_bytes: int = 0, saves: bool = False,
     ) -> None:  # fmt: skip
-        """`environment` is set for the server; on a `gpu` it is started as users start it, whatever the model's size."""
-        self._gpu, self._given = gpu, dict(environment or {})
         self.model, self.home, self.mode = model, home, mode
         self._chunk, self._args, self._l1_bytes, self._saves = chunk, list(vllm_args), l1_bytes, saves
         self._process: ServerProcess | None = None
@@ -52,12 +49,11 @@ class OwnServer:
 
     def variant(
         self, *, mode: Mode | None = None, vllm_args: Sequence[str] = (), l1_bytes: int = 0, saves: bool = False,
-        environment: Mapping[str, str] | None = None,
     ) -> OwnServer:  # fmt: skip
         """Return another one over the same registry, started otherwise."""
         return OwnServer(
             self.model, self.home, mode=mode or self.mode, chunk=self._chunk, vllm_args=[*self._args, *vllm_args],
-            l1_bytes=l1_bytes, saves=saves, gpu=self._gpu, environment=self._given | dict(environment or {}),
+            l1_bytes=l1_bytes, saves=saves,
         )  # fmt: skip
 
     def start(self) -> float:
@@ -112,11 +108,11 @@ class OwnServer:
     def environment(self) -> dict[str, str]:
         """Return the variables that it is started with, beside those of `launch`."""
         weights = sum(file.stat().st_size for file in Path(self.model).glob("*.safetensors"))
-        small = {**SMALL, "MKL_NUM_THREADS": "1"} if weights <= _SMALL_BYTES and not self._gpu else {}
+        small = {**SMALL, "MKL_NUM_THREADS": "1"} if weights <= _SMALL_BYTES and on_cpu() else {}
         several = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "--tensor-parallel-size" in self._args else {}
         # For the route by which vLLM forgets its own blocks, so that what is cached comes from LMCache.
         forgets = {"VLLM_SERVER_DEV_MODE": "1"} if self._saves else {}
-        return {**small, **several, **forgets, **self._given}
+        return {**small, **several, **forgets}
 
 
 def reason(error: str, log: Path) -> str:
