@@ -212,12 +212,12 @@ def test_commands_make_cartridges_of_an_adapter(
 def test_prompts_that_name_nothing_get_no_adapters_kv(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
-    monkeypatch.setattr(catalog, "_CACHED_FROM", 1 if cached else 1000)
+    monkeypatch.setattr(catalog, "_KEPT_FROM", 1 if cached else 1000)
     made = home.make(fingerprint=replace(make_fingerprint(), lora="a1" * 32))
     settings = {"disk_dir": home.path / "cache", "disk_bytes": 0}
     if cached:
         opened(settings).close()
-        assert list((home.path / "cache" / "index").glob("*.sqlite"))
+        assert list((home.path / "cache" / "index").glob("*.rows"))
     store, prompt = opened(settings), prompt_for(home, made)
     assert (store.names(), store.refused()) == (["doc@1"], {})
     assert store.lookup(prompt.hashes) == 0

@@ -385,9 +385,10 @@ def _huge_text(fingerprint: Fingerprint, positions: int) -> bytes:
 def test_ids_of_another_model_are_not_fetched(remote: _Remote) -> None:
     remote.put_file(MANIFEST, _huge_text(make_fingerprint(layers=5), 1 << 20))
     index = KeyIndex(lambda ids: [1], 16)
-    reader = RowReader(index, remote.cache(), make_fingerprint(), allow_trained=True)
+    where = {"directory": Path("/nowhere"), "registry": Path("/nowhere")}
+    reader = RowReader(index, remote.cache(), make_fingerprint(), allow_trained=True, **where)
     with pytest.raises(ModelMismatch, match="layers: 5, not 3"):
-        reader.place(remote.location, network=True)
+        reader.find("ab" * 32, remote.location)
     assert remote.requests() == 1, "the manifest"
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import shutil
-import sqlite3
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +24,7 @@ from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.library import catalog, read_queue
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry, RegistryEntry
-from lmcache_cartridge.library.rows import Row, RowCache
+from lmcache_cartridge.library.rows import Recalled, Row
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
@@ -36,7 +32,7 @@ from lmcache_cartridge.settings import Settings
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the rows of a few cartridges too."""
-    monkeypatch.setattr(catalog, "_CACHED_FROM", 1)
+    monkeypatch.setattr(catalog, "_KEPT_FROM", 1)
 
 
 @pytest.fixture
@@ -45,14 +41,18 @@ def opened(home: Home, opened: Callable[..., CartridgeStore]) -> Callable[..., C
     return partial(opened, {"disk_dir": home.path / "cache", "disk_bytes": 0})
 
 
-def _caches(home: Home) -> list[RowCache]:
-    return [RowCache(path) for path in (home.path / "cache" / "index").glob("*.sqlite")]
+def _kept(home: Home) -> list[Path]:
+    return list((home.path / "cache" / "index").glob("*.rows"))
+
+
+def _recalled(path: Path) -> Recalled:
+    return msgspec.msgpack.decode(path.read_bytes(), type=Recalled)
 
 
 def _start_once(home: Home, opened: Callable[..., CartridgeStore], **engine: object) -> CartridgeStore:
     """Start a store and end it, so that its rows are there for the next."""
     store = opened(**engine)
-    until(lambda: _caches(home) and _caches(home)[0].load())
+    until(lambda: _kept(home))
     store.close()
     return store
 
@@ -143,7 +143,7 @@ def test_few_cartridges_are_read_at_every_start(
 ) -> None:
     home.make()
     _start_once(home, opened)
-    monkeypatch.setattr(catalog, "_CACHED_FROM", 2)
+    monkeypatch.setattr(catalog, "_KEPT_FROM", 2)
     reads.clear()
     opened()
     assert reads == [home.root()]
@@ -215,7 +215,7 @@ def test_two_registries_that_share_a_cache_directory_have_rows_each(
     other = Home(tmp_path / "other")
     other.make("another", seed=1)
     other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
-    until(lambda: len(_caches(home)) == 2)
+    until(lambda: len(_kept(home)) == 2)
     other.close()
     reads.clear()
     assert opened().names() == ["doc@1"]
@@ -352,7 +352,6 @@ _WRONG: dict[str, Callable[[list[Row]], list[Row]]] = {
     "tokens only": lambda rows: [msgspec.structs.replace(r, kind="tokens", hashes=b"") for r in rows],
     "fewer hashes": lambda rows: [msgspec.structs.replace(r, hashes=r.hashes[:-8]) for r in rows],
     "odd hashes": lambda rows: [msgspec.structs.replace(r, hashes=r.hashes[:-3]) for r in rows],
-    "an unknown refusal": lambda rows: [msgspec.structs.replace(r, refusal=("SystemExit", "bad")) for r in rows],
     "each other's places": _swap("location"),
     "each other's digests": _swap("digest"),
     "none": lambda rows: [],
@@ -367,11 +366,10 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
     made["t"] = home.make("t", kind="trained", positions=64, seed=3)
     prompts = {name: prompt_for(home, one, name) for name, one in made.items()}
     _start_once(home, opened)
-    (cache,) = _caches(home)
-    rows = cache.load()
+    (file,) = _kept(home)
+    rows = list(_recalled(file).rows)
     assert len(rows) == 3
-    cache.clear()
-    cache.add(_WRONG[how](rows))
+    file.write_bytes(msgspec.msgpack.encode((_WRONG[how](rows), {})))
     store = opened()
     for name, prompt in prompts.items():
         for tag in {None, prompt.tag}:
@@ -403,26 +401,15 @@ def _flip(at: float) -> Callable[[Path], None]:
 _BROKEN: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
-    "its head only": lambda path: os.truncate(path, 44),
+    "its head only": lambda path: os.truncate(path, 9),
     "a byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "a page short": lambda path: os.truncate(path, path.stat().st_size - 4096),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "no database": lambda path: path.write_bytes(b"no database" * 999),
+    "something else": lambda path: path.write_bytes(b"no rows" * 999),
     "a bit of its head": _flip(0),
-    "a bit of its schema": lambda path: flip_bit(path, path.read_bytes().index(b"CREATE TABLE") + 8),
-    "a bit in the middle": _flip(0.6),
-    "its last bit": _flip(1),
-    "another table": lambda path: _sql(path, "DROP TABLE rows", "CREATE TABLE rows (something)"),
-    "rows of another form": lambda path: _sql(path, "UPDATE rows SET row = x'93010203'"),
-    "rows that are no bytes": lambda path: _sql(path, "UPDATE rows SET row = 5"),
+    "rows of another form": lambda path: path.write_bytes(msgspec.msgpack.encode(([(1, 2)], {}))),
+    "an unknown refusal": lambda path: path.write_bytes(msgspec.msgpack.encode(([], {"ab" * 32: ("SystemExit", "x")}))),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
 }
-
-
-def _sql(path: Path, *statements: str) -> None:
-    with closing(sqlite3.connect(path)) as db, db:
-        for statement in statements:
-            db.execute(statement)
 
 
 @pytest.mark.parametrize("how", _BROKEN)
@@ -431,16 +418,15 @@ def test_a_broken_file_is_as_none_and_is_made_again(
 ) -> None:
     made = home.make()
     _start_once(home, opened)
-    (cache,) = _caches(home)
-    _BROKEN[how](cache.path)
+    (file,) = _kept(home)
+    _BROKEN[how](file)
     reads.clear()
     store = opened()
     assert_served(store, made, prompt_for(home, made))
     assert reads == [home.root()]
-    assert len([record for record in caplog.records if record.name.endswith("library.rows")]) <= 1
+    store.close()
+    assert len([record for record in caplog.records if record.name.endswith("library.rows")]) == (how == "a directory")
     if how != "a directory":
-        until(cache.load)
-        store.close()
         reads.clear()
         opened()
         assert reads == []
@@ -461,99 +447,43 @@ def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that
         store.refresh()
         until(lambda: caplog.records)
         store.close()
-    assert ["cannot be used" in record.getMessage() for record in caplog.records] == [True]
+    assert ["cannot be written" in record.getMessage() for record in caplog.records] == [True]
 
 
-# Who writes it.
+def test_what_nobody_reads_any_more_is_removed(home: Home, opened: Callable) -> None:
+    made = home.make()
+    old = home.path / "cache" / "index" / "old.rows"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    os.utime(old, (0, 0))
+    _start_once(home, opened)
+    assert not old.exists()
+    (file,) = _kept(home)
+    os.utime(file, (0, 0))
+    opened()
+    assert file.stat().st_mtime > 0
+    assert [row.digest for row in _recalled(file).rows] == [made.manifest.digest]
 
 
-def _row(number: int, count: int) -> Row:
-    return Row(f"{number:064x}", f"/somewhere/{number}", None, "prefill", 256 * count, bytes(8 * count))
-
-
-def _by_digest(cache: RowCache) -> list[Row]:
-    return sorted(cache.load(), key=lambda row: row.digest)
-
-
-def _write_forever(path: Path, size: int) -> None:
-    cache, count = RowCache(path), 1
-    while True:
-        cache.add([_row(number, count % 7) for number in range(size)])
-        count += 1
-
-
-def test_a_writer_that_is_killed_leaves_whole_batches(tmp_path: Path) -> None:
-    cache, size = RowCache(tmp_path / "x.sqlite"), 20_000
-    for turn in range(5):
-        process = multiprocessing.get_context("fork").Process(target=_write_forever, args=(cache.path, size))
-        process.start()
-        until(cache.load)
-        time.sleep(turn / 20)
-        process.kill()
-        process.join()
-        found = _by_digest(cache)
-        assert found == [_row(number, len(found[0].hashes) // 8) for number in range(size)]
-    cache.add([_row(1, 1)])
-    assert len(cache.load()) == size, "a later writer found it damaged"
-
-
-def test_one_row_is_kept_for_each_digest(tmp_path: Path) -> None:
-    cache = RowCache(tmp_path / "x.sqlite")
-    cache.add([_row(1, 1), _row(2, 1)])
-    cache.add([_row(2, 2), _row(3, 2)])
-    assert _by_digest(cache) == [_row(1, 1), _row(2, 2), _row(3, 2)]
-    cache.clear()
-    assert cache.load() == []
-
-
-def test_what_nobody_reads_any_more_is_removed(tmp_path: Path) -> None:
-    old, used, new = (RowCache.of(tmp_path, facts) for facts in ("old", "used", "new"))
-    for cache in (old, used):
-        cache.add([_row(1, 1)])
-        os.utime(cache.path, (0, 0))
-    used.load()
-    new.add([_row(2, 1)])
-    assert not old.path.exists()
-    assert (used.load(), new.load()) == ([_row(1, 1)], [_row(2, 1)])
-
-
-def test_rows_of_what_was_registered_later_are_kept_and_a_file_of_what_was_mostly_removed_is_made_anew(
-    home: Home, opened: Callable
-) -> None:
+def test_what_is_kept_follows_what_is_registered(home: Home, opened: Callable) -> None:
     for seed, name in enumerate("ab"):
         home.make(name, seed=seed)
     _start_once(home, opened)
-    (cache,) = _caches(home)
+    (file,) = _kept(home)
     store = opened()
     left = home.make("c", seed=2).manifest.digest
     store.refresh()
-    until(lambda: len(cache.load()) == 3)
+    until(lambda: len(store.names()) == 3)
+    store.refresh()
+    until(lambda: len(_recalled(file).rows) == 3)
     for name in "ab":
         home.registry.remove(name)
-    for _ in range(2):
-        assert opened().names() == ["c@1"]
-    until(lambda: [row.digest for row in cache.load()] in ([], [left]))
-
-
-def test_a_long_first_start_keeps_its_rows_as_it_goes(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
-    monkeypatch.setattr(catalog, "_BATCH_ROWS", 2)
-    goes_on, load = threading.Event(), reading.load_manifest
-
-    def slow(root: Path, *args: object, **kwargs: object) -> object:
-        assert root != home.root("c") or goes_on.wait(20)
-        return load(root, *args, **kwargs)
-
-    for seed, name in enumerate("abc"):
-        home.make(name, seed=seed)
-    monkeypatch.setattr(reading, "load_manifest", slow)
-    store = opened()
-    until(lambda: _caches(home) and len(_caches(home)[0].load()) == 2)
-    assert sorted(store.names()) == ["a@1", "b@1"]
-    goes_on.set()
-    until(lambda: len(_caches(home)[0].load()) == 3)
+    home.make("d", seed=3)
+    store.refresh()
+    until(lambda: sorted(store.names()) == ["c@1", "d@1"])
+    store.close()
+    assert left in {row.digest for row in _recalled(file).rows}
+    assert len(_recalled(file).rows) == 2
 
 
 # The first start.
@@ -564,7 +494,7 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
 ) -> None:
     monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
-    monkeypatch.setattr(read_queue.ReadQueue, "_begin", lambda self, request, network: Future())
+    monkeypatch.setattr(read_queue.ReadQueue, "_begin", lambda self, request: Future())
     store = opened()
     assert (store.names(), store.refused()) == ([], {})
     digest = made["b"].manifest.digest
@@ -583,7 +513,7 @@ def test_what_was_removed_before_it_was_read_never_comes(
 ) -> None:
     monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
     begin = read_queue.ReadQueue._begin
-    monkeypatch.setattr(read_queue.ReadQueue, "_begin", lambda self, request, network: Future())
+    monkeypatch.setattr(read_queue.ReadQueue, "_begin", lambda self, request: Future())
     gone, stays = home.make("gone", seed=1), home.make("stays", seed=2)
     store = opened()
     home.registry.remove("gone")
@@ -654,7 +584,7 @@ def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
             assert list(store.refused()) == ["doc@1"]
     assert len(caplog.records) == 1, "it complained again and again"
     away.rename(home.root())
-    clock.now += read_queue._RETRY_S
+    clock.now += read_queue._LONGEST_RETRY_S
     store.refresh()
     until(lambda: store.names() == ["doc@1"])
     assert store.refused() == {}
@@ -683,26 +613,27 @@ def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
-def test_reading_again_what_cannot_be_read_rests_longer_than_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_again_and_again_is_tried_less_often() -> None:
     clock, tried = Clock(), []
     request = RegistryEntry("doc", 1, "ab" * 32, "prefill", 16, 1, "/nowhere", "")
 
-    def fail(one: RegistryEntry, network: bool) -> None:
-        tried.append(queue.take(one))
-        queue.put_back(one, "is gone")
+    def fail(one: RegistryEntry) -> None:
+        tried.append(queue.put_back(one, "is gone"))
 
-    def tries(after_s: float) -> int:
+    def tries(after_s: float) -> list[bool]:
         tried.clear()
         clock.now += after_s
         queue.read_on()
         ended = threading.Event()
         queue.later(ended.set)
         assert ended.wait(60)
-        return len(tried)
+        return list(tried)
 
-    monkeypatch.setattr(read_queue, "_REST", 1e9)
     queue = read_queue.ReadQueue(fail, clock)
     queue._workers._limit = 1  # what is done later is done after what is read
     queue.add([request])
-    assert [tries(after_s) for after_s in (0, read_queue._RETRY_S, 1e12)] == [1, 0, 1]
+    first, again = read_queue._RETRY_S, read_queue._LONGEST_RETRY_S
+    assert [tries(after_s) for after_s in (0, first - 1, 1, first, first)] == [[True], [], [False], [], [False]]
+    for _ in range(9):
+        assert tries(again) == [False]
     queue.close()

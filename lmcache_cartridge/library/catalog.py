@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import errors
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Place, Segment
 from ..artifact.location import is_remote
@@ -21,15 +22,15 @@ from .manifest_cache import ManifestCache
 from .quarantine import ProcessQuarantine, Quarantine
 from .read_queue import ReadQueue
 from .registry import Registry, RegistryEntry
-from .rows import PERMANENT, Row, RowCache, RowReader
+from .rows import PERMANENT, Recalled, Row, RowReader
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
 
-_CACHED_FROM = 1000
-"""Cartridges from which on their rows are kept: fewer are read anew at every start, in less than a second."""
-_BATCH_ROWS = 1000
-"""Rows that are written at once."""
+_KEPT_FROM = 1000
+"""Cartridges from which on what was read of them is kept: fewer are read anew at every start, in less than a second."""
+_KEPT_PARTS = 100
+"""Kept again once one in so many was read since."""
 _MAX_MANIFESTS = 256
 """Manifests that are kept; of a large model each is some 100 KiB."""
 
@@ -69,7 +70,7 @@ class Catalog:
     ) -> None:
         """Knows nothing before the first `refresh`. What is removed, or was never registered, stays for `grace_s`.
 
-        Under `cache_dir` rows are kept for the next start.
+        Under `cache_dir` is kept what the next start need not read.
         """
         self.index = KeyIndex(hasher, chunk_tokens)
         self._registry, self._copies = registry, copies
@@ -81,14 +82,13 @@ class Catalog:
         self._manifest_reads = Workers("cartridge-manifest", 4)
         """A digest's manifest is read once, however many want it, and they alone wait for it."""
         self._removed: list[str] = []
-        self._sequence, self._pruned = 0, False
+        self._sequence, self._pruned, self._unkept = 0, False, 0
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._queue = ReadQueue(self._read_queued, clock)
         self._reader = RowReader(
-            self.index, copies, fingerprint, allow_trained=allow_trained, accept_weights=accept_weights
-        )
-        self._cache = RowCache.of(cache_dir, (self._reader.facts, str(registry.path.absolute())))
-        self._unwritten: list[Row] = []
+            self.index, copies, fingerprint, directory=cache_dir, registry=registry.path, allow_trained=allow_trained,
+            accept_weights=accept_weights,
+        )  # fmt: skip
 
     # What changes.
 
@@ -104,21 +104,22 @@ class Catalog:
     def _refresh(self) -> list[str]:
         changes = self._registry.changes(self._sequence)
         present, gone = changes.present, changes.gone
-        known = self._known(present) if changes.whole else {}
+        recalled = self._recall(len(present)) if changes.whole else Recalled()
         with self._lock:
             self._sequence = changes.sequence
             if changes.whole:
                 names = {one.name for one in present}
-                gone = [name for name in (*self._entries.all_names(), *self._queue) if name not in names]
-                present = self._adopt(present, known)
+                gone = [name for name in (*self._entries.digests, *self._queue) if name not in names]
+                rows = {row.digest: row for row in recalled.rows}
+                present = [one for one in present if not self._adopt(one, rows.get(one.digest), recalled)]
             # What is served from the place of a name that goes is read from that of another.
-            present += self._registry.having(filter(None, map(self._entries.digest_of, gone)))
+            present += self._registry.having(filter(None, map(self._entries.digests.get, gone)))
             self._queue.add(present)
         if not self._pruned:
             self._pruned = True
             remote = {one.location for one in changes.present if is_remote(one.location)}
             self._queue.later(lambda: self._copies.prune(remote))
-        self._queue.read_some(present)
+        self._queue.read_on([one for one in present if not is_remote(one.location) or self._copies.known(one.location)])
         with self._lock:
             for name in gone:
                 self._remove(name)
@@ -128,8 +129,8 @@ class Catalog:
             for digest in self._entries.drop_expired():
                 self._manifests.pop(digest)
                 self.index.forget(digest)
-        self._queue.read_on()
-        self._queue.later(self._write_rows)
+        if self._unkept * _KEPT_PARTS >= len(self._entries.digests):
+            self._queue.later(self._keep)
         return removed
 
     def add(self, digest: str, place: Place) -> None:
@@ -139,7 +140,8 @@ class Catalog:
         except CartridgeError as error:
             self._refuse(None, digest, error)
         else:
-            self._put(None, row, cartridge)
+            with self._lock:
+                self._put(None, row, cartridge)
 
     def keep(self, tag: str) -> None:
         """Let the cartridges of a tag that are not registered stay for another `grace_s`: somebody uses them."""
@@ -157,7 +159,7 @@ class Catalog:
         for one in self._registry.having([digest]):
             if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
                 self._queue.add([one])
-                self._read_queued(one, network=True)
+                self._read_queued(one)
         return self._location_of(digest) != location
 
     def _location_of(self, digest: str) -> str | None:
@@ -165,9 +167,9 @@ class Catalog:
         return None if row is None else row.location
 
     def close(self) -> None:
-        """Stop reading. Blocks for the artefact that is being read, and to write the rows of those that were."""
+        """Stop reading. Blocks for the artefact that is being read, and to keep what was read of others."""
         self._queue.close()
-        self._write_rows()
+        self._keep()
 
     # What there is.
 
@@ -196,12 +198,11 @@ class Catalog:
     def names(self) -> list[str]:
         """Return `id@version` of every registered cartridge that is served now."""
         with self._lock:
-            return self._entries.names(self.quarantined)
+            return sorted(self._entries.digests.keys() - self.refused().keys())
 
     def names_of(self, digest: str) -> tuple[str, ...]:
         """Return every `id@version` that has a digest; none for one that is not registered."""
-        entry = self._entries.get(digest)
-        return () if entry is None else entry.names
+        return self._entries.names_of(digest)
 
     def chunks_of(self, digest: str) -> int | None:
         """Return how many chunks a cartridge that can be served has; None for any other."""
@@ -214,9 +215,10 @@ class Catalog:
             return self._entries.refused(self.quarantined)
 
     def counts(self) -> tuple[int, int]:
-        """Return the lengths of `names` and `refused`; its cost grows with the quarantine alone."""
+        """Return the lengths of `names` and `refused`; its cost grows with the latter alone."""
         with self._lock:
-            return self._entries.counts(self.quarantined)
+            refused = len(self.refused())
+            return len(self._entries.digests) - refused, refused
 
     def refusal(self, tag: str) -> CartridgeError | None:
         """Return why a cartridge or chain will not be served, None if it may be."""
@@ -229,8 +231,7 @@ class Catalog:
     def require(self, tag: str) -> Needed:
         """`derive`, but raise why a cartridge or chain will not be served."""
         for digest in tag.split("."):
-            entry = self._entries.get(digest)
-            error = entry.error if entry is not None else None
+            error = self._entries.errors.get(digest)
             if error is None and (reason := self.quarantined.get(digest)) is not None:
                 error = CartridgeError(reason)
             if error is not None:
@@ -292,47 +293,41 @@ class Catalog:
 
     # Reading.
 
-    def _read_queued(self, request: RegistryEntry, network: bool) -> None:
-        """Read one of the queue. Without the network a remote artefact without a copy is left for later."""
+    def _read_queued(self, request: RegistryEntry) -> None:
         try:
-            place = self._reader.place(request.location, network=network)
-            if place is None:
-                return
-            row, cartridge = self._reader.read(request.digest, place)
+            row, cartridge = self._reader.find(request.digest, request.location)
         except CartridgeError as error:
-            if network or not is_remote(request.location):
-                self._give_up(request, error)
+            self._give_up(request, error)
         else:
             with self._lock:
-                if self._queue.take(request) is not None:
+                if self._queue.take(request):
                     self._put(request.name, row, cartridge, request.rank)
-                    self._keep_row(row)
-        if len(self._unwritten) >= _BATCH_ROWS or not len(self._queue):
-            self._write_rows()
+                    self._unkept += 1
 
     def _put(self, name: str | None, row: Row, cartridge: Cartridge, rank: str = "") -> None:
-        digest = row.digest
-        with self._lock:
-            entry = self._name(name, digest)
-            if self._quarantine.holds(digest, row.location) and entry.row is not None:
-                return  # it lies elsewhere too
-            self._entries.serve(row)
-            self._manifests.put(digest, cartridge)
-            if row.kind != "tokens":
-                # A document that is not registered answers those who name it, not every prompt that begins like it.
-                self.index.add(digest, row.hashes, open_to_all=row.is_open and bool(entry.names), rank=rank)
+        """Have a cartridge served that was read, unless it lies elsewhere too and this copy is quarantined."""
+        entry = self._name(name, row.digest)
+        if not self._quarantine.holds(row.digest, row.location) or entry.row is None:
+            self._manifests.put(row.digest, cartridge)
+            self._serve(entry, row, rank)
             self._quarantine.look_up(())
 
+    def _serve(self, entry: Entry, row: Row, rank: str) -> None:
+        self._entries.serve(row)
+        if row.kind != "tokens":
+            # A document that is not registered answers those who name it, not every prompt that begins like it.
+            self.index.add(row.digest, row.hashes, open_to_all=row.is_open and bool(entry.names), rank=rank)
+
     def _give_up(self, request: RegistryEntry, error: CartridgeError) -> None:
-        digest, kind, message = request.digest, type(error).__name__, str(error)
         with self._lock:
-            if (complaint := self._queue.take(request)) is None:
+            if not self._queue.holds(request):
                 return
-            self._refuse(request.name, digest, error, quiet=message == complaint)
-            if kind not in PERMANENT:
-                self._queue.put_back(request, message)
-            elif (entry := self._entries.get(digest)) is not None and entry.error is not None:
-                self._keep_row(Row(digest, request.location, None, "prefill", 0, b"", (kind, message)))
+            if isinstance(error, PERMANENT):
+                is_new = self._queue.take(request)
+                self._unkept += 1
+            else:
+                is_new = self._queue.put_back(request, str(error))
+            self._refuse(request.name, request.digest, error, quiet=not is_new)
 
     def _refuse(self, name: str | None, digest: str, error: CartridgeError, *, quiet: bool = False) -> None:
         """Note why a cartridge is not served, unless it lies elsewhere, sound."""
@@ -355,10 +350,9 @@ class Catalog:
             return found
         try:
             fresh, cartridge = self._reader.read(digest, row.place)
-            if fresh != row:
-                # Served at once it could still answer a lookup that went by the wrong row.
-                self._cache.clear()
-                raise ArtifactError(f"{cartridge.manifest.name} is not what {self._cache.path} said; read again soon")
+            if fresh != row:  # served at once it could still answer a lookup that went by the wrong row
+                self._reader.forget()
+                raise ArtifactError(f"{cartridge.manifest.name} is not what was kept of it; read again soon")
         except CartridgeError as error:
             self._disown(row, error)
             return None
@@ -371,63 +365,50 @@ class Catalog:
         Its chunks in memory were verified, and stay findable for the requests that were promised them.
         """
         with self._lock:
-            entry = self._entries.get(row.digest)
-            if entry is None or entry.row != row:
+            if self._entries.row(row.digest) != row:
                 return
-            entry.row = None
+            names = self.names_of(row.digest)
+            self._entries.add(row.digest, None).row = None
             self.index.hide(row.digest)
-            self._refuse(next(iter(entry.names), None), row.digest, error)
+            self._refuse(next(iter(names), None), row.digest, error)
             for one in self._registry.having([row.digest]):
                 self._queue.put_back(one, str(error))
 
-    # Rows of an earlier start.
+    # What an earlier start read.
 
-    def _known(self, present: list[RegistryEntry]) -> dict[str, Row]:
-        """Return what can be said of artefacts without reading them, by digest."""
+    def _recall(self, count: int) -> Recalled:
+        """Return what can be said of artefacts without reading them."""
         with self._lock:
-            known = self._entries.rows()
-        if known or len(present) < _CACHED_FROM:
-            return known
-        known = {row.digest: row for row in self._cache.load()}
-        if len(known) > 2 * len(present):  # most of what it has was removed since
-            self._cache.clear()
-        return known
+            if rows := self._entries.rows():
+                return Recalled(tuple(rows))
+        return self._reader.recall() if count >= _KEPT_FROM else Recalled()
 
-    def _adopt(self, present: list[RegistryEntry], known: Mapping[str, Row]) -> list[RegistryEntry]:
-        """Take in what is known and return the others, in order. The lock is held."""
-        others = []
-        for one in present:
-            row = known.get(one.digest)
-            if row is None or self._entries.is_retired(one.digest) or not self._reader.is_likely(row, one):
-                others.append(one)
-                continue
-            self._queue.drop(one.name)
-            entry = self._name(one.name, row.digest)
-            if row.refusal is not None:
-                kind, message = row.refusal
-                self._entries.refuse(row.digest, PERMANENT[kind](message))
-            elif entry.row is None:
-                self._entries.serve(row)
-                if row.kind != "tokens":
-                    self.index.add(row.digest, row.hashes, open_to_all=row.is_open, rank=one.rank)
-        return others
+    def _adopt(self, one: RegistryEntry, row: Row | None, recalled: Recalled) -> bool:
+        """Take in what is known of a registered cartridge; False where nothing is. The lock is held."""
+        if one.digest in recalled.refusals:
+            kind, message = recalled.refusals[one.digest]
+            self._name(one.name, one.digest)
+            self._entries.refuse(one.digest, getattr(errors, kind)(message))
+            return True
+        if row is None or self._entries.is_retired(one.digest) or not self._reader.is_likely(row, one):
+            return False
+        self._queue.drop(one.name)
+        self._serve(self._name(one.name, row.digest), row, one.rank)
+        return True
 
-    def _keep_row(self, row: Row) -> None:
-        """Have a row written for the next start, where there are many. The lock is held."""
-        if len(self._entries) + len(self._queue) >= _CACHED_FROM:
-            self._unwritten.append(row)
-
-    def _write_rows(self) -> None:
+    def _keep(self) -> None:
+        """Keep what was read for the next start, where it is much."""
         with self._lock:
-            rows, self._unwritten = self._unwritten, []
-        if rows:
-            self._cache.add(rows)
+            rows, refused = self._entries.rows(), dict(self._entries.errors)
+            unkept, self._unkept = self._unkept, 0
+        if unkept and len(rows) + len(refused) >= _KEPT_FROM:
+            self._reader.keep(rows, refused)
 
     # Names. The lock is held.
 
     def _name(self, name: str | None, digest: str) -> Entry:
         """Return the entry of a digest, which has a name from now on; None is none."""
-        if name is not None and self._entries.digest_of(name) not in (None, digest):
+        if name is not None and self._entries.digests.get(name, digest) != digest:
             self._remove(name)  # removed and registered again with other content, between two looks
         return self._entries.add(digest, name)
 
