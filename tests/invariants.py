@@ -24,6 +24,10 @@ def check(of: Any) -> None:
             resident = sum(entry.state == "resident" for entry in entries)
             assert tier._promoted - tier._evicted == resident, "promoted - evicted != resident"
             assert tier._held == sum(entry.holds > 0 for entry in entries), "what is held was miscounted"
+            idle = [entry for entry in entries if entry.is_idle()]
+            assert tier._idle == len(idle), "what can be evicted was miscounted"
+            offered = tier._replacement._queued if hasattr(tier._replacement, "_queued") else tier._cartridges
+            assert {entry.key.digest for entry in idle} <= offered.keys(), "a chunk could never be evicted"
             left = sum(lease.left for lease in tier._leases._open)
             assert tier._leases.count == left == sum(len(entry.leases) for entry in entries), "a lease is lost"
 

@@ -55,10 +55,11 @@ def _hits(asked: list[int]) -> int:
         replacement.use(digest, 3, is_here=digest in here)
         hits += digest in here
         if digest not in here and len(here) == ROOM:
-            leaving = next(replacement.leave(here))
+            leaving = next(replacement.leave())
             here.remove(leaving)
             replacement.gone(leaving)
         here.add(digest)
+        replacement.offer(digest)
     return hits
 
 

@@ -1,36 +1,24 @@
 """Replacement: which cartridge leaves a tier first. Decides nothing else, and has no lock of its own.
 
 LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001) weighs a use by how long ago it was, 2 ** (-age / half-life).
-A short half-life is an LRU, a long one counts; which is right depends on the load, so a use is worth a sum over three. And
-what was just loaded is judged by what it was worth before, as by the filter of W-TinyLFU (Einziger et al., ACM Transactions
-on Storage 13(4), 2017): a scan passes through one place and takes no others.
+And what was just loaded is judged by what it was worth before, as by the filter of W-TinyLFU (Einziger et al., ACM
+Transactions on Storage 13(4), 2017): a scan passes through one place and takes no others.
+
+All uses lose weight at the same pace, so the order changes only where something is used, and a heap keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, nlargest
-from typing import NamedTuple
+from collections.abc import Iterator
+from heapq import heappop, heappush, nlargest
+from math import exp2, inf, log2
 
-_SHARES = {2: 1.0, 16: 1.4, 128: 2.0}
-"""Of uses a second that each half-life sees, by half-life: in memories full of chunks."""
+_HALF_LIFE = 7
+"""In memories full of chunks that were used."""
+_NEVER = -1e9
+"""What a cartridge is worth that was not used."""
 _REMEMBERED = 1 << 14
 """Cartridges whose uses are remembered, at least, whether they are in memory or not."""
-
-
-class _Uses(NamedTuple):
-    """Uses of one cartridge."""
-
-    at: float = 0.0
-    sums: tuple[float, ...] = (0.0,) * len(_SHARES)
-    """What they weighed at that time, by each half-life."""
-
-    def sums_at(self, now: float) -> list[float]:
-        return [value * 2 ** ((self.at - now) / half_life) for value, half_life in zip(self.sums, _SHARES, strict=True)]
-
-    def worth(self, now: float) -> float:
-        shares = _SHARES.items()
-        return sum(value * share / age for value, (age, share) in zip(self.sums_at(now), shares, strict=True))
 
 
 class Replacement:
@@ -40,38 +28,68 @@ class Replacement:
         """`slots` is how many chunks the tier has memory for."""
         self._slots = slots
         self._now = 0.0
-        """Memories full of chunks that were used so far."""
-        self._uses: dict[str, _Uses] = {}
-        self._on_trial: dict[str, _Uses] = {}
-        """Of those that were loaded since something last left: their uses before."""
-        self._torn: set[str] = set()
+        """Half-lives since the start."""
+        self._worth: dict[str, float] = {}
+        """Binary logarithm of what the uses of a cartridge weigh: each 1 at the start, and twice as much a half-life later."""
+        self._before: dict[str, float] = {}
+        """Of those on trial: what they were worth before they were loaded."""
+        self._on_trial: list[tuple[str, float]] = []
+        """Those of them that could leave next, and which could when something last left: these have passed."""
+        self._passed: list[tuple[str, float]] = []
+        self._heap: list[tuple[float, str]] = []
+        self._queued: dict[str, float] = {}
+        """Where in the heap each stands that can leave; what else is there does not count. Those used since stand too far
+        in front."""
 
     def use(self, digest: str, chunks: int, *, is_here: bool) -> None:
         """Note that somebody wants `chunks` chunks of a cartridge or chain, and whether all of them were in memory."""
-        self._now += min(chunks / self._slots, 1.0)  # of a larger one the beginning stays
-        before = self._uses.get(digest, _Uses())
-        self._uses[digest] = _Uses(self._now, tuple(value + 1.0 for value in before.sums_at(self._now)))
-        self._torn.discard(digest)
+        self._now += min(chunks / self._slots, 1.0) / _HALF_LIFE  # of a larger one the beginning stays
+        before = self._worth.get(digest, _NEVER)
+        self._worth[digest] = self._now + log2(1 + exp2(before - self._now))
         if is_here:
-            self._on_trial.pop(digest, None)
-            return
-        self._on_trial[digest] = before
-        if len(self._uses) > 2 * _REMEMBERED:
-            self._uses = dict(nlargest(_REMEMBERED, self._uses.items(), key=lambda item: item[1].worth(self._now)))
+            self._before.pop(digest, None)
+        else:
+            self._before[digest] = before
+        if self._queued.get(digest) == -inf:  # it becomes whole again
+            self._queue(digest, self._rank(digest))
+        if len(self._worth) > 2 * _REMEMBERED:
+            self._worth = dict(nlargest(_REMEMBERED, self._worth.items(), key=lambda item: item[1]))
 
-    def leave(self, digests: Iterable[str]) -> Iterator[str]:
-        """Return these digests, the one to evict first first. Those that stay have passed their trial."""
-        uses = ((d, self._on_trial.pop(d, self._uses.get(d, _Uses()))) for d in digests)
-        order = [(digest not in self._torn, each.worth(self._now), digest) for digest, each in uses]
-        heapify(order)
-        while order:
-            yield heappop(order)[-1]
+    def offer(self, digest: str) -> None:
+        """Note that a cartridge has a chunk that can be evicted. Saying so again is no change."""
+        if digest not in self._queued:
+            if digest in self._before:
+                self._on_trial.append((digest, self._before[digest]))
+            self._queue(digest, self._rank(digest))
+
+    def leave(self) -> Iterator[str]:
+        """Yield what was offered, the one to evict first first, and forget that it was. Those that stay have passed their trial."""
+        for digest, before in self._passed:
+            if self._before.get(digest) == before:
+                del self._before[digest]
+        self._passed, self._on_trial = self._on_trial, []
+        while self._heap:
+            stood, digest = heappop(self._heap)
+            if self._queued.get(digest) != stood:
+                continue
+            if stood > -inf and stood < (rank := self._rank(digest)):
+                self._queue(digest, rank)
+                continue
+            del self._queued[digest]
+            yield digest
 
     def tear(self, digest: str) -> None:
-        """Note that a cartridge lost a chunk: the rest of it goes next, as the space it takes does little good."""
-        self._torn.add(digest)
+        """Offer a cartridge that loses a chunk first of all: the space that its rest takes does little good."""
+        self._queue(digest, -inf)
 
     def gone(self, digest: str) -> None:
         """Note that nothing of a cartridge is in memory any more. How often it was used stays known."""
-        self._torn.discard(digest)
-        self._on_trial.pop(digest, None)
+        self._queued.pop(digest, None)
+        self._before.pop(digest, None)
+
+    def _rank(self, digest: str) -> float:
+        return self._before.get(digest, self._worth.get(digest, _NEVER))
+
+    def _queue(self, digest: str, rank: float) -> None:
+        self._queued[digest] = rank
+        heappush(self._heap, (rank, digest))

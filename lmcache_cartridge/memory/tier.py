@@ -122,7 +122,7 @@ class MemoryTier:
         self._threads = LoadThreads(plan, self._loaded, self._lock, clock=clock, **loading)
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
         # Totals are kept as they change: whoever asks for them must not hold up a hit.
-        self._held = self._lent = 0
+        self._held = self._lent = self._idle = 0
         self._closed = False
 
     def hold(self, keys: Sequence[ChunkKey], *, whole: bool = False) -> Hold:
@@ -238,6 +238,7 @@ class MemoryTier:
         for entry in entries:
             if not entry.holds:
                 self._held += 1
+                self._idle -= entry.state == "resident"
             entry.holds += 1
 
     def _let_go(self, entries: Iterable[Entry]) -> None:
@@ -246,6 +247,13 @@ class MemoryTier:
             entry.holds -= 1
             if not entry.holds and entry.state != "gone":
                 self._held -= 1
+                self._idled(entry)
+
+    def _idled(self, entry: Entry) -> None:
+        """Have an entry that nobody holds be evicted in its turn, if it is resident."""
+        if entry.state == "resident":
+            self._idle += 1
+            self._replacement.offer(entry.key.digest)
 
     def _settle(self) -> None:
         """Count the loans that ended without the lock, and close the holds that were dropped."""
@@ -357,11 +365,9 @@ class MemoryTier:
     def _fits(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether all of `keys` could be in memory at once, given what is held."""
         self._expire()
-        wanted, free = set(keys), len(self._free) + self.slots - self._used
-        missing = len(wanted - self._entries.keys())
-        if missing <= free:
-            return True
-        return missing <= free + sum(entry.is_idle() and key not in wanted for key, entry in self._entries.items())
+        here = list(filter(None, map(self._entries.get, keys)))
+        others = self._idle - sum(map(Entry.is_idle, here))
+        return len(keys) - len(here) <= len(self._free) + self.slots - self._used + others
 
     def _use(self, uses: dict[str, int], is_here: bool) -> None:
         """Count a use of so many chunks of each cartridge."""
@@ -373,11 +379,13 @@ class MemoryTier:
 
         Of a cartridge that is worth least the end goes first, so that the rest of a prefill one can be used yet.
         """
-        idle = [digest for digest, chunks in self._cartridges.items() if any(map(Entry.is_idle, chunks.values()))]
-        for digest in self._replacement.leave(idle):
-            chunks = sorted(filter(Entry.is_idle, self._cartridges[digest].values()), key=lambda entry: entry.key.chunk)
-            self._replacement.tear(digest)
-            yield from reversed(chunks)
+        for digest in self._replacement.leave():
+            chunks = sorted(
+                filter(Entry.is_idle, self._cartridges[digest].values()), key=lambda entry: -entry.key.chunk
+            )
+            if chunks:
+                self._replacement.tear(digest)
+            yield from chunks
 
     def _take_slot(self, victims: Iterator[Entry]) -> torch.Tensor | None:
         """Return a free slot, that of a victim if need be; None where there is none."""
@@ -397,6 +405,8 @@ class MemoryTier:
                 if error is None:
                     entry.state = "resident"
                     self._promoted += 1
+                    if not entry.holds:
+                        self._idled(entry)
                 else:
                     entry.error = error
                     self._held -= entry.holds > 0
@@ -409,6 +419,7 @@ class MemoryTier:
         for entry in entries:
             self._free_slot(entry)
         self._evicted += len(entries)
+        self._idle -= len(entries)
 
     def _free_slot(self, entry: Entry) -> None:
         entry.state = "gone"
