@@ -19,7 +19,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings
 
 if TYPE_CHECKING:
-    from lmcache_cartridge.memory.claim import Claim
+    from lmcache_cartridge.memory.claims import Claim
     from lmcache_cartridge.memory.store import CartridgeStore
 
 CHUNK = 16

@@ -18,7 +18,7 @@ from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget
 from lmcache_cartridge.library.index import Hasher
 from lmcache_cartridge.library.quarantine import Quarantine
-from lmcache_cartridge.memory import claim as claim_module
+from lmcache_cartridge.memory import claims as claim_module
 from lmcache_cartridge.memory import store as store_module
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.store import CartridgeStore

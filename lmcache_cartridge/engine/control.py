@@ -29,7 +29,7 @@ import torch
 from ..artifact.cartridge import Place
 from ..artifact.model import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
-from ..memory.claim import Claim
+from ..memory.claims import Claim
 from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
 from . import frames, host

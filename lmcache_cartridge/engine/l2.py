@@ -29,7 +29,7 @@ from ..artifact.lru import Lru
 from ..artifact.reading import load_manifest, load_token_ids
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
 from ..library.index import Hasher
-from ..memory.claim import Claim
+from ..memory.claims import Claim
 from ..memory.described import Engine
 from ..memory.layout import HELD, rank_heads
 from ..memory.readiness import Readiness

@@ -26,8 +26,7 @@ from ..sources.published import follower_of
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from . import tiles
-from .background import Background
-from .claim import Claim
+from .claims import Background, Claim
 from .described import Engine
 from .device import device_bytes, promotions
 from .layout import ChunkShape, rank_heads
@@ -37,7 +36,6 @@ from .loan import Loan, Make
 from .readiness import Readiness
 from .residents import described, residents
 from .tier import Hold, MemoryTier
-from .warm import Warm
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +116,7 @@ class CartridgeStore:
         self.names, self.refused = self._catalog.names, self._catalog.refused
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._warm = Warm(self._registry, self._background, self._catalog.knows)
-        self._warm.follow()
+        self._follow_labels()
         self._keeper = threading.Thread(target=self._keep, name="cartridge-keeper", daemon=True)
         self._keeper.start()
 
@@ -313,7 +310,11 @@ class CartridgeStore:
             self.unpin(digest)
             self.evict(digest)
         self.trust.withdraw()
-        self._warm.follow()
+        self._follow_labels()
+
+    def _follow_labels(self) -> None:
+        """Preload what warm labels have come to point at, as far as it is served."""
+        self._background.warm({row.digest for row in self._registry.warm() if self._catalog.knows(row.digest)})
 
     def status(self) -> dict[str, Any]:
         """Return what this rank serves and holds, as plain values: `numbers`, with names in place of some counts."""
