@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmcache_cartridge.sources.disk_cache import DiskCache
+
 
 def check(of: Any) -> None:
     """Assert of a tier, or of those of a store, that every slot has one owner, no reference count is below 0, and the totals
     add up.
     """
-    if hasattr(of, "check"):  # the disk tier's own
-        of.check()
+    if isinstance(of, DiskCache):
+        there = [path.stat().st_size for path in of.root.glob("*/*-*-*.bin") if len(path.parent.name) == 64]
+        there += [path.stat().st_size for path in of.root.glob("*/*.part")]
+        said = of.stats()
+        assert said.resident_bytes >= sum(there) and said.resident >= len(there), "files are left out of the sum"
+        assert sum(there) <= said.budget_bytes, "the budget is exceeded"
         return
     for tier in of._memory.values() if hasattr(of, "cpu") else [of]:
         with tier._lock:

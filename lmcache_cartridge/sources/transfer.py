@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import math
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +18,7 @@ from ..artifact.bytesource import read_whole
 from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
 from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound
 from ..library.registry import Registry
+from .locks import locked
 from .s3 import S3Source
 
 _WINDOW_BYTES = 64 << 20
@@ -176,22 +173,6 @@ def holds(root: Path, manifest: Manifest) -> bool:
 def files_of(manifest: Manifest) -> list[str]:
     """Return the files of an artefact beside its manifest."""
     return [*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])]
-
-
-@contextmanager
-def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
-    """Hold a directory, or a file that is made where it lacks, against all threads and processes. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        deadline = time.monotonic() + wait_s
-        while not files.try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {wait_s:g} s", str(path))
-            time.sleep(0.005)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
-        os.close(descriptor)
 
 
 def _manifest_at(location: str, source: S3Source) -> Manifest | None:

@@ -15,6 +15,7 @@ from ..artifact.local import LocalSource
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound
 from . import transfer
+from .locks import locked
 from .s3 import S3Source
 from .transfer import Progress
 
@@ -119,8 +120,8 @@ class DirectoryWriter:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _locked(self) -> AbstractContextManager[None]:
-        return transfer.locked(self._root / "library.lock", _WAIT_S)
+    def _locked(self) -> AbstractContextManager[int]:
+        return locked(self._root / "library.lock", _WAIT_S)
 
 
 def _copy(source: Path, target: Path, progress: Progress) -> None:

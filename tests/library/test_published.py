@@ -38,6 +38,7 @@ from lmcache_cartridge.library.published import INDEX, Published
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.sources import transfer
+from lmcache_cartridge.sources.locks import locked
 from lmcache_cartridge.sources.published import Follower, Library
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
@@ -738,7 +739,7 @@ def test_a_publisher_that_was_stopped_in_a_directory_holds_up_others_for_a_while
     monkeypatch.setattr("lmcache_cartridge.sources.writers._WAIT_S", 0.05)
     author = where.machine("author")
     add(author, made(where.tmp_path / "a", "a"))
-    with transfer.locked(Path(where.location) / "library.lock"), pytest.raises(SourceError, match="held it for 0.05 s"):
+    with locked(Path(where.location) / "library.lock"), pytest.raises(SourceError, match="held it for 0.05 s"):
         author.label("current", "a")
     author.label("current", "a")
 
