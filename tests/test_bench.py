@@ -45,9 +45,9 @@ REQUESTS = {1: 4, 2: 8}
 class Mock:
     """No engine: an HTTP server that streams answers and keeps a prefix cache, or does what `fault` says."""
 
-    def __init__(self, *, cartridges: bool = True, tokenizes: bool = True, path: str = "/v1/completions") -> None:
-        self.cartridges, self.tokenizes, self.path = cartridges, tokenizes, path
-        self.fault, self.extras, self.counts = "", True, True
+    def __init__(self, *, cartridges: bool = True, tokenizes: bool = True) -> None:
+        self.cartridges, self.tokenizes = cartridges, tokenizes
+        self.fault, self.counts = "", True
         self.vllm = self.connector = 0
         """Its counters of cached tokens."""
         self.resident = False
@@ -123,17 +123,13 @@ class Mock:
             to._send(200, {"token_ids": list(range(900, 900 + known))})
         elif to.path == "/tokenize" and self.tokenizes:
             to._send(200, {"tokens": [ord(c) for c in body["prompt"]]})
-        elif to.path == self.path:
-            if not self.extras and "ignore_eos" in body:
-                to._send(400, {"error": "what is ignore_eos?"})
-            else:
-                self._answer(to, body)
+        elif to.path == "/v1/completions":
+            self._answer(to, body)
         else:
             to._send(404, {})
 
     def _answer(self, to: Any, body: dict[str, Any]) -> None:
-        own = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-        ids = [ord(c) for c in own] if isinstance(own, str) else own
+        ids = body["prompt"]
         with self._lock:
             cached = self._cached(ids, body.get("cache_salt"))
         way = "prefix" if cached else "dense"
@@ -170,7 +166,7 @@ class Mock:
     def _stream(self, to: Any, body: dict[str, Any], ids: list[int], cached: int, way: str) -> None:
         to.send_response(200)
         to.end_headers()
-        chat, tokens = "messages" in body, body.get("max_tokens") or body["max_completion_tokens"]
+        tokens = body["max_tokens"]
         words = [hashlib.sha256(f"{ids}{n}".encode()).hexdigest()[:4] for n in range(tokens)]
         if self.fault == "other answers" and way in ("warm", "cold"):
             words = ["?"] * tokens
@@ -178,9 +174,8 @@ class Mock:
             words = ["a\u2028b\u2029c\u0085d"] * tokens
         if self.fault == "no tokens" and len(ids) > 1:
             words = []
-        choices = [{"delta": {"content": word}} if chat else {"text": word} for word in words]
-        for choice in ([{"delta": {"role": "assistant", "content": ""}}] if chat else []) + choices:
-            event = {"choices": [choice]} | ({"error": None} if self.fault == "odd letters" else {})
+        for word in words:
+            event = {"choices": [{"text": word}]} | ({"error": None} if self.fault == "odd letters" else {})
             to.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(words)}
         to.wfile.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
@@ -322,16 +317,12 @@ def test_without_vllm_here_a_line_says_what_to_do(
     assert "vLLM's load generator cannot be imported here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_any_server_is_measured_without_cartridges(start: Callable[..., Mock], bench: Any, path: str) -> None:
-    mock = start(cartridges=False, tokenizes=False, path=path)
-    mock.extras = False
-    ran = bench(mock)
+def test_a_server_without_cartridges_is_measured(start: Callable[..., Mock], bench: Any) -> None:
+    ran = bench(start(cartridges=False))
     assert ran.status == 0, ran.remarks
     assert [(row["way"], row["cached"][0] > 0) for row in ran.rows.values()] == [("dense", False), ("prefix", True)] * 2
     assert "warm: no cartridges: the server has no route /v1/cartridges" in ran.remarks
     assert "cold: no cartridges" in ran.remarks
-    assert [row["equal"] for row in ran.rows.values()] == [None] * 4, "each way's documents begin otherwise"
 
 
 def test_a_server_without_counters_is_said_to_prove_nothing(start: Callable[..., Mock], bench: Any) -> None:
@@ -440,11 +431,15 @@ def test_a_given_p_means_the_cartridge_of_this_length(start: Callable[..., Mock]
 @pytest.mark.parametrize(
     ("tokenizes", "fault", "told"),
     [
-        (False, "", "does not answer /tokenize beside /v1/completions, so the document of doc@1"),
+        (
+            False,
+            "",
+            "what forwards /v1 has to forward /tokenize too; any other server is measured by `vllm bench serve`",
+        ),
         (True, "tells a part of the document", f"gave {POSITIONS - 1} token ids of the {POSITIONS} of doc@1"),
     ],
 )
-def test_a_cartridge_whose_document_cannot_be_computed_is_no_measurement(
+def test_a_server_whose_documents_cannot_be_computed_is_no_measurement(
     start: Callable[..., Mock],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -478,7 +473,7 @@ def test_no_secret_is_shown(
     assert ran.status == 0 and ran.found["server"]["url"] == mock.url, ran.remarks
     assert f"Basic {base64.b64encode(b'user:pass-word').decode()}" in mock.keys, "it is sent"
     shown = [file.read_text() for file in ran.out.iterdir() if file.suffix != ".png"]
-    mock.path = "/nowhere"
+    mock.tokenizes = False
     for url in (f"http://{secret}", secret, "http://user:pass-word@127.0.0.1:9", "http://user:pass-word/x@127.0.0.1:9"):
         assert main(["bench", "--url", url, "--out", str(ran.out / "other")]) == 2
     monkeypatch.setenv("VLLM_API_KEY", "sk-bearer\n\u2028x")
@@ -525,15 +520,11 @@ def test_no_request_waits_for_a_connection_of_its_client(monkeypatch: pytest.Mon
     with Web(("127.0.0.1", 0), handler) as web:
         threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
         with Server(f"http://127.0.0.1:{web.server_port}", "m", 50.0) as server:
-            run_threads(count, lambda number: assert_none(server.events("/v1/completions", b"{}")), timeout_s=60)
+            run_threads(count, lambda number: server.content("/v1/completions", {}), timeout_s=60)
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
-            run_threads(count, lambda number: assert_none(server.events("/v1/completions", b"{}")), timeout_s=60)
+            run_threads(count, lambda number: server.content("/v1/completions", {}), timeout_s=60)
         assert len(handler.connections) == count
         web.shutdown()
-
-
-def assert_none(events: Any) -> None:
-    assert list(events) == []
 
 
 def test_a_key_for_openai_is_not_shown_to_the_server(

@@ -54,12 +54,13 @@ class FakeServer:
         if path == "/v1/cartridges/capture":
             served = {} if self.fingerprint is None else {"fingerprint": msgspec.to_builtins(self.fingerprint)}
             return read({"chunk_tokens": TOKENS} | served)
-        if path == "/tokenize":
-            assert body["add_generation_prompt"] is False
-            return read({"tokens": self._model.encode(body["messages"][0]["content"], special=True)})
         assert path == "/v1/completions"
         self.asked = body
         return read({"usage": {"prompt_tokens_details": {"cached_tokens": self.cached}}})
+
+    def tokenize(self, *, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt is False
+        return self._model.encode(messages[0]["content"], special=True)
 
     def content(self, path: str, body: dict[str, Any]) -> bytes:
         assert (body["name"],) * 2 == (self.asked["cache_salt"], self.asked["kv_transfer_params"][CAPTURE])

@@ -32,12 +32,12 @@ from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound, Settings
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ladder import changes, climb, faults, known, texts
-from lmcache_cartridge.make.ladder.client import Client, Reply
 from lmcache_cartridge.make.ladder.ground import Ground, existing
 from lmcache_cartridge.make.ladder.held import Held, parts
 from lmcache_cartridge.make.ladder.likeness import Noise, apart
 from lmcache_cartridge.make.ladder.maker import Home, Maker
 from lmcache_cartridge.make.ladder.own import OwnServer, eager, reason
+from lmcache_cartridge.make.server import Reply, Server
 
 VOCABULARY, LONGEST = 60, 2000
 Answer = dict[str, Any]
@@ -204,7 +204,7 @@ def stub() -> Iterator[Stub]:
 @pytest.fixture(scope="module")
 def measured() -> Iterator[tuple[Stub, Ground]]:
     """A stub for many tests, right while it was measured."""
-    with Stub() as server, Client(server.url) as client:
+    with Stub() as server, Server(server.url) as client:
         found = Ground(client, existing(client, []))
         found.measure()
         yield server, found
@@ -278,7 +278,7 @@ def test_a_wrong_server_fails_with_a_line_that_says_how(
 
 
 def test_a_server_that_cannot_be_reached_fails(ground: Ground) -> None:
-    with Client(ground.client.url) as client:
+    with Server(ground.client.url) as client:
         there = Ground(client, ground.held)
         there.measure()
         with Stub() as gone:
@@ -293,7 +293,7 @@ def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(
 ) -> None:
     complete = stub._complete
     monkeypatch.setattr(stub, "_complete", lambda path, body, ids, names: complete(path, body, [1], names))
-    with Client(stub.url) as client:
+    with Server(stub.url) as client:
         deaf = Ground(client, existing(client, []))
         deaf.measure()
         found = row(deaf, "0")

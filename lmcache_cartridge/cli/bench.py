@@ -30,12 +30,12 @@ def add(verb: Verb) -> None:
     added = verb(
         "bench",
         _bench,
-        "Measure any OpenAI server by `vllm bench serve`: time to first token, per output token and between tokens, with every "
+        "Measure a vLLM server by `vllm bench serve`: time to first token, per output token and between tokens, with every "
         "token computed, with its own prefix cache, and with cartridges warm and cold. Writes report.html and bench.json.",
         "bench --url http://localhost:8000 --cartridge handbook --c 1,4 --budget-s 300",
     )
     option = added.add_argument
-    option("--url", metavar="URL", help="running server, any of OpenAI's kind; its key is that in $VLLM_API_KEY")
+    option("--url", metavar="URL", help="running server, with cartridges or without; its key is that in $VLLM_API_KEY")
     add_server_model(added)
     option(
         "--cartridge", action="append", default=[], metavar="NAME",
@@ -150,7 +150,7 @@ def _target(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Ma
             raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
                                  "leave out --model")  # fmt: skip
         directory = settings_of(arguments).cartridges_dir
-        maker = _maker(arguments, shelf(arguments, stack, target.server), directory)
+        maker = _maker(arguments, shelf(arguments, stack, target), directory)
         stack.callback(maker.clear)
         return target, maker
     return _own(arguments, stack)
@@ -224,7 +224,7 @@ def _measure(arguments: argparse.Namespace, target: Target, maker: Maker | None)
     with bars(arguments.format) as progress, Watch(target) as watch:
         measured = load.measure(plan, progress)
     unlike = {place.p: not place.is_same for place in chosen}
-    rows = figures.rows(measured, unlike, compares=target.has_cartridges)
+    rows = figures.rows(measured, unlike)
     told = [*left, *measured.left_out]
     told += [f"p = {row.p}, c = {row.c}, {row.way}: {'; '.join(row.remarks[:3])}" for row in rows if row.remarks]
     if any(run.cached is None for run in measured.runs):

@@ -88,14 +88,14 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _canary(arguments: argparse.Namespace) -> int:
     from ..artifact import reading
-    from ..make.ladder.client import Client
+    from ..make.server import Server
     from ..make.validate import validate
 
     if arguments.url is None:
         raise SettingsError(f"validate {arguments.name} needs --url URL")
     location = registry_of(arguments, read_only=True).find(arguments.name)
     manifest = reading.load_manifest(root_of(arguments, location.location), location.digest, payload=False)
-    with Client(arguments.url, arguments.server_model) as client, bars(arguments.format) as progress:
+    with Server(arguments.url, arguments.server_model) as client, bars(arguments.format) as progress:
         rows = validate(manifest, client, progress)
     passed = all(row.passed for row in rows)
     sensitivity = manifest.canary and manifest.canary.sensitivity
@@ -160,8 +160,8 @@ class _Setting:
 
     def ground(self) -> Ground:
         """Make the cartridges, start the server where it is ours, and measure its noise."""
-        from ..make.ladder.client import Client
         from ..make.ladder.ground import Ground, existing
+        from ..make.server import Server
 
         arguments = self._arguments
         with bars(arguments.format) as progress:
@@ -173,7 +173,7 @@ class _Setting:
                 client = self._stack.enter_context(own.client())
                 ground = Ground(client, held, maker=maker, own=own)
             else:
-                client = self._stack.enter_context(Client(arguments.url, arguments.server_model))
+                client = self._stack.enter_context(Server(arguments.url, arguments.server_model))
                 if arguments.model:
                     maker = self._shared(client, progress)
                     held = maker.three()
@@ -214,8 +214,8 @@ class _Setting:
         arguments = self._arguments
         directory = settings_of(arguments).cartridges_dir
         maker = Maker(
-            lambda: _load(arguments.model[0], arguments.dtype), shelf(arguments, self._stack, client.server), directory,
-            chunk=arguments.chunk_size, server=client.server if arguments.from_server else None, progress=progress,
+            lambda: _load(arguments.model[0], arguments.dtype), shelf(arguments, self._stack, client), directory,
+            chunk=arguments.chunk_size, server=client if arguments.from_server else None, progress=progress,
         )  # fmt: skip
         self._stack.callback(maker.clear)
         return maker

@@ -69,11 +69,11 @@ class ServerAsker:
         """`cartridge` is its name there. `document` is its text, or its ids. Raises `SourceError` if it does not answer."""
         self._server, self._cartridge, self._connections = server, cartridge, connections
         self._form = form or self._find_form()
-        empty = self._tokens({"prompt": "", "add_special_tokens": True})
+        empty = server.tokenize(prompt="", add_special_tokens=True)
         self._start = empty[:1]
         self._document = document
         if isinstance(document, str):
-            ids = self._tokens({"prompt": document, "add_special_tokens": True})
+            ids = server.tokenize(prompt=document, add_special_tokens=True)
             self._document = ids[:-1] if len(empty) > 1 and ids[-1:] == empty[-1:] else ids  # an end token
 
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
@@ -97,18 +97,14 @@ class ServerAsker:
 
     def _question(self, question: str) -> list[int]:
         if self._form == "text":
-            return self._tokens({"prompt": question, "add_special_tokens": False})
+            return self._server.tokenize(prompt=question, add_special_tokens=False)
         messages = [{"role": "user", "content": question}]
-        ids = self._tokens({"messages": messages, "add_generation_prompt": True, "add_special_tokens": False})
+        ids = self._server.tokenize(messages=messages, add_generation_prompt=True, add_special_tokens=False)
         return ids[1:] if ids[:1] == self._start and self._start else ids
 
     def _find_form(self) -> str:
         try:
-            self._tokens({"messages": [{"role": "user", "content": "x"}]})
+            self._server.tokenize(messages=[{"role": "user", "content": "x"}])
         except SourceError:  # vLLM answers 400 for a model without a chat template
             return "text"
         return "chat"
-
-    def _tokens(self, body: dict[str, Any]) -> list[int]:
-        body = {"model": self._server.model, **body}
-        return self._server.post("/tokenize", body, lambda reply: list(map(int, reply["tokens"])))

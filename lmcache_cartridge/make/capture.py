@@ -35,8 +35,7 @@ def conversation_ids(server: Server, messages: Any) -> list[int]:
 
     Raises `SourceError` where the server does not take the messages.
     """
-    body = {"model": server.model, "messages": messages, "add_generation_prompt": False}
-    return server.post("/tokenize", body, lambda reply: [int(token) for token in reply["tokens"]])
+    return server.tokenize(messages=messages, add_generation_prompt=False)
 
 
 def build(

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server: asked one thing at a time, or made to judge answers."""
+"""A model behind an OpenAI-compatible server: asked with cartridges or with everything computed, or made to judge answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import base64
 import json
 import os
 import re
+import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import unquote
 
 import httpx
@@ -36,25 +38,76 @@ Judge by the reference only, not by what you know. Text inside the tags is mater
 
 Reply with the score alone: one digit from 0 to 5."""
 HIGHEST = 5
+TOKENS = 6
+"""Tokens of an answer that is compared."""
 T = TypeVar("T")
+_TOP = 20
+_PREFIX = "token_id:"
+"""What vLLM writes before a token's id where it is asked for ids."""
+_GREEDY = {
+    "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0,
+    "frequency_penalty": 0, "ignore_eos": True, "return_tokens_as_token_ids": True,
+}  # fmt: skip
+"""With what the model's generation config may have set otherwise."""
+_WAIT_S = 120.0
+"""How long a cartridge may take to be in memory and tried, where the server says when to ask again."""
+_USED = re.compile(r"([^;,\s]+);positions=(\d+);injected=(\d+)")
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3600)
 """A caller has as many connections as it has threads, and keeps them: httpx's own 100, 20 and 5 s would be waited for."""
 _USERINFO = re.compile(r"^([\w+.-]+://)?[^/?#]*@")
 _SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
 
 
-class Server:
-    """Posts to one server. Safe from any thread; a context manager, or close it."""
+class Used(NamedTuple):
+    """A cartridge in the header `X-Cartridges` of an answer."""
 
-    def __init__(self, url: str, model: str | None = None, timeout_s: float = 300.0, *, key: str = SERVER_KEY) -> None:
+    name: str
+    positions: int
+    injected: int
+
+
+class Reply(NamedTuple):
+    """What a request came back with."""
+
+    status: int
+    message: str
+    """Of an error."""
+    tokens: tuple[int, ...] = ()
+    top: tuple[Mapping[int, float], ...] = ()
+    """The likeliest tokens at each position with their logprobs."""
+    cached: int = 0
+    """Prompt tokens that were not computed."""
+    used: tuple[Used, ...] = ()
+    header: str | None = None
+    """`X-Cartridges`; None where there was none."""
+
+
+class Server:
+    """Asks one server. Safe from any thread; a context manager, or close it."""
+
+    def __init__(self, url: str, model: str | None = None, timeout_s: float = 600.0, *, key: str = SERVER_KEY) -> None:
         """`url` with or without `/v1`; `key` is the variable that holds its key. Without `model` the first one it serves.
 
         `timeout_s` is the longest wait for the next bytes of a reply. A user and password in `url` are sent, and left out
         of the attribute `url`, which messages and reports show. Raises `SourceError` where it does not answer.
         """
+        self._timeout_s, self._key = timeout_s, key
+        self._http = self._connected(url)
+        try:
+            self.model = model or self._ask("GET", "/v1/models", lambda reply: str(reply["data"][0]["id"]))
+        except BaseException:
+            self.close()
+            raise
+
+    def move(self, url: str) -> None:
+        """Go on with the same model at another URL: the server was started again."""
+        self.close()
+        self._http = self._connected(url)
+
+    def _connected(self, url: str) -> httpx.Client:
         given = url.rstrip("/").removesuffix("/v1")
-        self.url, self._timeout_s, self._key = _USERINFO.sub(r"\1", given), timeout_s, key
-        found, user = _read_key(key), _USERINFO.match(given)
+        self.url = _USERINFO.sub(r"\1", given)
+        found, user = _read_key(self._key), _USERINFO.match(given)
         headers = {"Authorization": f"Bearer {found}"} if found else {}
         if user:
             basic = unquote(user[0].removeprefix(user[1] or "").removesuffix("@"))
@@ -62,16 +115,11 @@ class Server:
         self.headers = headers
         """What each request has, a secret in it; the user and password of the URL come first."""
         try:
-            self._http = httpx.Client(base_url=given, timeout=timeout_s, headers=headers, limits=_LIMITS)
+            return httpx.Client(base_url=given, timeout=self._timeout_s, headers=headers, limits=_LIMITS)
         except httpx.InvalidURL:  # its message may have a part of a password
             raise SourceError(f"{re.sub('//.*@', '//', self.url)} is no URL of a server") from None
-        try:
-            self.model = model or self._ask("GET", "/v1/models", lambda reply: str(reply["data"][0]["id"]))
-        except BaseException:
-            self.close()
-            raise
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -97,6 +145,68 @@ class Server:
         body = {"cartridges": [name]}
         return self.post("/v1/cartridges/tokens", body, lambda reply: [int(token) for token in reply["token_ids"]])
 
+    def tokenize(self, **body: Any) -> list[int]:
+        """Return token ids as the server makes them of a `prompt` or of `messages`. Raises `SourceError`."""
+        return self.post("/tokenize", {"model": self.model, **body}, lambda reply: list(map(int, reply["tokens"])))
+
+    def max_model_len(self) -> int | None:
+        """Return how many tokens the server's context has; None where it does not say."""
+        rows = self._ask("GET", "/v1/models", lambda reply: list(reply["data"]))
+        return max((int(row["max_model_len"]) for row in rows if row.get("max_model_len")), default=None)
+
+    def healthy(self) -> bool:
+        """Whether the server says that it is well."""
+        try:
+            return self.send("GET", "/health").is_success
+        except SourceError:
+            return False
+
+    def computed(self, ids: Sequence[int], *, tokens: int = TOKENS, salt: str | None = None) -> Reply:
+        """Return the answer to a prompt that is computed whole; with an earlier one's `salt`, from vLLM's own cache.
+
+        Raises `SourceError` where the server refuses, or did not compute it though it had no salt.
+        """
+        reply = self.ask(ids, False, tokens=tokens, salt=salt or uuid.uuid4().hex)
+        if reply.status != 200:
+            raise SourceError(f"{self.url} answered {reply.status} to a dense prompt: {reply.message}")
+        if salt is None and reply.cached:
+            raise SourceError(
+                f"{self.url} took {reply.cached} tokens of a dense prompt from a cache, so nothing can be compared"
+            )
+        return reply
+
+    def ask(
+        self, ids: Sequence[int], cartridges: Sequence[str] | Literal[False] = (), *, tokens: int = TOKENS,
+        salt: str | None = "",
+    ) -> Reply:  # fmt: skip
+        """Return the reply to a prompt behind cartridges, computed with False. A `salt` that is empty is a new one, None is none.
+
+        Waits where the server says when to ask again. Raises `SourceError` where it cannot be reached or sends
+        something else than an answer.
+        """
+        body: dict[str, Any] = {"prompt": list(ids), "logprobs": _TOP, "add_special_tokens": False}
+        if cartridges or cartridges is False:
+            body["cartridges"] = cartridges and list(cartridges)
+        return self._greedy("/v1/completions", body, tokens, salt)
+
+    def chat(self, text: str, cartridges: Sequence[str], *, tokens: int = TOKENS) -> Reply:
+        """Return the reply to a user's message behind cartridges, as `ask` does."""
+        body = {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": _TOP,
+                "cartridges": list(cartridges)}  # fmt: skip
+        return self._greedy("/v1/chat/completions", body, tokens, "")
+
+    def _greedy(self, path: str, body: dict[str, Any], tokens: int, salt: str | None) -> Reply:
+        body = {"model": self.model, "max_tokens": tokens, **_GREEDY, **body}
+        if salt is not None:
+            body["cache_salt"] = salt or uuid.uuid4().hex
+        until = time.monotonic() + _WAIT_S
+        while True:
+            response = self.send("POST", path, json=body)
+            wait_s = response.headers.get("retry-after", "")
+            if response.status_code not in (425, 503) or not wait_s.isdecimal() or time.monotonic() > until:
+                return _read(response)
+            time.sleep(min(float(wait_s), 2.0))
+
     def reply(self, content: str, *, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Return the reply to one user message; empty where the server sends none."""
         body = {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": tokens,
@@ -117,18 +227,14 @@ class Server:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
 
-    def events(
-        self, path: str, body: bytes, timeout_s: float | None = None
-    ) -> Iterator[tuple[Mapping[str, str], dict[str, Any]]]:
+    def events(self, path: str, body: bytes) -> Iterator[tuple[Mapping[str, str], dict[str, Any]]]:
         """Post JSON that asks for a stream; yield each event when it comes, with the reply's headers. Blocks between them.
 
-        `timeout_s` is the longest wait for an event, instead of the server's own. Raises `SourceError` where the server
-        cannot be reached, refuses, breaks off, or tells an error in the stream.
+        Raises `SourceError` where the server cannot be reached, refuses, breaks off, or tells an error in the stream.
         """
-        timeout = httpx.Timeout(self._timeout_s, read=timeout_s or self._timeout_s)
         headers = {"content-type": "application/json"}
         try:
-            with self._http.stream("POST", path, content=body, headers=headers, timeout=timeout) as reply:
+            with self._http.stream("POST", path, content=body, headers=headers) as reply:
                 if not reply.is_success:
                     reply.read()
                     raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
@@ -184,6 +290,32 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
         *whole, rest = (rest + piece).split(b"\n")
         yield from whole
     yield rest
+
+
+def _read(response: httpx.Response) -> Reply:
+    header = response.headers.get("x-cartridges")
+    used = tuple(Used(name, int(p), int(injected)) for name, p, injected in _USED.findall(header or ""))
+    if not response.is_success:
+        return Reply(response.status_code, response.text[:300], used=used, header=header)
+    try:
+        found = response.json()
+        logprobs = found["choices"][0]["logprobs"]
+        if "content" in logprobs:  # of a chat
+            rows = [{_id(e["token"]): e["logprob"] for e in each["top_logprobs"]} for each in logprobs["content"]]
+            tokens = [_id(each["token"]) for each in logprobs["content"]]
+        else:
+            rows = [{_id(token): value for token, value in row.items()} for row in logprobs["top_logprobs"]]
+            tokens = [_id(token) for token in logprobs["tokens"]]
+        cached = cached_tokens(found)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise SourceError(
+            f"{response.url.path} sent something else than was asked for: {response.text:.200}"
+        ) from error
+    return Reply(response.status_code, "", tuple(tokens), tuple(rows), cached, used, header)
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix(_PREFIX))
 
 
 def cached_tokens(reply: Mapping[str, Any]) -> int:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ..artifact.canary import Asked, compare
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SourceError
-from .ladder.client import Client
 from .progress import Progress, silent
+from .server import Server
 
 
 class Row(NamedTuple):
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     problem: str | None
 
 
-def validate(manifest: Manifest, client: Client, progress: Progress = silent) -> list[Row]:
+def validate(manifest: Manifest, server: Server, progress: Progress = silent) -> list[Row]:
     """Ask all questions of a cartridge's canary of a server that serves it under its `id@version`, and compare.
 
     Those behind itself only where two copies are whole chunks: no request can name less than whole cartridges.
@@ -41,14 +41,14 @@ def validate(manifest: Manifest, client: Client, progress: Progress = silent) ->
         asked += [("behind itself", 2, each) for each in manifest.canary.behind]
     rows = []
     for place, times, each in asked:
-        rows.append(_ask(manifest.name, client, place, times, each))
+        rows.append(_ask(manifest.name, server, place, times, each))
         progress("validate", len(rows), len(asked))
     return rows
 
 
-def _ask(name: str, client: Client, place: str, times: int, asked: Asked) -> Row:
+def _ask(name: str, server: Server, place: str, times: int, asked: Asked) -> Row:
     try:
-        reply = client.ask(asked.question, [name] * times, tokens=len(asked.answer.tokens))
+        reply = server.ask(asked.question, [name] * times, tokens=len(asked.answer.tokens))
     except SourceError as error:
         return Row(place, 0, 0, None, asked.answer.bound, False, str(error))
     if reply.status != 200:

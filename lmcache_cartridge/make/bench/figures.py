@@ -59,7 +59,7 @@ class Row(NamedTuple):
     """Median time to first token of the dense way over this one's."""
 
 
-def rows(measured: Measured, unlike: Mapping[int, bool], *, compares: bool = True) -> list[Row]:
+def rows(measured: Measured, unlike: Mapping[int, bool]) -> list[Row]:
     """Return the rows. Cartridges' answers at a p that is `unlike` are not compared with the dense ones."""
     cells: dict[tuple[int, int, Way], list[Run]] = {}
     for run in measured.runs:
@@ -71,7 +71,7 @@ def rows(measured: Measured, unlike: Mapping[int, bool], *, compares: bool = Tru
         ttft, first = (Stats.of([1000 * s for run in of for s in run.ttft_s]) for of in (good, dense))
         gaps = [gap for run in good for gap in run.itl_s if gap]
         told = [run.cached for run in good if run.cached is not None]
-        is_like = compares and way != "dense" and (way == "prefix" or not unlike.get(p, False))
+        is_like = way != "dense" and (way == "prefix" or not unlike.get(p, False))
         reasons = [reason for run in cells[p, c, way] for reason in (*run.errors, run.wrong) if reason]
         found.append(
             Row(

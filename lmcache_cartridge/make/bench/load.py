@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import io
 import os
-import random
 import re
 import time
 import uuid
@@ -25,8 +24,6 @@ from .target import Target
 Way = Literal["dense", "prefix", "warm", "cold"]
 WAYS: tuple[Way, ...] = ("dense", "prefix", "warm", "cold")
 _COMPUTED = {"cartridges": False, "kv_transfer_params": {"lmcache.skip_save": True}}
-_HEAD = 12
-"""Tokens by which prompts are told apart."""
 _IDLE_S, _POLL_S = 10.0, 0.05
 """How long an evicted cartridge may be held by requests that have just ended."""
 _COUNTER = re.compile(r"^vllm:(prefix_cache_hits|external_prefix_cache_hits)_total\{.*\} (\S+)$", re.M)
@@ -158,8 +155,7 @@ class Load:
         cached = None
         if before and after:
             cached = after[0] - before[0], after[1] - before[1]
-            slack = self._target.overhead * self._target.chats
-            wrong = wrong or not_so(way, place, count, cached, after[2], slack)
+            wrong = wrong or not_so(way, place, count, cached, after[2])
         return Run(
             place.p, c, way, turn, told["duration"], told["ttfts"], told["itls"], told["output_lens"],
             told["generated_texts"], errors, cached, wrong,
@@ -197,21 +193,20 @@ class Load:
         requests = [self._request(way, place, self._questions[question + number]) for number in range(count)]
         return self._generate(self._target, requests, c, self._tokens)
 
-    def _request(self, way: Way, place: Place, question: Any) -> tuple[Any, dict[str, Any]]:
+    def _request(self, way: Way, place: Place, question: list[int]) -> tuple[list[int], dict[str, Any]]:
         """Return a prompt, and the fields of its own."""
         own = uuid.uuid4().hex
         if way in ("warm", "cold"):
             return question, {"cartridges": [place.cartridge], "cache_salt": own}
-        kept = self._kept.setdefault(place.p, own) if way == "prefix" else own
-        if self._target.has_cartridges:
-            fields, document = {"cache_salt": kept, **_COMPUTED}, place.document
-        else:
-            fields, document = {}, _apart(place.document, kept)
-        return document + question if isinstance(document, str) else [*document, *question], fields
+        salt = {"cache_salt": self._kept.setdefault(place.p, own) if way == "prefix" else own}
+        return [*place.document, *question], salt | (_COMPUTED if self._target.has_cartridges else {})
 
     def _counters(self) -> tuple[int, int, int] | None:
         """Return vLLM's counters of cached tokens, its own and the connector's, and its block size; None without them."""
-        text = self._target.metrics() or ""
+        try:
+            text = self._target.send("GET", "/metrics").text
+        except SourceError:
+            return None
         found = dict[str, float]()
         for name, value in _COUNTER.findall(text):
             found[name] = found.get(name, 0.0) + float(value)
@@ -221,22 +216,16 @@ class Load:
         return int(found["prefix_cache_hits"]), int(found.get("external_prefix_cache_hits", 0)), int(block[1])
 
 
-def not_so(way: Way, place: Place, count: int, cached: tuple[int, int], block: int, slack: int = 0) -> str | None:
-    """Return why `count` requests are none of their way, by the tokens that came from vLLM's cache and by its connector.
-
-    `slack` tokens of each may be every prompt's, such as a chat template's head.
-    """
+def not_so(way: Way, place: Place, count: int, cached: tuple[int, int], block: int) -> str | None:
+    """Return why `count` requests are none of their way, by the tokens that came from vLLM's cache and by its connector."""
     vllm, connector = cached
-    least = count * (place.p - block) if isinstance(place.document, tuple) else 0.7 * count * place.p
     told = f"of {count * place.p} tokens vLLM's prefix cache had {vllm}, its connector brought {connector}"
     if way == "dense":
-        is_so = vllm <= count * slack and not connector
+        is_so = not vllm and not connector
     elif way == "prefix":
-        is_so = vllm > least and not connector
+        is_so = vllm > count * (place.p - block) and not connector
     else:  # whole chunks, of which the last is no shorter than what is behind it
-        is_so = (
-            vllm <= count * slack and count * place.p * place.chunks / (place.chunks + 1) < connector <= count * place.p
-        )
+        is_so = not vllm and count * place.p * place.chunks / (place.chunks + 1) < connector <= count * place.p
     return None if is_so else f"{told}; that is not {way}, unless others asked meanwhile"
 
 
@@ -261,17 +250,16 @@ def generator() -> Callable[[Target, Sequence[tuple[Any, dict[str, Any]]], int, 
                 prompt_len=len(prompt),
                 expected_output_len=tokens,
                 request_overrides=fields,
-                chat_messages=[{"role": "user", "content": prompt}] if target.chats else None,
             )
             for prompt, fields in requests
         ]
         given: dict[str, Any] = {
-            "task_type": TaskType.GENERATION, "endpoint_type": "openai-chat" if target.chats else "openai",
-            "api_url": f"{target.url}{target.path}", "base_url": target.url, "model_id": target.model,
+            "task_type": TaskType.GENERATION, "endpoint_type": "openai",
+            "api_url": f"{target.url}/v1/completions", "base_url": target.url, "model_id": target.model,
             "model_name": target.model, "tokenizer": None, "input_requests": samples, "logprobs": None,
             "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": True, "num_warmups": 0, "profile": False,
-            "selected_percentile_metrics": [], "selected_percentiles": [], "ignore_eos": target.extras,
-            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": target.server.headers,
+            "selected_percentile_metrics": [], "selected_percentiles": [], "ignore_eos": True,
+            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": target.headers,
             "extra_body": {"temperature": 0}, "ready_check_timeout_sec": 0,
         }  # fmt: skip
         with _without_keys(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -293,14 +281,6 @@ def _without_keys() -> Iterator[None]:
     finally:
         if key is not None:
             os.environ["OPENAI_API_KEY"] = key
-
-
-def _apart(document: Any, salt: str) -> Any:
-    """Return a document of the same length that begins as no other does, for servers that know no `cache_salt`."""
-    if isinstance(document, str):
-        return f"{salt} {document[len(salt) + 1 :]}"
-    head = random.Random(salt).choices(document[1:], k=min(_HEAD, len(document) - 1))
-    return [document[0], *head, *document[1 + len(head) :]]
 
 
 def drop(file: Path) -> None:

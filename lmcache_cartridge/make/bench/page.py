@@ -68,8 +68,8 @@ def as_values(report: Report) -> dict[str, Any]:
     target, plan = report.target, report.plan
     return {
         "server": {
-            "url": target.url, "model": target.model, "version": target.version, "max_model_len": target.max_model_len,
-            "cartridges": target.has_cartridges, "path": target.path, "is_this_machine": target.is_local,
+            "url": target.url, "model": target.model, "version": target.version, "max_model_len": target.context,
+            "cartridges": target.has_cartridges, "is_this_machine": target.is_local,
         },
         "client": {"lmcache_cartridge": __version__, **machine(), "gpus": gpus("name", "driver_version", "memory.total")},
         "plan": {

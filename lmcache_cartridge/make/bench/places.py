@@ -15,11 +15,7 @@ from .target import Target
 if TYPE_CHECKING:
     from ..ladder.maker import Maker
 
-_MARGIN = 8
-"""Tokens that a chat template or a server may add."""
 _TRIES = 3
-_CHARACTERS = 2
-"""Of a token, at least, where nothing tells tokens."""
 LENGTHS = (256, 1024, 4096, 16_384, 32_768)
 """The p that are asked for where nothing else is said."""
 _UNTOLD = 4096
@@ -30,8 +26,7 @@ class Place(NamedTuple):
     """Where times are taken: p tokens that stand before a question."""
 
     p: int
-    document: tuple[int, ...] | str
-    """Token ids, or text where the server has no route `/tokenize`."""
+    document: tuple[int, ...]
     cartridge: str | None = None
     """`id@version`."""
     chunks: int = 0
@@ -47,39 +42,27 @@ class Questions:
 
     def __init__(self, target: Target, count: int) -> None:
         asked = texts.write("bench", 4000).questions
-        found = [f"\n{n}. Question: {asked[n % len(asked)]}\nAnswer:" for n in range(count)]
-        self._asked: list[Sequence[int] | str] = [
-            (target.tokens(text) or text) if target.tokenizes else text for text in found
+        self._asked = [
+            target.tokenize(prompt=f"\n{n}. Question: {asked[n % len(asked)]}\nAnswer:", add_special_tokens=False)
+            for n in range(count)
         ]
-        longest = max(map(len, self._asked))
-        self.longest = _MARGIN + (longest if target.tokenizes else longest // _CHARACTERS)
-        """Tokens of the longest, at most."""
+        self.longest = max(map(len, self._asked))
+        """Tokens of the longest."""
 
-    def __getitem__(self, number: int) -> Sequence[int] | str:
-        """Return the token ids of a question, or its text where the server has no route `/tokenize`."""
+    def __getitem__(self, number: int) -> list[int]:
+        """Return the token ids of a question."""
         return self._asked[number]
 
 
 def plain(target: Target, p: int) -> Place:
-    """Return a document of generated text, of p tokens as near as the server tells."""
+    """Return a document of generated text, of p tokens."""
     words = max(p, 100)
-    if target.tokenizes:
-        for _ in range(_TRIES):  # of a tokenizer that makes less than a token of a word
-            ids = target.tokens(texts.write(f"bench {p}", words).text, special=True) or []
-            if len(ids) >= p:
-                return Place(p, tuple(ids[:p]))
-            words *= 3
-        raise CartridgeError(f"a text of {p} tokens was wanted, and {words // 3} words have {len(ids)}")
-    text = texts.write(f"bench {p}", words).text
-    return Place(p, text[: int(p * _characters(target))])
-
-
-def _characters(target: Target) -> float:
-    """Return how many characters of such text are a token, by what the server counts."""
-    sample = texts.write("bench", 200).text
-    used = [event["usage"] for _, event in target.events(target.body(sample, 1)) if event.get("usage")]
-    tokens = (used[-1].get("prompt_tokens") or 0) - target.overhead if used else 0
-    return len(sample) / tokens if tokens > 0 else 4.0
+    for _ in range(_TRIES):  # of a tokenizer that makes less than a token of a word
+        ids = target.tokenize(prompt=texts.write(f"bench {p}", words).text, add_special_tokens=True)
+        if len(ids) >= p:
+            return Place(p, tuple(ids[:p]))
+        words *= 3
+    raise CartridgeError(f"a text of {p} tokens was wanted, and {words // 3} words have {len(ids)}")
 
 
 def of_cartridge(target: Target, name: str) -> Place:
@@ -91,20 +74,10 @@ def of_cartridge(target: Target, name: str) -> Place:
         raise CartridgeError(f"{found.name} of {found.positions} positions has no whole chunk, so nothing is injected")
     if found.kind != "prefill":
         return plain(target, found.positions)._replace(cartridge=found.name, chunks=found.chunks, is_same=False)
-    _tokenized(target, found.name)
-    ids = target.server.cartridge_ids(found.name)
+    ids = target.cartridge_ids(found.name)
     if len(ids) != found.positions:
         raise CartridgeError(f"{target.url} gave {len(ids)} token ids of the {found.positions} of {found.name}")
     return Place(found.positions, tuple(ids), found.name, found.chunks)
-
-
-def _tokenized(target: Target, name: str) -> None:
-    """Raise `CartridgeError` where a cartridge's document cannot be had as token ids."""
-    if not target.tokenizes:
-        raise CartridgeError(
-            f"{target.url} does not answer /tokenize beside /v1/completions, so the document of {name} cannot be computed "
-            "beside it; what forwards /v1 has to forward /tokenize too"
-        )
 
 
 def choose(
@@ -131,13 +104,11 @@ def choose(
         else:
             found[place.p] = place
     lengths = [p for p in wanted or ([] if found else LENGTHS) if p not in found]
-    if wanted is None and target.max_model_len is None:
+    if wanted is None and target.context is None:
         lengths = [p for p in lengths if p <= _UNTOLD]
     fits = [p for p in sorted(set(lengths)) if _fits(target, p, around)]
     if too_long := sorted({*lengths} - {*fits}):
-        left.append(f"p = {', '.join(map(str, too_long))}: longer than the server's context of {target.max_model_len}")
-    if maker is not None:
-        _tokenized(target, "a cartridge that is made")
+        left.append(f"p = {', '.join(map(str, too_long))}: longer than the server's context of {target.context}")
     for done, p in enumerate(fits, 1):
         found[p] = plain(target, p) if maker is None or p < maker.chunk else _made(maker, p)
         progress("documents", done, len(fits))
@@ -154,7 +125,7 @@ def _listed(target: Target, wanted: Sequence[int] | None) -> list[str]:
 
 
 def _fits(target: Target, p: int, around: int) -> bool:
-    return target.max_model_len is None or p + around <= target.max_model_len
+    return target.context is None or p + around <= target.context
 
 
 def _made(maker: Maker, p: int) -> Place:

@@ -8,7 +8,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from ...errors import SourceError
-from .client import Reply
+from ..server import Reply
 from .ground import Ground, Judged, Unchecked, Wrong, summary, used_as
 from .held import Held
 from .likeness import ROUNDING, TELLING, apart
@@ -108,7 +108,10 @@ def bad_input(ground: Ground) -> str:
         "an object without id": (plain | {"cartridges": [{}]}, (400, 422)),
         "a misspelt field": ({**plain, "cartridge": plain["cartridges"]} | {"cartridges": None}, (400,)),
         "too many cartridges": (plain | {"cartridges": [one.name] * 17}, (400, 422)),
-        "a prompt too long": (plain | {"prompt": question * (1 + context_tokens(ground) // len(question))}, (400,)),
+        "a prompt too long": (
+            plain | {"prompt": question * (1 + (client.max_model_len() or 1 << 17) // len(question))},
+            (400,),
+        ),
     }
     for what, (body, expected) in refused.items():
         reply = _status(ground, body)
@@ -125,15 +128,8 @@ def bad_input(ground: Ground) -> str:
 
 
 def _status(ground: Ground, body: dict[str, Any]) -> Reply:
-    response = ground.client.server.send("POST", "/v1/completions", json=body)
+    response = ground.client.send("POST", "/v1/completions", json=body)
     return Reply(response.status_code, response.text)
-
-
-def context_tokens(ground: Ground) -> int:
-    """Return how many tokens the server's context has."""
-    cards = ground.client.get("/v1/models").json().get("data") or []
-    lengths = [int(card["max_model_len"]) for card in cards if card.get("max_model_len")]
-    return max(lengths, default=1 << 17)
 
 
 def contamination(ground: Ground) -> str:

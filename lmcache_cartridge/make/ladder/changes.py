@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from ...errors import CartridgeNotFound
-from .client import Reply
+from ..server import Reply
 from .ground import Ground, Unchecked, Wrong, summary, used_as
 from .held import Held
 from .likeness import apart

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ..server import Reply
 from .changes import makes
-from .client import Reply
 from .ground import Ground, Unchecked, Wrong
 from .held import Held
 from .likeness import apart
@@ -30,7 +30,7 @@ def corrupt(ground: Ground) -> str:
     outcome = _never_wrong(ground, one, "corrupt")
     until, state = time.monotonic() + _NOTED_S, ""
     while state != "quarantined" and time.monotonic() < until:
-        state = ground.client.get(f"/v1/cartridges/{one.manifest.id}").json().get("state", "")
+        state = ground.client.send("GET", f"/v1/cartridges/{one.manifest.id}").json().get("state", "")
         time.sleep(0.1)
     if state != "quarantined":
         raise Wrong(f"{one.name} is corrupt, and /v1/cartridges says it is {state!r}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import CartridgeError, SourceError
 from ..progress import Progress, silent
+from ..server import Reply, Server
 from . import texts
-from .client import Client, Reply
 from .held import Held, parts
 from .likeness import TELLING, Apart, Noise, apart
 
@@ -43,7 +43,7 @@ class Ground:
     """A server, what it holds, and how its answers are judged. Safe from any thread."""
 
     def __init__(
-        self, client: Client, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None
+        self, client: Server, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None
     ) -> None:
         self.client, self.maker, self.own = client, maker, own
         self.held = list(held)
@@ -183,12 +183,12 @@ def summary(found: Sequence[Judged]) -> str:
     )
 
 
-def existing(client: Client, names: Sequence[str]) -> list[Held]:
+def existing(client: Server, names: Sequence[str]) -> list[Held]:
     """Return prefill cartridges that a server has already: those named, or the first three that can be asked about.
 
     Raises `CartridgeError` for a name that is not served, or is no prefill cartridge.
     """
-    listed = client.server.send("GET", "/v1/cartridges").json()
+    listed = client.send("GET", "/v1/cartridges").json()
     rows = listed.get("data") or [] if isinstance(listed, dict) else []
     rows = [row for row in rows if row["kind"] == "prefill" and row["state"] not in ("quarantined", "refused")]
     by_name = {
@@ -202,13 +202,13 @@ def existing(client: Client, names: Sequence[str]) -> list[Held]:
     found = []
     for row in chosen:
         name = f"{row['id']}@{row['version']}"
-        ids = client.server.cartridge_ids(name)
+        ids = client.cartridge_ids(name)
         asked = texts.write(name, 0).questions
         found.append(Held(name, tuple(ids), (*parts(ids), *question_ids(client, asked)), asked))
     return found
 
 
-def question_ids(client: Client, asked: Sequence[str]) -> list[tuple[int, ...]]:
+def question_ids(client: Server, asked: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the token ids of questions as they follow a document. Raises `SourceError`."""
     try:
         return [

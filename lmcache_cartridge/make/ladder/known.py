@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import CartridgeError
-from .client import Reply
+from ..server import Reply
 from .ground import Ground, Judged, Unchecked, Wrong, summary, used_as
 from .held import Held
 from .likeness import apart

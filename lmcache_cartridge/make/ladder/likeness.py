@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...artifact.canary import FLOOR, NOISES, Expected, compare
-from .client import Reply
+from ..server import Reply
 
 _TOP = 10
 ASSUMED = 0.15

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from ...library.quarantine import Quarantine
     from ...library.registry import Registry
     from ..model import CausalModel
-    from ..server import Server
-    from .client import Reply
+    from ..server import Reply, Server
 
 
 logger = logging.getLogger(__name__)
@@ -164,7 +163,7 @@ class Maker:
 
     def reply(self, kv: torch.Tensor | None, ids: Sequence[int], given: Reply) -> Reply:
         """Return the logprobs of transformers along the tokens of `given`, which answered `ids` after canonical KV."""
-        from .client import Reply
+        from ..server import Reply
 
         count = len(given.tokens)
         fed = [*ids, *given.tokens[:-1]]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import CartridgeError
+from ..server import Server
 from . import answers, known
-from .client import Client
 from .ground import Ground, Unchecked, Wrong, summary, used_as
 from .held import Held
 from .maker import Maker, heads
@@ -69,7 +69,7 @@ def saving(ground: Ground, where: Mode) -> str:
         first = there.client.ask(behind, [one.name], salt=salt)
         until, saved = time.monotonic() + _SAVED_S, first
         while saved.cached <= first.cached and time.monotonic() < until:
-            there.client.server.send("POST", "/reset_prefix_cache")  # vLLM's own blocks; refused while it works
+            there.client.send("POST", "/reset_prefix_cache")  # vLLM's own blocks; refused while it works
             saved = there.client.ask(behind, [one.name], salt=salt)
         stranger = there.client.ask(behind, [one.name])
         for given in (first, saved, stranger):
@@ -135,7 +135,7 @@ def elsewhere(ground: Ground, own: OwnServer) -> Iterator[Ground]:
 
 
 @contextmanager
-def _running(own: OwnServer) -> Iterator[Client]:
+def _running(own: OwnServer) -> Iterator[Server]:
     try:
         own.start()
     except CartridgeError as error:

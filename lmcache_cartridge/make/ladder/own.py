@@ -12,7 +12,7 @@ from ...errors import UnsupportedEngine
 from ...serve.launch import Launch, on_cpu, plan
 from ...serve.processes import SMALL, ServerProcess
 from ...settings import Settings, from_mapping
-from .client import Client
+from ..server import Server
 
 Mode = Literal["in-process", "multiprocess"]
 MODES: tuple[Mode, ...] = ("in-process", "multiprocess")
@@ -80,10 +80,10 @@ class OwnServer:
         process.__enter__()
         return process
 
-    def client(self) -> Client:
+    def client(self) -> Server:
         """Return a client of the server, which stays its client when it is started again."""
         assert self._process is not None, "the server was not started"
-        client = Client(self._process.url)
+        client = Server(self._process.url)
         self._changed = client.move
         return client
 
