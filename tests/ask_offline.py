@@ -1,4 +1,4 @@
-"""Script: answer questions with vLLM's offline LLM and cartridges, of which `odd` is refused, and `nurse` is of a LoRA
+"""Script: answer questions with vLLM's offline LLM and cartridges, of which `odd` fails its canary, and `nurse` is of a LoRA
 adapter. Prints JSON; run in a process of its own.
 
 python ask_offline.py HOME MODEL_DIR ADAPTER_DIR
@@ -18,7 +18,6 @@ def main(home: str, model: str, adapter: str) -> None:
     from lmcache_cartridge.cli.recall import load_sheet
     from lmcache_cartridge.errors import CartridgeError
     from lmcache_cartridge.serve.offline import engine_arguments, with_cartridges
-    from lmcache_cartridge.serve.request import Refusal
     from lmcache_cartridge.settings import from_mapping
 
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
@@ -38,11 +37,14 @@ def main(home: str, model: str, adapter: str) -> None:
             prompt, params = with_cartridges(llm, settings, ["ward-a"], asked, greedy)
             (output,) = llm.generate(prompt, params, use_tqdm=False)
             answers.append([output.outputs[0].text.strip(), question.answer, output.num_cached_tokens])
-    for _ in range(2):
-        try:
-            with_cartridges(llm, settings, ["odd"], "Q: x? A:", greedy)
-        except CartridgeError as error:
-            print("refused:", error, flush=True)
+    for question in load_sheet("ward-b").questions[:6]:
+        prompt, params = with_cartridges(llm, settings, ["odd"], question.text, greedy)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        answers.append([output.outputs[0].text.strip(), question.answer, output.num_cached_tokens])
+    try:
+        with_cartridges(llm, settings, ["short"], "Q: x? A:", greedy)
+    except CartridgeError as error:
+        print("refused:", error, flush=True)
     print(json.dumps(answers), flush=True)
     nurse, question = LoRARequest("nurse", 1, adapter), load_sheet("ward-a").questions[0].text
     top = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
@@ -60,7 +62,7 @@ def main(home: str, model: str, adapter: str) -> None:
     for name, lora in (("nurse", None), ("ward-a", nurse)):
         try:
             with_cartridges(llm, settings, [name], question, top, lora)
-        except Refusal as error:
+        except CartridgeError as error:
             print("refused:", error, flush=True)
     print(json.dumps(found), flush=True)
     llm.llm_engine.engine_core.shutdown()

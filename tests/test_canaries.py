@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +16,14 @@ from making import make_fingerprint, make_rope, sha256_hasher
 from test_admission import serve  # noqa: F401
 
 with quietly():
-    from lmcache_cartridge.serve import offline
     from lmcache_cartridge.serve.admission import Admission
 
-from lmcache_cartridge.artifact.canary import Asked, Comparison, Expected, ServedCanary
+from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
 from lmcache_cartridge.artifact.reading import MANIFEST, load_manifest, load_token_ids
 from lmcache_cartridge.engine.contract import GRANT, TAG
-from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.canary import Trial
 from lmcache_cartridge.serve.request import Reference, Refusal, Unservable
-from lmcache_cartridge.serve.resolve import Resolver
-from lmcache_cartridge.settings import Settings
 
 RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
 BEHIND = Expected(((9, 7),), ((-0.3, -1.0),), noise=0.01)
@@ -304,50 +298,6 @@ def test_no_weights_make_logprobs_that_are_no_numbers(run: Run, store: Cartridge
         assert _outcome(admission, "a") == "failed"
 
     run(work, accept_weights=True)
-
-
-@pytest.mark.parametrize(
-    "name, canary, accepts, difference, served",
-    [
-        ("a", True, True, 1.0, True),
-        ("a", True, False, 1.0, False),
-        ("a", "required", True, 1.0, False),
-        ("b", True, True, 1.0, False),
-        ("a", True, True, math.inf, False),
-    ],
-)
-@pytest.mark.parametrize("store", [True], indirect=True)
-def test_offline_too_what_accepted_weights_change_blocks_nothing_unless_canaries_are_required(
-    home: Home,
-    store: CartridgeStore,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    canary: Any,
-    accepts: bool,
-    difference: float,
-    served: bool,
-) -> None:
-    class Llm:
-        llm_engine = SimpleNamespace(vllm_config=Engine().vllm_config)
-
-    llm: Any = Llm()
-    found = Comparison(difference, 0.1, 1, (3,), (3,))
-    monkeypatch.setattr(offline, "_examine", lambda llm, trial: found)
-    monkeypatch.setattr(offline, "_claim", lambda *arguments: None)
-    monkeypatch.setitem(offline._chunk_tokens, llm, CHUNK)
-    told: list[Any] = []
-    client = SimpleNamespace(call=lambda method, *a: told.append(a) or [msgspec.to_builtins(SHAPE)])
-    monkeypatch.setitem(offline._clients, llm, client)
-    settings = Settings(home=home.path, canary=canary, accept_weights=accepts)
-    selection = Resolver(settings).resolve([Reference(id=name)])
-    for _ in range(2):
-        with (
-            nullcontext()
-            if served
-            else pytest.raises(CartridgeError, match=f"{name}@1 is set aside .* differ by {difference:g}")
-        ):
-            offline._try(llm, settings, selection)
-    assert [(a[0], a[2]) for a in told if a] == [(selection.tag, served)], "the worker is told of the one trial"
 
 
 def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(

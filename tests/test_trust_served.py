@@ -28,6 +28,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.make.write import write_kv
+from lmcache_cartridge.serve.http import TOKENS
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -107,7 +108,8 @@ class Served:
     def start(self) -> None:
         """Start the server, after the end of the one that runs."""
         self.stack.close()
-        launch = plan(MODEL, self.library.settings, chunk_tokens=CHUNK, mode=self._mode, vllm_args=SERVER_ARGS)
+        args = [*SERVER_ARGS, "--enable-scale-out"]
+        launch = plan(MODEL, self.library.settings, chunk_tokens=CHUNK, mode=self._mode, vllm_args=args)
         log = self.library.settings.home / f"log-{uuid.uuid4().hex}"
         server = self.stack.enter_context(ServerProcess(launch, log, environment=SMALL))
         self.asker = self.stack.enter_context(Asker(server.url))
@@ -239,6 +241,15 @@ class TrustTests:
         for stream in (False, True):
             reply = served.asker.http.post("/v1/completions", json=body | {"stream": stream})
             assert reply.headers["x-cartridges"].startswith(f"p@1;positions={POSITIONS};"), reply.text
+
+    def test_who_asks_by_token_ids_is_told(self, served: Served) -> None:
+        ids = served.library.ward.ids
+        assert (served.right("p"), served.plain()) == (FACTS, ALL)
+        for stream in (False, True):
+            body = {"model": MODEL, "token_ids": ids, "sampling_params": {"max_tokens": 1}, "stream": stream}
+            reply = served.asker.http.post(TOKENS, json=body | {"cache_salt": uuid.uuid4().hex})
+            told = reply.headers.get("x-cartridges", "")
+            assert told.startswith(f"p@1;positions={POSITIONS};injected={POSITIONS};"), (stream, reply.text)
 
     def test_one_whose_canary_fails_takes_no_answer_away(self, served: Served) -> None:
         with served.registered("zbad"):

@@ -113,71 +113,11 @@ class Trial(NamedTuple):
         return (reach, reach) if reach <= injected and (reach > whole or not reach % chunk_tokens) else None
 
 
-class Trials:
-    """How the trials of one engine ended, of each cartridge's own canary: copies with one digest may have several."""
-
-    def __init__(self, settings: Settings, engine: Any, chunk_tokens: int, fingerprint: Fingerprint | None) -> None:
-        """`engine` has the `vllm_config`; `chunk_tokens` is LMCache's chunk size, `fingerprint` the engine's, for the setting
-        `accept_weights`.
-        """
-        self._settings, self._engine, self._chunk_tokens = settings, engine, chunk_tokens
-        self._fingerprint = fingerprint if settings.accept_weights and settings.canary != "required" else None
-        self.problems: dict[Key, str | None] = {}
-        """How the engine's answers differ from those expected, None if they do not."""
-        self.accepted: set[Key] = set()
-        """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
-        self.keys: dict[str, Key] = {}
-        """Of cartridges alone, by `id@version`."""
-
-    def key(self, trial: Trial) -> Key | None:
-        """Return the key of a trial's result; None where there can be no trial."""
-        manifest = trial.manifest
-        if not trial.questions or manifest.canary is None:
-            return None
-        size = trial.positions * manifest.fingerprint.token_bytes
-        if _in_fp8(self._engine.vllm_config):
-            size //= DTYPE_BYTES[manifest.fingerprint.dtype]
-        if trial.longest > self._engine.vllm_config.model_config.max_model_len or (
-            trial.is_behind and size > self._settings.cpu_bytes
-        ):
-            reason = f"no room for {trial.longest} positions"
-        elif trial.prefix(self._chunk_tokens) is None:
-            reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
-        else:
-            key = trial.tag, manifest.canary
-            if not trial.is_behind:
-                self.keys[manifest.name] = key
-            return key
-        logger.warning_once("%s cannot be tried on this engine: %s", manifest.name, reason)
-        return None
-
-    def end(self, key: Key, trial: Trial, found: Comparison | None) -> str | None:
-        """Note the first answer that was not as expected, None if all were; return why it is not served, None if it is."""
-        name = trial.manifest.name
-        problem = None if found is None else str(found)
-        weights = other_weights(trial.manifest, self._fingerprint)
-        # Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
-        if found is not None and weights and math.isfinite(found.difference):
-            logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
-            self.accepted.add(key)
-            problem = None
-        if problem is not None:
-            logger.error("%s is set aside on this engine: %s", name, problem)
-        self.problems[key] = problem
-        return problem
-
-    def told(self, trial: Trial) -> tuple[str, str, bool] | None:
-        """Return what workers are told of a cartridge alone by `CartridgeStore.tried`; None for what was not tried yet."""
-        digest, key = trial.manifest.digest, self.key(trial)
-        if key is None:
-            return digest, "", False
-        if trial.is_behind or key not in self.problems:
-            return None
-        return digest, blake3(msgspec.json.encode(key[1])).hexdigest(16), self.problems[key] is None
-
-
 class Canaries:
-    """Which cartridges one engine answers right from. Requests for the same cartridge share one trial."""
+    """Which cartridges one engine answers right from, each cartridge's own canary: copies with one digest may have several.
+
+    Requests for the same cartridge share one trial.
+    """
 
     def __init__(
         self,
@@ -188,20 +128,26 @@ class Canaries:
         chunk_tokens: int,
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        """See `Trials`."""
+        """`chunk_tokens` is LMCache's chunk size, `fingerprint` the engine's, for the setting `accept_weights`."""
         self._settings, self._engine, self._client = settings, engine, client
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
-        self._trials = Trials(settings, engine, chunk_tokens, fingerprint)
+        self._fingerprint = fingerprint if settings.accept_weights and settings.canary != "required" else None
+        self._problems: dict[Key, str | None] = {}
+        """How the engine's answers differ from those expected, None if they do not."""
+        self._accepted: set[Key] = set()
+        """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
+        self._keys: dict[str, Key] = {}
+        """Of cartridges alone, by `id@version`."""
         self._asking: dict[Key, asyncio.Task[str | None]] = {}
         self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, name: str, digest: str) -> tuple[str | None, str | None]:
         """Return `passed`, `accepted` or `failed` for `id@version`, and why; None where the engine was not tried with it."""
-        key = self._trials.keys.get(name)
-        if key is None or key[0] != digest or key not in self._trials.problems:
+        key = self._keys.get(name)
+        if key is None or key[0] != digest or key not in self._problems:
             return None, None
-        problem = self._trials.problems[key]
-        return "accepted" if key in self._trials.accepted else "failed" if problem else "passed", problem
+        problem = self._problems[key]
+        return "accepted" if key in self._accepted else "failed" if problem else "passed", problem
 
     def follow(self, ranks: Sequence[Mapping[str, Any]]) -> asyncio.Task[None] | None:
         """Have those tried whose document's text came in prompts that do not name them; return the task under way.
@@ -227,15 +173,20 @@ class Canaries:
             logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
     async def _tell(self, trial: Trial) -> bool:
-        """Tell the workers how a trial ended, where they go by it; return whether it is trusted for all we know."""
-        if (told := self._trials.told(trial)) is not None:
-            await self._client.ask("tried", *told)
-        return told is None or told[2]
+        """Tell the workers how a trial of a cartridge alone ended, or that there can be none; return whether it is trusted for all
+        we know."""
+        digest, key = trial.manifest.digest, self._key(trial)
+        if key is not None and (trial.is_behind or key not in self._problems):
+            return True  # nothing to tell
+        shown = "" if key is None else blake3(msgspec.json.encode(key[1])).hexdigest(16)
+        is_right = key is not None and self._problems[key] is None
+        await self._client.ask("tried", digest, shown, is_right)
+        return is_right
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
         for trial in trials(selection) if self._settings.canary else ():
-            if (key := self._trials.key(trial)) is not None and (problem := self._trials.problems.get(key)):
+            if (key := self._key(trial)) is not None and (problem := self._problems.get(key)):
                 return _failed(trial.manifest, problem)
         return None
 
@@ -247,7 +198,7 @@ class Canaries:
         """
         for trial in trials(selection) if self._settings.canary else ():
             name = trial.manifest.name
-            if (key := self._trials.key(trial)) is None:
+            if (key := self._key(trial)) is None:
                 if self._settings.canary == "required":
                     message = f"{name} has no canary for this, and the server requires one"
                     return Unservable(422, message, trial.manifest.digest)
@@ -260,9 +211,46 @@ class Canaries:
                 return _failed(trial.manifest, problem)
         return None
 
+    def _key(self, trial: Trial) -> Key | None:
+        """Return the key of a trial's result; None where there can be no trial."""
+        manifest = trial.manifest
+        if not trial.questions or manifest.canary is None:
+            return None
+        size = trial.positions * manifest.fingerprint.token_bytes
+        if _in_fp8(self._engine.vllm_config):
+            size //= DTYPE_BYTES[manifest.fingerprint.dtype]
+        if trial.longest > self._engine.vllm_config.model_config.max_model_len or (
+            trial.is_behind and size > self._settings.cpu_bytes
+        ):
+            reason = f"no room for {trial.longest} positions"
+        elif trial.prefix(self._chunk_tokens) is None:
+            reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
+        else:
+            key = trial.tag, manifest.canary
+            if not trial.is_behind:
+                self._keys[manifest.name] = key
+            return key
+        logger.warning_once("%s cannot be tried on this engine: %s", manifest.name, reason)
+        return None
+
+    def _end(self, key: Key, trial: Trial, found: Comparison | None) -> str | None:
+        """Note the first answer that was not as expected, None if all were; return why it is not served, None if it is."""
+        name = trial.manifest.name
+        problem = None if found is None else str(found)
+        weights = other_weights(trial.manifest, self._fingerprint)
+        # Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
+        if found is not None and weights and math.isfinite(found.difference):
+            logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
+            self._accepted.add(key)
+            problem = None
+        if problem is not None:
+            logger.error("%s is set aside on this engine: %s", name, problem)
+        self._problems[key] = problem
+        return problem
+
     async def _result(self, key: Key, trial: Trial) -> str | None:
-        if key in self._trials.problems:
-            return self._trials.problems[key]
+        if key in self._problems:
+            return self._problems[key]
         if key not in self._asking:
             self._asking[key] = asyncio.create_task(self._settle(key, trial))
             self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
@@ -275,13 +263,13 @@ class Canaries:
     async def _settle(self, key: Key, trial: Trial) -> str | None:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
-                problem = self._trials.end(key, trial, await self._examine(trial))
+                problem = self._end(key, trial, await self._examine(trial))
                 await self._tell(trial)
         except (TimeoutError, Unfinished, Refusal, CartridgeError) as error:
             requests().canary("unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
-        requests().canary("failed" if problem else "accepted" if key in self._trials.accepted else "passed")
+        requests().canary("failed" if problem else "accepted" if key in self._accepted else "passed")
         return problem
 
     async def _examine(self, trial: Trial) -> Comparison | None:
@@ -290,40 +278,26 @@ class Canaries:
             if not await claim.wait(self._settings) or not claim.is_whole:
                 raise Unfinished("it is not in memory")
 
-            async def ask(prompt: Any, params: SamplingParams) -> Any:
-                tokens: Any = {"type": "token", **prompt}
-                name, last = f"cartridge-canary-{uuid.uuid4().hex}", None
-                async for output in self._engine.generate(tokens, params, name, lora_request=trial.within.adapter):
-                    last = output
-                return last
-
-            return await examine(trial, self._chunk_tokens, self._engine.vllm_config, ask)
+            config = self._engine.vllm_config
+            before, whole = trial.prefix(self._chunk_tokens) or (0, 0)
+            # Of its own, so that no request ever gets blocks that this one left; the later questions do.
+            salt, model = uuid.uuid4().hex, config.model_config
+            for asked in trial.questions if whole else ():  # else nothing of it is ever injected
+                prompt, params = _prompt(trial, asked, salt, before, whole, model.max_logprobs)
+                name, output = f"cartridge-canary-{uuid.uuid4().hex}", None
+                async for each in self._engine.generate(prompt, params, name, lora_request=trial.within.adapter):
+                    output = each
+                answer = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
+                logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", answer)
+                if not answer.passed:
+                    return answer
+            return None
 
 
 def trials(selection: Selection) -> Iterator[Trial]:
     """Yield the trials that an engine must pass before it answers from a selection."""
     for place, manifest in enumerate(selection.injected):
         yield Trial(manifest, selection, place)
-
-
-async def examine(
-    trial: Trial, chunk_tokens: int, config: VllmConfig, ask: Callable[[Any, SamplingParams], Awaitable[Any]]
-) -> Comparison | None:
-    """Return the first answer to a trial's questions that is not as expected, None if all are.
-
-    `ask` returns the engine's last output for a prompt, None for none. Raises `Unfinished` where one says nothing of the
-    KV. Its claim on the memory must be held meanwhile, and it must have a `prefix`.
-    """
-    before, whole = trial.prefix(chunk_tokens) or (0, 0)
-    # Of its own, so that no request ever gets blocks that this one left; the later questions do.
-    salt, model = uuid.uuid4().hex, config.model_config
-    for asked in trial.questions if whole else ():  # else nothing of it is ever injected
-        output = await ask(*_prompt(trial, asked, salt, before, whole, model.max_logprobs))
-        found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
-        logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
-        if not found.passed:
-            return found
-    return None
 
 
 def other_weights(manifest: Manifest, engine: Fingerprint | None) -> str:
@@ -352,7 +326,7 @@ def _prompt(
         extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: grant, SKIP_SAVE: True}},
     )  # fmt: skip
     ids = trial.selection.token_ids[:before]
-    return {"prompt_token_ids": [*ids, *asked.question], "cache_salt": salt}, params
+    return {"type": "token", "prompt_token_ids": [*ids, *asked.question], "cache_salt": salt}, params
 
 
 def _compare(expected: Expected, output: Any, whole: int, logprobs_mode: str) -> Comparison:

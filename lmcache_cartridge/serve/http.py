@@ -29,8 +29,10 @@ SHOWS = (*(route + RENDER for route in TAKES), "/v1/cartridges/tokens")
 """Routes behind the API key that show tokens of a request's cartridges: for routers that place by tokens."""
 COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
+TOKENS = "/inference/v1/generate"
+"""Takes token ids, which nothing renders."""
 _ANSWERS = (
-    "/v1/chat/completions/batch", "/cohere/v2/chat", "/inference/v1/generate", "/generative_scoring", "/invocations",
+    "/v1/chat/completions/batch", "/cohere/v2/chat", TOKENS, "/generative_scoring", "/invocations",
     "/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations",
 )  # fmt: skip
 """Other routes that generate: what takes no cartridges cannot answer where one is required."""
@@ -70,6 +72,8 @@ class Gate:
         except Refusal as refusal:
             await error(refusal)(scope, receive, send)
             return
+        if path == TOKENS:
+            hold(1)  # until the engine says whose KV the ids begin with
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Any:

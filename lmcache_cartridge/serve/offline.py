@@ -1,39 +1,37 @@
-"""Cartridges for vLLM's offline `LLM`: engine arguments to start it with, prompts and parameters to ask it with."""
+"""Cartridges for vLLM's offline `LLM`: engine arguments to start it with, prompts and parameters to ask it with.
+
+Cartridges are admitted as an API server admits them; see `admission`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
+import queue
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from vllm import LLM, SamplingParams
-from vllm.logger import init_logger
 
-from ..artifact.canary import Comparison
 from ..artifact.chat import Chat
-from ..artifact.model import from_plain
-from ..engine.client import ControlClient, RemoteClaim
-from ..engine.contract import CONTROL_METHOD, GRANT, TAG
-from ..engine.salts import adapter_name
 from ..errors import CartridgeError
 from ..settings import Settings
-from .adapters import check, read
-from .canary import Trial, Trials, Unfinished, examine, trials
+from .adapters import Adapters
+from .admission import Admission
 from .chat import behind
+from .claim import Claim
 from .launch import plan
-from .request import read_references
-from .resolve import Resolver, Selection
+from .request import Refusal, read_references
+from .wrap import check_request
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-logger = init_logger("vllm.lmcache_cartridge.serve.offline")
-_clients: weakref.WeakKeyDictionary[LLM, ControlClient] = weakref.WeakKeyDictionary()
-_chunk_tokens: weakref.WeakKeyDictionary[LLM, int] = weakref.WeakKeyDictionary()
-_trials: weakref.WeakKeyDictionary[LLM, Trials] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[LLM, _Engine] = weakref.WeakKeyDictionary()
 
 
 def engine_arguments(
@@ -63,30 +61,34 @@ def with_cartridges(
 
     Waits, `ready_timeout_s` at most, until the cartridges are in memory, where they stay as long as the prompt is
     referred to. The first time of each cartridge the engine is asked its canary's questions, as the setting `canary`
-    says. Raises `Refusal` for unknown ones and those of another adapter, `CartridgeError` for those that cannot be
-    served, are not there in time, or that this engine does not answer right from.
+    says. Where a server would answer from a document's text, the prompt has that. Raises `CartridgeError` where a server
+    would refuse the request, with the same words.
     """
-    selection = Resolver(settings).resolve(read_references({"cartridges": list(cartridges)}, None))
-    check(selection, None if lora_request is None else read(lora_request))
-    selection = selection._replace(adapter=lora_request)
-    own = ids_behind(selection.chat, llm.get_tokenizer(), prompt)
-    if not own:
-        raise CartridgeError("a prompt must have text beside its cartridges")
     params = params.clone() if params is not None else SamplingParams()
-    result = Prompt(prompt_token_ids=[*selection.token_ids, *own], cache_salt=selection.salt(None))
-    if selection.computed:  # whether the engine's model is theirs is asked as if the first were injected
-        first = slice(at := len(selection.injected), at + 1)
-        _claim(llm, settings, Selection(selection.manifests[first], selection.places[first], (), ()), Prompt())
-    if selection.tag is not None:
-        if params.prompt_logprobs is not None and selection.must_inject:
-            raise CartridgeError("prompt logprobs need the prompt computed, and a trained cartridge cannot be")
-        _claim(llm, settings, selection, result)
-        if settings.canary:
-            _try(llm, settings, selection)
-        granted = {"must_inject": selection.must_inject, "salt": "", "adapter": adapter_name(lora_request)}
-        grant = {TAG: selection.tag, GRANT: granted}
-        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": grant}
-    return result, params
+    engine = _engines.get(llm) or _engines.setdefault(llm, _Engine(llm))
+
+    async def prepared() -> Prompt:
+        admission = await engine.admission(settings)
+        name = None if lora_request is None else lora_request.lora_name
+        admission.adapters = Adapters({} if lora_request is None else {lora_request.lora_name: lora_request})
+        selection = await admission.resolve(read_references({"cartridges": list(cartridges)}, None))
+        async with admission.admit(selection, partial(check_request, params), name) as claim:
+            selection = claim.selection
+            own = ids_behind(selection.chat, llm.get_tokenizer(), prompt)
+            if not own:
+                raise Refusal(400, "a prompt must have text beside its cartridges")
+            transfer = claim.grant(None, 1)
+        head = selection.document_ids if claim.is_text else selection.token_ids
+        result = Prompt(prompt_token_ids=[*(head or ()), *own], cache_salt=selection.salt(None))
+        result.claim = claim
+        if transfer:
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": dict(transfer)}
+        return result
+
+    try:
+        return engine.run(prepared), params
+    except Refusal as refusal:
+        raise CartridgeError(str(refusal)) from None
 
 
 def ids_behind(chat: Chat | None, tokenizer: Any, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
@@ -110,62 +112,47 @@ def ids_behind(chat: Chat | None, tokenizer: Any, prompt: str | list[int] | list
 class Prompt(dict):
     """A prompt for `LLM.generate` that keeps its cartridges in memory."""
 
-    claim: RemoteClaim | None = None
+    claim: Claim | None = None
 
 
-def _try(llm: LLM, settings: Settings, selection: Selection) -> None:
-    """Try the engine with what it was not tried with yet. Raises `CartridgeError` unless it answers right."""
-    client = _clients[llm]
-    if llm not in _trials:
-        engine = from_plain(client.call("fingerprint")[0])
-        _trials[llm] = Trials(settings, llm.llm_engine, _chunk_tokens[llm], engine)
-    ended = _trials[llm]
-    for trial in trials(selection):
-        name = trial.manifest.name
-        if (key := ended.key(trial)) is None:
-            if settings.canary == "required":
-                raise CartridgeError(f"{name} has no canary for this, and the setting `canary` requires one")
-            continue
-        if key not in ended.problems:
-            held = Prompt()
-            _claim(llm, settings, trial.selection, held)
-            try:
-                ended.end(key, trial, _examine(llm, trial))
-            except Unfinished as reason:
-                raise CartridgeError(f"{name} could not be tried on this engine: {reason}") from None
-            if (told := ended.told(trial)) is not None:
-                client.call("tried", *told)
-        if (problem := ended.problems[key]) is not None:
-            raise CartridgeError(f"{name} is set aside on this engine: {problem}")
+class _Engine:
+    """What an API server's parts ask of an engine, asked of an `LLM` in the thread that it belongs to."""
 
+    def __init__(self, llm: LLM) -> None:
+        self._llm = weakref.proxy(llm)
+        self._admission: Admission | None = None
+        self.vllm_config = llm.llm_engine.vllm_config
+        self.model_config = self.vllm_config.model_config
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
 
-def _examine(llm: LLM, trial: Trial) -> Comparison | None:
-    """Return the engine's first answer to a canary that is not as expected, None if all are."""
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Return what the coroutine function `work` returns, which runs in another thread: a notebook has a loop in this one."""
+        with ThreadPoolExecutor(1) as other:
+            done = other.submit(lambda: asyncio.run(work()))
+            done.add_done_callback(lambda _: self._calls.put(None))
+            while (asked := self._calls.get()) is not None:
+                future, call = asked
+                try:
+                    future.set_result(call())
+                except Exception as error:
+                    future.set_exception(error)
+            return done.result()
 
-    async def ask(prompt: Any, params: SamplingParams) -> Any:
-        return llm.generate([prompt], params, use_tqdm=False, lora_request=trial.within.adapter)[0]
+    async def admission(self, settings: Settings) -> Admission:
+        """Return the one of this engine, or another where the settings are not those of before."""
+        if (known := self._admission) is None or known.settings != settings:
+            known = Admission(settings)
+            await known.start(self)  # type: ignore[arg-type]
+            self._admission = known
+        return known
 
-    try:  # without an event loop: nothing in it waits, and a notebook has one of its own
-        examine(trial, _chunk_tokens[llm], llm.llm_engine.vllm_config, ask).send(None)
-    except StopIteration as done:
-        return done.value
-    raise RuntimeError("it waited")
+    async def _ask(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        future: Future[Any] = Future()
+        self._calls.put((future, partial(call, *arguments, **options)))
+        return await asyncio.wrap_future(future)
 
+    async def collective_rpc(self, method: str) -> list[Any]:
+        return await self._ask(self._llm.collective_rpc, method)
 
-def _claim(llm: LLM, settings: Settings, selection: Selection, prompt: Prompt) -> None:
-    """Have the selection in memory as long as `prompt` is there. Raises `CartridgeError` if it cannot be."""
-    if llm not in _clients:
-        _clients[llm] = ControlClient(list(dict.fromkeys(llm.collective_rpc(CONTROL_METHOD))))
-        _chunk_tokens[llm] = _clients[llm].call("numbers")[0]["chunk_tokens"]
-    claim = _clients[llm].claim(selection.tag or "", selection.located)
-    prompt.claim = claim
-    deadline = time.monotonic() + settings.ready_timeout_s
-    while True:
-        ranks = claim.poll()
-        if refused := next((rank["refused"] for rank in ranks if rank["refused"]), None):
-            raise CartridgeError(f"{selection.names} cannot be served: {refused}")
-        if all(rank["ready"] for rank in ranks):
-            return
-        if time.monotonic() > deadline:
-            raise CartridgeError(f"{selection.names} was not loaded within {settings.ready_timeout_s} s")
-        time.sleep(0.02)
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
+        yield (await self._ask(self._llm.generate, [prompt], params, use_tqdm=False, lora_request=lora_request))[0]
