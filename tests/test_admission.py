@@ -134,16 +134,17 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
 
 
 def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Callable, store: CartridgeStore) -> None:
-    admission = serve()
+    admission, go_on = serve(), threading.Event()
 
     async def leave() -> None:
         selection = await admission.resolve([Reference(id="hot")])
-        with admission.client._lock:  # nothing is sent meanwhile
-            request = asyncio.create_task(_admitted(admission, selection))
-            await asyncio.sleep(0.05)
-            request.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await request
+        admission.client._loop.call_soon_threadsafe(go_on.wait, 60)  # nothing is sent meanwhile
+        request = asyncio.create_task(_admitted(admission, selection))
+        await asyncio.sleep(0.05)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        go_on.set()
         await _admit(admission, "hot")
 
     _run(leave())

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import queue
-import socket
-import struct
-import threading
-import time
-import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -23,39 +16,23 @@ from . import frames
 
 TIMEOUT_S = 30.0
 """How long a call may take."""
-_STILL_S = 10.0
-"""How often a worker is told which claims there still are."""
 
 
 class ControlClient:
-    """Calls every worker's store. Safe from any thread; no call waits for another.
-
-    A call that is not answered in time fails by itself. Where a worker ends, every call under way does, and every claim.
-    """
+    """Calls every worker's store. Safe from any thread; no call waits for another, and a slow worker holds up none but its own."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """`paths` are those of the workers' control sockets, by rank. Connects at the first call."""
+        """`paths` are those of the workers' control sockets, by rank. Connects for each call, and for each claim."""
         self._paths = list(paths)
-        self._connections: list[socket.socket] = []
-        self._calls: dict[int, _Call] = {}
-        self._claimed: set[str] = set()
-        """Names of the claims that somebody has."""
-        self._numbers = itertools.count(1)
-        self._closed = False
-        self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[tuple[int, _Call | None, bytes] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._send_all, name="cartridge-calls", daemon=True).start()
+        self._loop = frames.loop("cartridge-calls")
+        self._claims: weakref.WeakSet[_Lines] = weakref.WeakSet()
 
     def begin(self, method: str, *arguments: Any) -> Future[list[Any]]:
         """Call all workers and return the future of each rank's result. Does not block.
 
         Its error is a `CartridgeError`: a worker's own, or that one does not answer.
         """
-        number, call = next(self._numbers), _Call(method, len(self._paths))
-        data = frames.encode([number, method, *arguments])
-        call.future.add_done_callback(lambda _: self._calls.pop(number, None))
-        self._outbox.put((number, call, data))
-        return call.future
+        return self._run(_once(_Lines(self._paths), [method, *arguments]))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Return each rank's result. Blocks, `TIMEOUT_S` at most; raises `CartridgeError` as `begin` says."""
@@ -74,90 +51,66 @@ class ControlClient:
         return RemoteClaim(self, tag, places)
 
     def close(self) -> None:
-        """Disconnect, which ends every claim. Nothing may be called any more."""
-        with self._lock:
-            self._closed = True
-        self._outbox.put(None)
-        self._drop("closed")
+        """Disconnect, which ends every claim and every call. Nothing may be called any more."""
 
-    def _release(self, name: str) -> None:
-        """Have a claim released soon. Does not block, and may be called where nothing may: in a finalizer."""
-        self._claimed.discard(name)
-        self._outbox.put((0, None, frames.encode([0, "release", name])))
+        def end() -> None:
+            for lines in list(self._claims):
+                lines.close()
+            for task in asyncio.all_tasks():
+                task.cancel()
+            self._loop.call_later(1.0, self._loop.stop)
 
-    def _send_all(self) -> None:
-        """Send what is called, in order; and from time to time, which claims there still are."""
-        next_at = time.monotonic() + _STILL_S
-        while True:
-            try:
-                sent = self._outbox.get(timeout=max(next_at - time.monotonic(), 0.0))
-            except queue.Empty:
-                sent = 0, None, b""
-            if sent is None:
-                return
-            if sent[2]:
-                self._send(*sent)
-            if time.monotonic() >= next_at:
-                self._send(0, None, frames.encode([0, "still", list(self._claimed.copy())]))
-                next_at = time.monotonic() + _STILL_S
+        _soon(self._loop, end)
 
-    def _send(self, number: int, call: _Call | None, data: bytes) -> None:
-        try:
-            with self._lock:
-                if call is not None:
-                    self._connect()
-                    self._calls[number] = call
-                connections = list(self._connections)
-            if call is not None and call.future.done():  # whoever called does not wait for it any more
-                self._calls.pop(number, None)
-                return
-            for connection in connections:
-                connection.sendall(data)
-        except OSError as error:
-            self._drop(error)
-            if call is not None:
-                call.fail(f"a worker does not answer {call.method}: {error}")
+    def _run(self, asking: Coroutine[Any, Any, list[Any]]) -> Future[list[Any]]:
+        return asyncio.run_coroutine_threadsafe(asking, self._loop)
 
-    def _connect(self) -> None:
-        """Connect to those workers that there is no connection to. The lock is held. Raises `OSError`."""
-        if self._closed:
-            raise OSError("closed")
-        for rank, path in list(enumerate(self._paths))[len(self._connections) :]:
-            connection = frames.connect(path)
-            connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
-            self._connections.append(connection)
-            receiver = threading.Thread(
-                target=self._receive_all, args=(rank, connection), name="cartridge-answers", daemon=True
+
+class _Lines:
+    """A connection to each worker, made when something is asked."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths, self._turn, self._closed = paths, asyncio.Lock(), False
+        self._open: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def ask(self, message: list[Any]) -> list[Any]:
+        """Return each worker's result. Raises `CartridgeError`."""
+        async with self._turn:
+            data = frames.encode(message)
+            answers = await asyncio.gather(
+                *(self._one(rank, data) for rank in range(len(self._paths))), return_exceptions=True
             )
-            receiver.start()
+        for answer in answers:
+            if isinstance(answer, asyncio.IncompleteReadError):
+                raise UnsupportedEngine(f"a worker ended while it was asked for {message[0]}")
+            if isinstance(answer, BaseException):
+                raise UnsupportedEngine(f"a worker does not answer {message[0]}: {answer}")
+            if answer[0] is not None:
+                raise CartridgeError(answer[0])
+        return [result for _, result in answers]
 
-    def _receive_all(self, rank: int, connection: socket.socket) -> None:
-        """Hand out one worker's answers until it goes."""
-        problem: OSError | ValueError | None = None
-        try:
-            while (frame := frames.receive(connection)) is not None:
-                number, error, result = msgspec.msgpack.decode(frame)
-                if call := self._calls.get(number):
-                    call.answer(rank, error, result)
-        except (OSError, ValueError) as error:
-            problem = error
-        self._drop(problem, connection)
+    async def _one(self, rank: int, data: bytes) -> tuple[str | None, Any]:
+        if rank not in self._open:
+            self._open[rank] = await asyncio.open_unix_connection(self._paths[rank])
+        reader, writer = self._open[rank]
+        if self._closed:  # meanwhile, maybe
+            writer.close()
+            raise OSError("closed")
+        writer.write(data)
+        return msgspec.msgpack.decode(await frames.read(reader))
 
-    def _drop(self, problem: Any, connection: socket.socket | None = None) -> None:
-        """Disconnect from all workers, unless that was done since `connection` broke, and fail the calls under way."""
-        with self._lock:
-            if connection is not None and connection not in self._connections:
-                return
-            connections, self._connections = self._connections, []
-            calls, self._calls = self._calls, {}
-        for connection in connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-            connection.close()
-        for call in calls.values():
-            ended = f"a worker ended while it was asked for {call.method}"
-            call.fail(ended if problem is None else f"a worker does not answer {call.method}: {problem}")
+    def close(self) -> None:
+        """Disconnect; what is asked fails. Calling again is no change."""
+        self._closed = True
+        for _, writer in self._open.values():
+            writer.close()
+
+
+async def _once(lines: _Lines, message: list[Any]) -> list[Any]:
+    try:
+        return await lines.ask(message)
+    finally:
+        lines.close()
 
 
 def _result(future: Future, method: str) -> Any:
@@ -170,46 +123,19 @@ def _result(future: Future, method: str) -> Any:
         future.cancel()
 
 
-class _Call:
-    """One call under way, until all ranks have answered."""
-
-    def __init__(self, method: str, ranks: int) -> None:
-        self.method = method
-        self.future: Future[list[Any]] = Future()
-        self._results: dict[int, Any] = {}
-        self._error: str | None = None
-        self._ranks, self._lock = ranks, threading.Lock()
-
-    def answer(self, rank: int, error: str | None, result: Any) -> None:
-        with self._lock:
-            self._results[rank] = result
-            self._error = self._error or error
-            if len(self._results) < self._ranks:
-                return
-        with suppress(InvalidStateError):  # whoever called does not wait for it any more
-            if self._error is not None:
-                self.future.set_exception(CartridgeError(self._error))
-            else:
-                self.future.set_result([self._results[rank] for rank in range(self._ranks)])
-
-    def fail(self, message: str) -> None:
-        with suppress(InvalidStateError):
-            self.future.set_exception(UnsupportedEngine(message))
-
-
 class RemoteClaim:
-    """A claim in every worker, until `release()`, at the latest until nobody refers to it any more.
+    """A claim in every worker, until `release()`, at the latest until nobody refers to it any more, or this process ends.
 
-    Made by `ControlClient.claim`. After `release` nothing claims it again, however its calls overtake each other: a poll that
-    was under way then is followed by another release, and a worker remembers which names were released.
+    It is a connection to each, which ends it when it breaks.
     """
 
     def __init__(self, workers: ControlClient, tag: str, places: Mapping[str, tuple[str, str]]) -> None:
-        self._workers, self._name = workers, uuid.uuid4().hex
-        self._what = tag, places
-        self._end = weakref.finalize(self, workers._release, self._name)  # runs once, whoever calls it
+        self._workers, self._what = workers, ["claim", tag, places]
+        self._lines = _Lines(workers._paths)
+        workers._claims.add(self._lines)
+        # Runs once, whoever calls it, and waits for nothing, as in a garbage collection nothing may.
+        self._end = weakref.finalize(self, _soon, workers._loop, self._lines.close)
         self._end.atexit = False
-        workers._claimed.add(self._name)
 
     def poll(self) -> list[dict[str, Any]]:
         """Return how far each worker is with it; see `CartridgeStore.claim`. Blocks as `ControlClient.call` does."""
@@ -217,11 +143,18 @@ class RemoteClaim:
 
     def begin(self) -> Future[list[dict[str, Any]]]:
         """Return the future of what `poll` returns. Does not block."""
-        future = self._workers.begin("claim", self._name, *self._what)
-        if not self._end.alive:
-            self._workers._release(self._name)
-        return future
+        return self._workers._run(_shielded(self._lines, self._what))
 
     def release(self) -> None:
         """Let the memory go. Does not wait; releasing twice is no change."""
         self._end()
+
+
+async def _shielded(lines: _Lines, message: list[Any]) -> list[Any]:
+    """Ask to the end whether or not the caller still wants to know: the next answer on these lines is the next question's."""
+    return await asyncio.shield(lines.ask(message))
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # it is closed, and with it every connection
+        loop.call_soon_threadsafe(call)

@@ -1,22 +1,22 @@
 """Control: answers what the API server, or an offline program, asks of a worker's store, over one Unix socket a worker.
 
 vLLM's `collective_rpc` waits for the engine's step to end and holds up the next one; this does neither. A frame is a
-list: `[number, method, *arguments]` one way, `[number, error or None, result]` the other, as soon as there is a result.
+list: `[method, *arguments]` one way, `[error or None, result]` the other. Each call has a connection of its own, and so
+has each claim, which ends with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
+import resource
 import shutil
-import socket
-import socketserver
 import stat
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,8 +29,8 @@ import torch
 from ..artifact.cartridge import Place
 from ..artifact.model import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
+from ..library.workers import Workers
 from ..memory.claims import Claim
-from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
 from . import frames, host
 
@@ -47,9 +47,8 @@ _METHODS = (
 )  # fmt: skip
 """Those of a store that a client may call as they are."""
 _MAX_CALLS = 64
-"""Calls of one client at once that are no claims."""
-_MAX_RELEASED = 1 << 14
-"""Names of a client's claims that are remembered after their release."""
+"""Calls at once that are no claims; others wait."""
+_BACKLOG = 1024
 
 
 class ControlServer:
@@ -68,18 +67,15 @@ class ControlServer:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         self.path = str(directory / _SOCKET)
 
-        class Connection(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                _answer(self.request, store)
-
-        self._server = socketserver.ThreadingUnixStreamServer(self.path, Connection)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="cartridge-control", daemon=True).start()
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each claim is a connection
+        self._loop, self._service = frames.loop("cartridge-control"), _Service(store)
+        starting = asyncio.start_unix_server(self._service.answer, self.path, backlog=_BACKLOG)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
 
     def close(self) -> None:
         """Listen no more; connections that are open go on."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._server.close)
 
 
 def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
@@ -109,85 +105,54 @@ def _captured(store: Callable[[], Any], *arguments: Any) -> bytes:
     return captured(*arguments)
 
 
-def _answer(connection: socket.socket, store: Callable[[], Any]) -> None:
-    """Answer one client until it goes; its claims end with it.
+class _Service:
+    """Answers any number of clients, in the server's event loop."""
 
-    Claims are answered in the order in which they come, which waits for nothing. Every other call has a thread.
-    """
-    claims, sending, threads = _Claims(store), threading.Lock(), threading.BoundedSemaphore(_MAX_CALLS)
-    at_once: dict[str, Callable[..., Any]] = {"claim": claims.poll, "release": claims.release, "still": claims.keep}
-    methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS}
-    methods["tail"] = partial(_tail, store)
-    methods["captured"] = partial(_captured, store)
-    methods["answers"] = lambda token_ids: store().trust.answers(store().engine, token_ids)
-    methods["fingerprint"] = lambda: store().engine.fingerprint
-    methods["preload"] = lambda tag, places: store().preload(tag, _places(places))._asdict()
+    def __init__(self, store: Callable[[], Any]) -> None:
+        self._store, self._calls = store, Workers("cartridge-call", _MAX_CALLS)
+        self._methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS} | {
+            "tail": partial(_tail, store),
+            "captured": partial(_captured, store),
+            "answers": lambda token_ids: store().trust.answers(store().engine, token_ids),
+            "fingerprint": lambda: store().engine.fingerprint,
+            "preload": lambda tag, places: store().preload(tag, _places(places))._asdict(),
+        }
 
-    def answer(number: Any, method: Any, call: Callable[[], Any]) -> None:
-        result = frames.result(call, logger, f"the call {method}")
-        with sending:
-            frames.send(connection, [number, *result])
-
-    def answer_and_end(*call: Any) -> None:
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one client until it goes. It may have one claim, which ends with its connection."""
+        held: list[Claim] = []
         try:
-            with suppress(OSError):  # whoever called is gone
-                answer(*call)
+            while True:
+                method, *arguments = msgspec.msgpack.decode(await frames.read_question(reader), type=list)
+                if method == "claim":  # which waits for nothing
+                    answer = frames.result(partial(self._claim, held, *arguments), logger, "a claim")
+                else:
+                    call = partial(
+                        frames.result, partial(self._method, method, *arguments), logger, f"the call {method}"
+                    )
+                    answer = await asyncio.wrap_future(self._calls.submit(object(), call))
+                writer.write(frames.encode(answer))
+                await writer.drain()
+        except (OSError, EOFError) as error:
+            logger.debug("a control connection broke: %s", error)
+        except (ValueError, TypeError) as error:  # no frame of ours; what follows it cannot be told apart either
+            logger.warning("a control connection was ended: %s", error)
         finally:
-            threads.release()
+            for claim in held:
+                claim.close()
+            writer.close()
 
-    def refuse(problem: str) -> None:
-        raise CartridgeError(problem)
-
-    try:
-        while (frame := frames.receive(connection)) is not None:
-            number, method, *arguments = msgspec.msgpack.decode(frame, type=list)
-            if (found := at_once.get(method)) is not None:
-                answer(number, method, partial(found, *arguments))
-            elif (found := methods.get(method)) is None:
-                answer(number, method, partial(refuse, f"there is no method {method!r}"))
-            elif not threads.acquire(blocking=False):
-                answer(number, method, partial(refuse, f"{_MAX_CALLS} calls are under way already; ask again"))
-            else:
-                call = number, method, partial(found, *arguments)
-                threading.Thread(target=answer_and_end, args=call, name="cartridge-call", daemon=True).start()
-    except OSError as error:
-        logger.debug("a control connection broke: %s", error)
-    except (ValueError, TypeError) as error:  # no frame of ours; what follows it cannot be told apart either
-        logger.warning("a control connection was ended: %s", error)
-    finally:
-        claims.keep(())
-
-
-class _Claims:
-    """One client's claims, by the names it gave them. A name that was released is never claimed again."""
-
-    def __init__(self, store: Callable[[], CartridgeStore]) -> None:
-        self._store = store
-        self._open: dict[str, Claim] = {}
-        self._released: OrderedDict[str, None] = OrderedDict()
-
-    def poll(self, name: str, tag: str, places: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Claim something, unless it is claimed already, and return how far that is. Does not wait."""
-        if name in self._released:
-            readiness = Readiness(0, 0, 0, "its claim was released")
-        else:
-            if name not in self._open:
-                self._open[name] = self._store().claim(tag, _places(places))
-            readiness = self._open[name].poll()
+    def _claim(self, held: list[Claim], tag: str, places: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        """Claim something, unless it is claimed already, and return how far that is."""
+        if not held:
+            held.append(self._store().claim(tag, _places(places)))
+        readiness = held[0].poll()
         return readiness._asdict() | {"ready": readiness.ready}
 
-    def release(self, name: str) -> None:
-        """End a claim, if there is one, and refuse its name from now on."""
-        if claim := self._open.pop(name, None):
-            claim.close()
-        self._released[name] = None
-        while len(self._released) > _MAX_RELEASED:
-            self._released.popitem(last=False)
-
-    def keep(self, names: Sequence[str]) -> None:
-        """End every claim but these: nobody has the others any more."""
-        for name in self._open.keys() - set(names):
-            self.release(name)
+    def _method(self, method: str, *arguments: Any) -> Any:
+        if method not in self._methods:
+            raise CartridgeError(f"there is no method {method!r}")
+        return self._methods[method](*arguments)
 
 
 class CartridgeWorker:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,7 @@ import msgspec
 
 from ..errors import CartridgeError
 
-_MAX_FRAME_BYTES = 512 << 20
-"""A chunk of 256 tokens of a model of 7 billion parameters without grouped heads has 128 MiB."""
+_MAX_QUESTION_BYTES = 64 << 20
 _TIMEOUT_S = 30.0
 
 
@@ -48,12 +49,35 @@ def send(connection: socket.socket, message: Any) -> None:
 def receive(connection: socket.socket) -> bytes | None:
     """Return one frame, None when the other side is gone. Blocks; raises `OSError`, for a frame of no sane size too."""
     head = _receive_exactly(connection, 4)
-    if head is None:
-        return None
-    size = int.from_bytes(head, "little")
-    if size > _MAX_FRAME_BYTES:
+    return None if head is None else _receive_exactly(connection, _question_bytes(head))
+
+
+async def read(reader: asyncio.StreamReader) -> bytes:
+    """Return one frame, of any size. Raises `IncompleteReadError` when the other side is gone, and other `OSError`s."""
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
+
+
+async def read_question(reader: asyncio.StreamReader) -> bytes:
+    """Do `read`; raise `OSError` for a frame of no sane size."""
+    return await reader.readexactly(_question_bytes(await reader.readexactly(4)))
+
+
+def _question_bytes(head: bytes) -> int:
+    if (size := int.from_bytes(head, "little")) > _MAX_QUESTION_BYTES:
         raise OSError(f"a frame of {size} bytes")
-    return _receive_exactly(connection, size)
+    return size
+
+
+def loop(name: str) -> asyncio.AbstractEventLoop:
+    """Return an event loop that runs in a thread of its own, until it is stopped, which closes it."""
+    made = asyncio.SelectorEventLoop()
+
+    def run() -> None:
+        made.run_forever()
+        made.close()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return made
 
 
 def result(call: Callable[[], Any], logger: logging.Logger, what: str) -> list[Any]:
