@@ -41,7 +41,7 @@ def check(of: Any) -> None:
 def check_index(index: Any) -> None:
     """Assert that nothing is kept of cartridges that were forgotten."""
     with index._lock:
-        found = {*index._newest.values(), *(digest for others in index._older.values() for digest in others)}
+        found = {digest for digests in index._digests.values() for digest in digests}
         assert found <= index._open.keys() <= index._hashes.keys() and index._hidden <= index._open.keys()
-        assert all(index._older.values()) and index._older.keys() <= index._newest.keys()
+        assert all(index._digests.values())
         assert {tag for tag in index._tagged if "." not in tag} <= index._hashes.keys()

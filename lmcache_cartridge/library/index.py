@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
 from ..artifact.lru import Lru
 from ..artifact.manifest import Kind, Manifest
@@ -53,14 +54,13 @@ class KeyIndex:
         self._width = 8 if all(h <= _LOW for h in self.probe) else 32
         self._lock = threading.RLock()
         self._hashes: dict[str, bytes] = {}
-        self._newest: dict[int, str] = {}
-        """The open cartridge of the highest rank that has a chunk of this hash."""
-        self._older: dict[int, tuple[str, ...]] = {}
-        """The others, the highest rank first: documents that begin alike share their first chunks, and stand in for each other."""
         self._open: dict[str, str] = {}
         """The rank of each open one."""
         self._hidden: set[str] = set()
         """Of the open ones, those that lead no prompt."""
+        self._digests: dict[int, tuple[str, ...]] = {}
+        """The open ones that have a chunk of a hash, in the order that they lead in: documents that begin alike share their
+        first, and stand in for each other. Strings, since Python's garbage collector walks through tuples of others."""
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
     def hash(self, manifest: Manifest, token_ids: Sequence[int]) -> bytes:
@@ -99,11 +99,11 @@ class KeyIndex:
             if not open_to_all or digest in self._open:
                 return
             self._open[digest] = rank
-            own = dict.fromkeys(self._ints(hashes), digest)
-            for shared in self._newest.keys() & own.keys():
-                having = sorted((digest, *self._digests(shared)), key=self._open.__getitem__, reverse=True)
-                own[shared], self._older[shared] = having[0], tuple(having[1:])
-            self._newest.update(own)
+            alone = (digest,)
+            for own in self._ints(hashes):
+                if (others := self._digests.setdefault(own, alone)) is not alone and digest not in others:
+                    having = sorted(alone + others, key=self._open.__getitem__, reverse=True)
+                    self._digests[own] = tuple(having)
 
     def hide(self, digest: str) -> None:
         """Stop answering prompts without a tag from a cartridge; `candidates` and its tag still find its chunks."""
@@ -116,12 +116,10 @@ class KeyIndex:
         with self._lock:
             hashes = self._hashes.pop(digest, b"")
             for own in set(self._ints(hashes)) if digest in self._open else ():
-                if left := tuple(other for other in self._digests(own) if other != digest):
-                    self._newest[own], self._older[own] = left[0], left[1:]
+                if left := tuple(other for other in self._digests[own] if other != digest):
+                    self._digests[own] = left
                 else:
-                    del self._newest[own]
-                if not self._older.get(own, True):
-                    del self._older[own]
+                    del self._digests[own]
             self._open.pop(digest, None)
             self._hidden.discard(digest)
             for tag in self._tagged:
@@ -149,11 +147,10 @@ class KeyIndex:
         """Return the hash of the last chunk that can be found under `tag`, which has one."""
         return next(reversed(self._table(tag)))
 
-    def candidates(self, chunk_hash: int, tag: str | None) -> Iterator[ChunkKey]:
-        """Yield every chunk that answers a hash, also of hidden cartridges, the leading one's first."""
-        for digest in self._digests(chunk_hash) if tag is None else (tag,):
-            if (key := self._table(digest).get(chunk_hash)) is not None:
-                yield key
+    def candidates(self, chunk_hash: int, tag: str | None) -> list[ChunkKey]:
+        """Return every chunk that answers a hash, also of hidden cartridges, the leading one's first."""
+        digests = self._digests.get(chunk_hash, ()) if tag is None else (tag,)
+        return [key for digest in digests if (key := self._table(digest).get(chunk_hash))]
 
     def leading(self, hashes: Sequence[int], tag: str | None, may: Callable[[str], bool] = bool) -> list[ChunkKey]:
         """Return the chunks of the longest run of known hashes from the first on, of cartridges whose digest `may`.
@@ -161,29 +158,21 @@ class KeyIndex:
         Where several have the same chunk, the newest of those that may leads.
         """
         hidden: Container[str] = self._hidden if tag is None else ()
-        digests: list[Any] = [tag] * len(hashes) if tag is not None else list(map(self._newest.get, hashes))
-        if None in digests:
-            digests = digests[: digests.index(None)]
-        run: list[Any] = []
-        if digests and digests.count(digests[0]) == len(digests):
-            run = list(map(self._table(digests[0]).get, hashes[: len(digests)]))
-            if all(run) and not hidden and all(map(may, {key.digest for key in run})):
-                return run
-        run = []
-        for chunk_hash in hashes[: len(digests)]:
-            keys = self.candidates(chunk_hash, tag)
-            key = next((k for k in keys if k.digest not in hidden and may(k.digest)), None)
-            if key is None:
+        may, last, table, run = cache(may), "", self._table(""), []
+        named = None if tag is None else (tag,)
+        for chunk_hash in hashes:
+            for digest in named or self._digests.get(chunk_hash, ()):
+                if digest != last:
+                    last, table = digest, self._table(digest)
+                key = table.get(chunk_hash)
+                if key is not None and key[0] not in hidden and may(key[0]):
+                    run.append(key)
+                    break
+            else:
                 break
-            run.append(key)
         return run
 
-    def _digests(self, chunk_hash: int) -> tuple[str, ...]:
-        """Return the open cartridges that have a chunk of this hash, in the order that they lead in."""
-        newest = self._newest.get(chunk_hash)
-        return () if newest is None else (newest, *self._older.get(chunk_hash, ()))
-
-    def _table(self, tag: str) -> dict[int, ChunkKey]:
+    def _table(self, tag: str) -> Mapping[int, ChunkKey]:
         if (table := self._tagged.get(tag)) is not None:
             return table
         with self._lock:
