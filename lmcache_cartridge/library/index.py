@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ class KeyIndex:
                 break
         return run
 
-    def _table(self, tag: str) -> Mapping[int, ChunkKey]:
+    def _table(self, tag: str) -> dict[int, ChunkKey]:
         if (table := self._tagged.get(tag)) is not None:
             return table
         with self._lock:

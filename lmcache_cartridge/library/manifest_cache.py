@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,8 +33,7 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.revision: str | None = None
-        self.copy: str | None = None
-        """Name of the directory that holds the copy."""
+        self.copy: Path | None = None
         self.checked_s = float("-inf")
         self.warned = False
 
@@ -43,8 +41,8 @@ class _Entry:
 class ManifestCache:
     """Copies under `directory`, which processes may share. Safe from any thread.
 
-    A copy is named by the blake3 of its manifest file, appears whole by rename and never changes, so a reader of one
-    is not disturbed when the artefact is replaced.
+    A copy is `<blake3 of the location>/<blake3 of its manifest file>/`, appears whole by rename and never changes, so a
+    reader of one is not disturbed when the artefact is replaced. The one that was used last is a location's.
     """
 
     def __init__(self, directory: Path, source: FileReader, max_age_s: float = 10.0) -> None:
@@ -55,13 +53,7 @@ class ManifestCache:
 
     def known(self, location: str) -> Path | None:
         """Return the directory of the copy that is here, however old, or None. Neither asks S3 nor waits for who does."""
-        entry = self._entry(location)
-        if entry.lock.acquire(blocking=False):
-            try:
-                self._recall(location, entry)
-            finally:
-                entry.lock.release()
-        return self._present(entry)
+        return self._present(location, self._entry(location))
 
     def is_fresh(self, location: str, *, max_age_s: float | None = None) -> bool:
         """Return whether `fetch` without `force` would answer from the copy without asking S3."""
@@ -83,14 +75,12 @@ class ManifestCache:
         unless `force`. `check` raises for a new manifest whose ids are not to be fetched. Raises `SourceError`,
         `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
-        self._prepare()
         entry = self._entry(location)
-        known = self._present(entry)
+        known = self._present(location, entry)
         if known and not force and entry.lock.locked():
             return known  # another thread is asking S3, which may take long
         with entry.lock:
-            self._recall(location, entry)
-            known = self._present(entry)
+            known = self._present(location, entry)
             if known and not force and self._is_fresh(entry, max_age_s):
                 return known
             try:
@@ -109,22 +99,15 @@ class ManifestCache:
             entry.checked_s = time.monotonic()
             return found
 
-    def prune(self, keep: Container[str]) -> None:
-        """Remove the copies of locations that nobody asked for in a month, except those to `keep`, and what killed processes
-        left half-made. Never raises.
+    def prune(self, keep: Iterable[str]) -> None:
+        """Remove the copies that nobody asked for in a month, except the last ones of locations to `keep`, and what killed
+        processes left half-made. Never raises.
         """
-        named, now = set(), time.time()
-        for note in self._directory.glob("locations/*.json"):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                known = json.loads(note.read_bytes())
-                if known["location"] in keep or now - note.stat().st_mtime < _UNUSED_S:
-                    named.add(known["copy"])
-                else:
-                    note.unlink()
-        for copy in self._directory.glob("*/"):
+        kept = set(map(self.known, keep))
+        for copy in (*self._directory.glob("*/*"), *self._directory.glob("*")):
             with suppress(OSError):
-                if copy.name not in {"locations"} | named and now - copy.stat().st_mtime > _UNUSED_S:
-                    shutil.rmtree(copy)
+                if copy not in kept and time.time() - copy.stat().st_mtime > _UNUSED_S:
+                    shutil.rmtree(copy) if copy.parent != self._directory else copy.rmdir()
 
     def _entry(self, location: str) -> _Entry:
         with self._lock:
@@ -133,44 +116,40 @@ class ManifestCache:
     def _is_fresh(self, entry: _Entry, max_age_s: float | None) -> bool:
         return time.monotonic() - entry.checked_s < (self._max_age_s if max_age_s is None else max_age_s)
 
-    def _present(self, entry: _Entry) -> Path | None:
-        """Return the copy if it still is there."""
-        copy = self._directory / entry.copy if entry.copy else None
-        return copy if copy and (copy / reading.MANIFEST).is_file() else None
+    def _present(self, location: str, entry: _Entry) -> Path | None:
+        """Return the copy of a location, also that of an earlier process, if it still is there."""
+        if entry.copy is None or not (entry.copy / reading.MANIFEST).is_file():
+            with suppress(OSError):
+                copies = [path.parent for path in self._of(location).glob(f"[!.]*/{reading.MANIFEST}")]
+                return max(copies, key=lambda path: path.stat().st_mtime, default=None)
+            return None
+        return entry.copy
 
-    def _prepare(self) -> None:
-        """Make the directory where there is none."""
-        try:
-            for part in (self._directory, self._directory / "locations"):
-                part.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise SourceError(f"{self._directory}: {error.strerror}") from error
+    def _of(self, location: str) -> Path:
+        return self._directory / blake3(location.encode()).hexdigest(16)
 
     def _revalidate(
         self, location: str, entry: _Entry, known: Path | None, force: bool, check: Callable[[Manifest], None]
     ) -> Path:
         """Return the copy of the artefact that is at the location now."""
-        small = self._source.read(
-            location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=entry.revision if known else None
-        )
-        if small is None and known is not None:
-            if force:
-                self._check_payload(location, reading.load_manifest(known, payload=False))
-            with suppress(OSError):
-                os.utime(self._note(location))  # it is used, see `prune`
-            return known
-        if small is None:
+        revision = entry.revision if known else None
+        small = self._source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=revision)
+        if small is not None:
+            data, copy = small.data, self._of(location) / blake3(small.data).hexdigest()
+        elif known is not None:
+            data, copy = (known / reading.MANIFEST).read_bytes(), known
+        else:
             raise SourceError(f"{location}/{reading.MANIFEST}: the server answers that it is unchanged, unasked")
-        manifest = decode(small.data, f"{location}/{reading.MANIFEST}")
+        manifest = decode(data, f"{location}/{reading.MANIFEST}")
         check(manifest)
-        self._check_payload(location, manifest)
-        copy = self._directory / blake3(small.data).hexdigest()
-        if not _is_whole(copy, manifest, small.data):
-            self._copy(location, manifest, small.data, copy)
-        entry.revision, entry.copy = small.revision, copy.name
-        note = {"location": location, "revision": entry.revision, "copy": entry.copy}
-        with suppress(OSError):  # a later process asks S3 then
-            files.replace(self._note(location), [json.dumps(note).encode()], 0o600)
+        is_new = small is not None and not _is_whole(copy, manifest, data)
+        if is_new or force or copy != known:
+            self._check_payload(location, manifest)
+        if is_new:
+            self._copy(location, manifest, data, copy)
+        entry.revision, entry.copy = small.revision if small else revision, copy
+        with suppress(OSError):
+            os.utime(copy)  # it is used, see `prune`
         return copy
 
     def _check_payload(self, location: str, manifest: Manifest) -> None:
@@ -180,6 +159,8 @@ class ManifestCache:
 
     def _copy(self, location: str, manifest: Manifest, data: bytes, copy: Path) -> None:
         try:
+            for part in (self._directory, copy.parent):
+                part.mkdir(parents=True, exist_ok=True, mode=0o700)
             with files.replacing(copy) as partial:
                 partial.mkdir(mode=0o700)
                 files.write(partial / reading.MANIFEST, [data], 0o600)
@@ -194,21 +175,6 @@ class ManifestCache:
         except OSError as error:
             if not _is_whole(copy, manifest, data):  # else another process was first, and its copy does not give way
                 raise ArtifactError(f"{copy}: {error.strerror}; the copy of {location} cannot be kept") from error
-
-    def _note(self, location: str) -> Path:
-        """Return the file that tells a later process of the copy of a location."""
-        return self._directory / "locations" / f"{blake3(location.encode()).hexdigest(16)}.json"
-
-    def _recall(self, location: str, entry: _Entry) -> None:
-        """Take over the copy of an earlier process where none is known; a note that is wrong in any way is ignored."""
-        if entry.copy is not None:
-            return
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(self._note(location).read_bytes())
-            name, revision = known["copy"], known["revision"]
-            manifest = (self._directory / name / reading.MANIFEST).read_bytes()
-            if known["location"] == location and isinstance(revision, str) and blake3(manifest).hexdigest() == name:
-                entry.copy, entry.revision = name, revision
 
 
 def _is_whole(copy: Path, manifest: Manifest, data: bytes) -> bool:
