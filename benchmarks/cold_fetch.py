@@ -91,7 +91,7 @@ def measure(scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_
                 save(model, scratch / name, ids, name=name, kind=kind, chunk_tokens=CHUNK)
                 for path in (scratch / name).iterdir():
                     server.client.upload_file(str(path), "bench", f"{name}/{path.name}")
-                command(["register", f"s3://bench/{name}", "--home", str(scratch / "home")])
+                command(["import", f"s3://bench/{name}", "--home", str(scratch / "home")])
             settings = from_mapping(
                 {"home": scratch / "home", "cpu_bytes": 64 << 20, "admin": True, "disk_bytes": 0, "ready_timeout_s": 60}
             )

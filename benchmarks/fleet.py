@@ -141,7 +141,6 @@ def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[
         "lmcache_cartridge.cli.main",
         "fleet",
         "serve",
-        "--config",
         directory / "fleet.json",
     ]
     with (directory / "service.log").open("wb") as log:

@@ -43,8 +43,8 @@ _NOT_HERE = "not served here"
 """What the note of a family begins with that vLLM cannot import on this machine."""
 _NO_IMPORT = "failed to be inspected", "No module named 'torchvision'"
 """What the log says then, all of it: an import may fail for other reasons, too."""
-_TRAINING = ("--steps", "4", "--batch", "4", "--rate", "0.02", "--accept", "0", "--answer-tokens", "4",
-             "--positions", "256", "--init", "first-k", "--ask-as", "text")  # fmt: skip
+_TRAINING = ("--steps", "4", "--set", "batch=4", "--set", "rate=0.02", "--accept", "0", "--set", "answer_tokens=4",
+             "--compress", "256", "--init", "first-k", "--set", "ask_as=text")  # fmt: skip
 
 
 class Row(NamedTuple):

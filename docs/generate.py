@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from lmcache_cartridge.cli.main import make_parser
+from lmcache_cartridge.cli.main import COMMANDS
 from lmcache_cartridge.engine.versions import LEVELS, MATRIX
 from lmcache_cartridge.serve import metrics as exported
 from lmcache_cartridge.settings import Settings
@@ -89,44 +88,31 @@ def _default(name: str, field: Any) -> str:
 
 
 def commands() -> str:
-    """Return a chapter on every command, from the parser."""
-    parser = make_parser()
-    verbs = dict(_verbs(parser))
-    summaries = [(f"[`{name}`](#{name.replace(' ', '-')})", verb.description) for name, verb in verbs.items()]
-    shared = {action.dest for action in verbs["list"]._actions}
-    chapters = [
-        figures.table(("command", ""), summaries),
-        "All take these:\n\n" + _options(a for a in verbs["list"]._actions if a.dest != "help"),
-    ]
+    """Return a chapter on every command, from what Typer was told."""
+    verbs = dict(_verbs(COMMANDS))
+    shared = [param for param in verbs["list"].params if param.name in ("home", "form")]
+    chapters = [f"All take these:\n\n{_options(shared)}"]
     for name, verb in verbs.items():
         example = str(verb.epilog).removeprefix("example: ")
-        parts = [f"## {name}", str(verb.description), f"```sh\n{example}\n```"]
-        if own := [action for action in verb._actions if action.dest not in shared]:
+        parts = [f"## {name}", " ".join(str(verb.help).split()), f"```sh\n{example}\n```"]
+        if own := [param for param in verb.params if param.name not in ("home", "form")]:
             parts.append(_options(own))
         chapters.append("\n\n".join(parts))
     return "\n\n".join(chapters)
 
 
-def _verbs(parser: argparse.ArgumentParser, before: str = "") -> Iterable[tuple[str, argparse.ArgumentParser]]:
-    """Return every command with its parser, those of a group as `fleet serve`."""
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, verb in verbs.choices.items():
-        is_group = any(isinstance(action, argparse._SubParsersAction) for action in verb._actions)
-        yield from _verbs(verb, f"{before}{name} ") if is_group else [(before + name, verb)]
+def _verbs(group: Any, before: str = "") -> Iterable[tuple[str, Any]]:
+    """Return every command, those of a group as `fleet serve`."""
+    for name, verb in group.commands.items():
+        yield from _verbs(verb, f"{before}{name} ") if hasattr(verb, "commands") else [(before + name, verb)]
 
 
-def _options(actions: Iterable[argparse.Action]) -> str:
+def _options(params: Iterable[Any]) -> str:
+    context = COMMANDS.context_class(COMMANDS)
     rows = []
-    for action in actions:
-        name = action.option_strings[-1] if action.option_strings else ""
-        value = "" if action.nargs == 0 else action.metavar or (action.dest if not name else action.dest.upper())
-        if action.choices and action.option_strings:
-            value = "{" + ",".join(map(str, action.choices)) + "}"
-        shown = " ".join(part for part in (name, str(value)) if part)
-        if action.nargs == "+":
-            shown += " ..."
-        needed = "" if not name or not action.required else " (required)"
-        rows.append((f"`{shown}`{needed}", action.help or ""))
+    for param in params:
+        usage, text = param.get_help_record(context)
+        rows.append((f"`{usage}`", text.removesuffix("  [required]") + " (required)" * text.endswith("[required]")))
     return figures.table(("option", ""), rows)
 
 

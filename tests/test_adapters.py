@@ -192,14 +192,14 @@ def test_commands_make_cartridges_of_an_adapter(
 
     model = ["--model", MODEL, "--lora", str(written)]
     run("build", *model, "--document", str(document), "--id", "whole", "--chunk-size", "16")
-    run("compact", "whole", *model, "--id", "short", "--compact", "2x", "--accept", "0")
+    run("build", "--from", "whole", *model, "--id", "short", "--compact", "2x", "--accept", "0")
     run("build", "--model", MODEL, "--document", str(document), "--id", "base", "--chunk-size", "16")
     digest = adapter_digest(written)
     assert {row["id"]: row["lora"] for row in run("list")} == {"whole": "one", "short": "one", "base": None}
     for name in ("whole", "short"):
-        shown = run("describe", name)
+        shown = run("show", name)
         assert (shown["fingerprint"]["lora"], shown["provenance"]["lora"]) == (digest, "one")
-    for command in (["compact", "whole", "--model", MODEL, "--id", "x", "--compact", "2x"],
+    for command in (["build", "--from", "whole", "--model", MODEL, "--id", "x", "--compact", "2x"],
                     ["export", "whole", "--to", "peft", "--output", str(tmp_path / "out")]):  # fmt: skip
         assert main([*command, "--home", str(tmp_path / "home")]) == 1
         assert "lora" in capsys.readouterr().err.lower()

@@ -750,7 +750,7 @@ class ApiTests:
         source = tmp_path / "prefix.json"
         source.write_text(json.dumps({"token_ids": list(ward.ids)}))
         home = str(served.settings.home)
-        assert main(["register", str(source), "--home", home, "--id", "prefix", "--model", str(MODEL)]) == 0
+        assert main(["import", str(source), "--home", home, "--id", "prefix", "--model", str(MODEL)]) == 0
         first, again = (served.asker.complete(ask(fact, 0), "prefix") for fact in ward.facts[:2])
         assert [first.text.strip(), again.text.strip()] == [fact.value for fact in ward.facts[:2]]
         assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
@@ -839,8 +839,8 @@ class TestApi(ApiTests):
     ) -> None:
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         home = str(served.settings.home)
-        options = ["--model", MODEL, "--home", home, "--p", "256,512", "--c", "1,2", "--repeat", "2", "--tokens", "4"]
-        status = main(["bench", "--url", served.url, *options, "--out", str(tmp_path)])
+        options = ["--model", MODEL, "--home", home, "--p", "256,512", "--c", "1,2", "--repeat", "2"]
+        status = main(["bench", "--url", served.url, *options, "--output", str(tmp_path)])
         found = json.loads((tmp_path / "bench.json").read_text())
         assert status == 0, found["remarks"]
         rows = {(row["p"], row["c"], row["way"]): row for row in found["rows"]}

@@ -309,7 +309,7 @@ def test_describe_says_whether_there_is_one(tmp_path: Path, capsys: pytest.Captu
         plain = make_artifact(root, positions=40, cartridge_id=name).manifest
         (root / MANIFEST).write_bytes(msgspec.structs.replace(plain, canary=canary).encode())
         Registry(tmp_path / "registry.sqlite").register(root)
-        assert main(["describe", name, "--home", str(tmp_path), "--format", "json"]) == 0
+        assert main(["show", name, "--home", str(tmp_path), "--format", "json"]) == 0
         found.append(json.loads(capsys.readouterr().out)["canary"])
     assert found[0].startswith("none")
     assert found[1] == {"questions": 1, "in_a_chain": 0, "sensitivity": 2.0}

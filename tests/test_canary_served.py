@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,32 +234,31 @@ class CanaryTests:
         assert main(["validate", "p2", "--url", url, "--home", str(served.settings.home)]) == 1
         assert "NO" in capsys.readouterr().out
 
-    def test_the_validation_ladder_passes(self, served: Served, tmp_path: Path) -> None:
-        found = _climb(served, tmp_path, "0,0.5,3,3cross,10,11")
+    def test_the_validation_ladder_passes(self, served: Served) -> None:
+        found = _climb(served, "0,0.5,3,3cross,10,11")
         assert [(row["tier"], row["result"]) for row in found["rows"]] == [
             (tier, "pass") for tier in ("noise", "0", "0.5", "3", "3cross", "10", "11")
         ], found["rows"]
         left = [row.id for row in Registry(served.settings.registry_path).all()]
         assert not [name for name in left if name.startswith("validate-")], "its cartridges are taken away"
 
-    def test_the_validation_ladder_fails_where_the_engine_has_other_bytes(
-        self, served: Served, broken: Any, tmp_path: Path
-    ) -> None:
+    def test_the_validation_ladder_fails_where_the_engine_has_other_bytes(self, served: Served, broken: Any) -> None:
         broken(unpacked=True)
-        _, found = _climb(served, tmp_path, "0")["rows"]
+        _, found = _climb(served, "0")["rows"]
         assert found["result"] == "FAIL"
         # The one where the canary has passed with the same bytes before, the other where it has just failed.
         assert "is not that of its dense prompt" in found["found"] or "were injected" in found["found"]
 
 
-def _climb(served: Served, directory: Path, tiers: str) -> dict[str, Any]:
+def _climb(served: Served, tiers: str) -> dict[str, Any]:
     """Return what `validate` writes about the served model, having seen that its exit status says the same."""
-    url, home, file = str(served.http.base_url), str(served.settings.home), directory / "rows.json"
-    status = main(
-        ["validate", "--url", url, "--model", str(served.model), "--home", home, "--chunk-size", str(CHUNK),
-         "--tier", tiers, "--json", str(file)]
-    )  # fmt: skip
-    found = json.loads(file.read_text())
+    url, home = str(served.http.base_url), str(served.settings.home)
+    with redirect_stdout(io.StringIO()) as out:
+        status = main(
+            ["validate", "--url", url, "--model", str(served.model), "--home", home, "--chunk-size", str(CHUNK),
+             "--tier", tiers, "--format", "json"]
+        )  # fmt: skip
+    found = json.loads(out.getvalue())
     assert status == (0 if found["passed"] else 1)
     return found
 

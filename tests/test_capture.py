@@ -160,7 +160,7 @@ def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
         ([], "needs a --document"), (["--messages", "m.json"], "m.json has 0 messages"),
         (["--document", "m.json", "--messages", "m.json", "--url", "http://x"], "needs a --document"),
         (["--document", "m.json", "--url", "http://x", "--compact", "4x"], "leave --url out"),
-        (["--messages", "none.json", "--url", "http://x"], "no such file"),
+        (["--messages", "none.json", "--url", "http://x"], "does not exist"),
         (["--document", "m.json", "--no-compare"], "it goes with --url"),
         (["--document", "m.json", "--compact", "4x", "--no-compare"], "leave --no-compare out"),
     ],

@@ -232,10 +232,13 @@ def test_a_document_is_built_as_the_system_message_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.jinja").write_text(WARD)
-    assert _build(tmp_path, "--chat", "--chat-template", str(tmp_path / "t.jinja")) == 0
-    assert main(["compress", "a", "--id", "b", "--home", str(tmp_path)]) == 0
+    assert _build(tmp_path, "--chat", "system", "--chat-template", str(tmp_path / "t.jinja")) == 0
+    assert main(["build", "--from", "a", "--payload", "int8", "--id", "b", "--home", str(tmp_path)]) == 0
     assert (
-        main(["compact", "a", "--id", "c", "--model", str(MODEL_DIR), "--compact", "4x", "--home", str(tmp_path)]) != 0
+        main(
+            ["build", "--from", "a", "--id", "c", "--model", str(MODEL_DIR), "--compact", "4x", "--home", str(tmp_path)]
+        )
+        != 0
     )
     assert "is of a chat" in capsys.readouterr().err
     registry = Registry(from_mapping({"home": tmp_path}).registry_path)
@@ -271,10 +274,10 @@ def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--chat", "--token-ids", "x.json"], "--chat makes a message"), (["--chat-template", "x.json"], "go with --chat"),
-        (["--chat", "--chat-template", "none"], "no such file"), (["--chat", "--compact", "4x"], "leave --chat"),
-        (["--token-ids", "x.json", "--compact", "4x"], "leave --token-ids"), (["--token-ids", "none"], "no such file"),
-        (["--messages", "x.json", "--chat"], "--chat makes a message"),
+        (["--chat", "system", "--token-ids", "x.json"], "--chat makes a message"), (["--chat-template", "x.json"], "go with --chat"),
+        (["--chat", "system", "--compact", "4x"], "leave --chat"),
+        (["--token-ids", "x.json", "--compact", "4x"], "leave --token-ids"), (["--token-ids", "none"], "does not exist"),
+        (["--messages", "x.json", "--chat", "system"], "--chat makes a message"),
         (["--messages", "x.json", "--token-ids", "x.json"], "one of them"),
     ],
 )  # fmt: skip

@@ -57,7 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     document.write_text(ward.document.text)
     model.tokenizer.chat_template = WARD
     options = ["--home", str(home), "--model", MODEL, "--document", str(document)]
-    assert main(["build", "--id", "chat", "--chat", "--chat-template", str(template), *options]) == 0
+    assert main(["build", "--id", "chat", "--chat", "system", "--chat-template", str(template), *options]) == 0
     register(model, settings, write_ward(model, patients(1, 4), "plain").ids, name="plain")
     entry = Registry(settings.registry_path).find("chat")
     positions = reading.load_manifest(Path(entry.location)).positions

@@ -36,7 +36,7 @@ BY_OTHERS = {
     "lmcache-cartridge import ward-a-adapter --model $MODEL --id ward-a --document ward-a.txt --round": "test_convert.py",
     "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "test_convert_served.py",
     "lmcache-cartridge verify ward-a": "test_convert.py",
-    "lmcache-cartridge describe ward-a": "test_convert.py",
+    "lmcache-cartridge show ward-a": "test_convert.py",
     "curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
     '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
     '"max_tokens": 1}\'': "test_convert_served.py",
@@ -63,7 +63,7 @@ BY_OTHERS = {
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "library/test_published_served.py",
     **dict.fromkeys(
         [
-            "lmcache-cartridge fleet serve --config fleet.yaml",
+            "lmcache-cartridge fleet serve fleet.yaml",
         ],
         "test_fleet_scores.py",
     ),
@@ -77,7 +77,7 @@ BY_OTHERS = {
 """Commands that need what other tests make, and which of them run the same."""
 
 BY_NOBODY = {
-    "lmcache-cartridge bench --model ./llama --p 256,1024,4096 --out bench-llama": "starts a server and takes minutes",
+    "lmcache-cartridge bench --model ./llama --p 256,1024,4096 --output bench-llama": "starts a server and takes minutes",
     "make demo": "it is the first of the two commands; its parts are `build` and `serve`, and CI runs the second",
     "make test": "it runs this",
     "make lint": "CI runs it after this",
@@ -233,10 +233,13 @@ def test_building_again_makes_a_new_version_of_what_changed(author: Shell, more:
 @pytest.mark.parametrize("command", sorted(set(TYPED) - {BUILD, SERVE}, key=TYPED.index))
 def test_a_command_of_the_pages_does_what_it_says(shell: Shell, command: str) -> None:
     words, more = shlex.split(command), {}
-    if words[:2] == ["lmcache-cartridge", "register"] or words[:2] == ["lmcache-cartridge", "pull"]:
+    if words[:3] == ["lmcache-cartridge", "import", "s3://bucket/handbook"] or words[:2] == [
+        "lmcache-cartridge",
+        "pull",
+    ]:
         more = {"LMCACHE_CARTRIDGE_HOME": str(shell.directory / words[1])}  # another machine
         if not (shell.directory / "pushed").exists():
-            assert shell.type("lmcache-cartridge push handbook s3://bucket/handbook && touch pushed").returncode == 0
+            assert shell.type("lmcache-cartridge publish handbook s3://bucket/handbook && touch pushed").returncode == 0
     done = shell.type(command, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     if words[0] == "curl":

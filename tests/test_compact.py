@@ -362,8 +362,8 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
     home.run(capsys, "build", *document, "--id", "whole")
     shown = home.run(capsys, "build", *document, "--id", "at-once", "--compact", "4x", *how)
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10
-    home.run(capsys, "compact", "whole", "--id", "later", "--positions", str(P4), *how)
-    home.run(capsys, "compact", "whole", "--id", "small", "--compact", "4x", "--payload", "int8", *how)
+    home.run(capsys, "build", "--from", "whole", "--id", "later", "--compact", str(P4), *how)
+    home.run(capsys, "build", "--from", "whole", "--id", "small", "--compact", "4x", "--payload", "int8", *how)
     for name, tool in (("at-once", "build"), ("later", "compact"), ("small", "compact")):
         manifest, kv = home.read(name)
         about = manifest.provenance.compaction
@@ -380,11 +380,9 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
     [
         (("--refine", "3"), "say how short"),
         (("--accept", "0.5"), "say how short"),
-        (("--compact", "4x", "--accept", "2"), "from 0 to 1"),
-        (("--compact", "4x", "--refine", "-1"), "at least 0"),
         (("--compact", "4x", "--refine", "100"), "--refine goes by --questions"),
         (("--compact", "4x", "--canary", "x"), "--canary"),
-        (("--positions", "2048"), "give fewer"),
+        (("--compact", "2048"), "give fewer"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
@@ -399,9 +397,9 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
 def test_training_starts_from_a_compaction_for_its_questions(
     sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "32", "--positions", str(P16),
-              "--questions", str(home.directory / "questions.jsonl"), "--steps", "1", "--rate", "1e-6", "--accept", "0",
-              "--answer-tokens", "4")  # fmt: skip
+    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "32", "--compress", str(P16),
+              "--questions", str(home.directory / "questions.jsonl"), "--steps", "1", "--set", "rate=1e-6", "--accept", "0",
+              "--set", "answer_tokens=4")  # fmt: skip
     ran = {init: home.run(capsys, *common, "--id", init, "--init", init) for init in ("compact", "sci")}
     assert ran["compact"]["init"] == "compact" and ran["compact"]["best_step"] in (0, 1)
     right = {init: sheet.exact(home.read(init)[1]) for init in ran}
@@ -413,11 +411,11 @@ def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(
     sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At 32x, where what is fitted in closed form answers too little."""
-    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--positions", str(P32),
+    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--compress", str(P32),
               "--questions", str(home.directory / "questions.jsonl"), "--init", "compact", "--accept", "0",
-              "--answer-tokens", "4", "--patience", "0", "--check-every", "20", "--schedule", "cosine")  # fmt: skip
+              "--set", "answer_tokens=4", "--set", "patience=0", "--set", "check_every=20", "--set", "schedule=cosine")  # fmt: skip
     closed = make(sheet.model, sheet.kv, sheet.ids, Wanted(P32, split(sheet.questions).fit)).kv
-    home.run(capsys, *common, "--id", "start", "--steps", "1", "--rate", "1e-6")
+    home.run(capsys, *common, "--id", "start", "--steps", "1", "--set", "rate=1e-6")
     home.run(capsys, *common, "--id", "trained", "--steps", "40")
     rate = home.read("trained")[0].provenance.training.rate
     assert rate == pytest.approx(RATE * float(sheet.kv[0].std()), rel=0.05)
@@ -447,6 +445,6 @@ def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(
 def test_a_compacted_cartridge_is_not_compacted_again(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     home.run(capsys, "build", "--document", str(home.directory / "sheet.txt"), "--id", "s", "--chunk-size", "64",
              "--compact", "4x")  # fmt: skip
-    command = ("compact", "s", "--model", MODEL, "--id", "t", "--compact", "8x", "--home", str(home.directory))
+    command = ("build", "--from", "s", "--model", MODEL, "--id", "t", "--compact", "8x", "--home", str(home.directory))
     assert main(command) == 1
     assert "only a prefill cartridge" in capsys.readouterr().err

@@ -56,8 +56,21 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         common = ("--model", MODEL, "--document", str(home / f"{name}.txt"), "--home", str(home), "--questions",
                   str(write_questions(home / f"{name}.jsonl", document)), "--format", "json")  # fmt: skip
         assert main(["build", *common, "--id", name, "--compact", "4x"]) == 0
-    train = ("train", *common, "--id", "trained", "--compress", "4x", "--steps", "2", "--rate", "0.1", "--accept", "0")
-    assert main([*train, "--answer-tokens", "4"]) == 0
+    train = (
+        "train",
+        *common,
+        "--id",
+        "trained",
+        "--compress",
+        "4x",
+        "--steps",
+        "2",
+        "--set",
+        "rate=0.1",
+        "--accept",
+        "0",
+    )
+    assert main([*train, "--set", "answer_tokens=4"]) == 0
     refuses = request.param == "multiprocess"
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "on_made_alone": "error" if refuses else "notice"})
     launch = plan(MODEL, settings, on_load_failure="fail", vllm_args=SERVER_ARGS, mode=request.param)

@@ -75,8 +75,8 @@ def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(run: _Cli,
     assert two.payload.encoding == "int8" and one.tokens == two.tokens
     assert 0 < _apart(read_kv(two, at_two), stored_kv(at_one)) < CLOSE
     assert run("verify", "small")[0]["sound"]
-    assert run("describe", "small")["payload"]["encoding"] == "int8"
-    assert run("describe", "plain")["payload"]["encoding"] == "plain"
+    assert run("show", "small")["payload"]["encoding"] == "int8"
+    assert run("show", "plain")["payload"]["encoding"] == "plain"
 
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
@@ -126,9 +126,9 @@ def test_train_stores_int8_and_measures_what_is_served(
         return measure(model, document, kv, *rest, **more)
 
     monkeypatch.setattr(gate, "measure", measured)
-    common = ("train", "--model", MODEL, "--document", str(tmp_path / "ward.txt"), "--positions", "32", "--chunk-size",
+    common = ("train", "--model", MODEL, "--document", str(tmp_path / "ward.txt"), "--compress", "32", "--chunk-size",
               "16", "--questions", str(write_questions(tmp_path / "questions.jsonl", ward.document)), "--steps", "4",
-              "--rate", "0.02", "--accept", "0")  # fmt: skip
+              "--set", "rate=0.02", "--accept", "0")  # fmt: skip
     plain, made = run(*common, "--id", "plain"), run(*common, "--id", "small", "--payload", "int8")
     assert made["loss"] == plain["loss"], "the training is the same"
     manifest, root = run.artefact("small")
@@ -152,7 +152,7 @@ def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: 
     made = make_artifact(tmp_path / "doc", positions=80, kind=kind)
     Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
     before = files_under(tmp_path / "doc")
-    result = run("compress", "doc", "--id", "small")
+    result = run("build", "--from", "doc", "--payload", "int8", "--id", "small")
     manifest, root = run.artefact("small")
     direct = make_artifact(tmp_path / "direct", positions=80, kind=kind, encoding="int8").manifest
     assert manifest.digest == direct.digest
@@ -163,8 +163,8 @@ def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: 
         made.manifest, tmp_path / "doc").tolist()  # fmt: skip
     assert files_under(tmp_path / "doc") == before
     assert run("verify", "small")[0]["sound"]
-    assert run("compress", "doc", "--id", "doc")["name"] == "doc@2"
-    assert "doc@2 is in int8 already" in run("compress", "doc", "--id", "again", status=1)
+    assert run("build", "--from", "doc", "--payload", "int8", "--id", "doc")["name"] == "doc@2"
+    assert "doc@2 is in int8 already" in run("build", "--from", "doc", "--payload", "int8", "--id", "again", status=1)
 
 
 def test_with_no_promote_an_id_stays_where_it_is(run: _Cli, tmp_path: Path, sheet: str) -> None:
@@ -173,11 +173,11 @@ def test_with_no_promote_an_id_stays_where_it_is(run: _Cli, tmp_path: Path, shee
     made = [
         run("build", "--document", sheet, *of_model),
         run("import", str(tmp_path / "adapter"), "--round", *of_model),
-        run("compress", "doc@1", "--id", "doc", "--no-promote"),
+        run("build", "--from", "doc@1", "--payload", "int8", "--id", "doc", "--no-promote"),
     ]
     assert [(each["name"], each["promoted"]) for each in made] == [(f"doc@{n}", False) for n in (1, 2, 3)]
     assert not any(row["current"] for row in run("list"))
-    assert "`lmcache-cartridge label doc doc@3`" in run("describe", "doc", status=1)
+    assert "`lmcache-cartridge label doc doc@3`" in run("show", "doc", status=1)
     run("label", "doc", "doc@2")
     assert [row["current"] for row in run("list")] == [False, True, False]
 

@@ -202,7 +202,7 @@ def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> N
     assert said["config"].split() == sorted(path.relative_to("configs").as_posix() for path in files)
     assert said["config envoy/affinity.lua"] == (CONFIGS / "envoy" / "affinity.lua").read_text()
     assert said["config lmcache.yaml"] == (CONFIGS / "lmcache.yaml").read_text()
-    assert "usage: " in said["--help"] and "no cartridges yet" in said["list"] and "registry" in said["doctor"]
+    assert "Usage: " in said["--help"] and "no cartridges yet" in said["list"] and "registry" in said["doctor"]
     where = _run(
         sys.executable, "-c", "import lmcache_cartridge as c; print(c.__file__)", cwd=tmp_path, env=environment
     )

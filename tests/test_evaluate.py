@@ -206,8 +206,6 @@ def test_people_get_a_table_and_files(home: Home, evaluate: Any, tmp_path: Path)
         ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
         ("half", ("--model", MODEL, "--document", str(MODEL_DIR / "model.safetensors")), "is no UTF-8 text"),
         ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
-        ("half", ("--model", MODEL, "--questions", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
-        ("half", ("--model", MODEL, "--limit", "0"), "--limit 0"),
         ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"),
         ("half", ("--url", "nonsense"), "nonsense"),
     ],

@@ -263,14 +263,13 @@ def test_a_lost_chunk_ends_the_request_whatever_is_registered(tmp_path: Path, ca
         assert f'"kv_load_failure_policy": "{policy}"' in capsys.readouterr().out
 
 
-def test_a_size_may_be_set_either_way_and_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_setting_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     serve = ["serve", "m", "--home", str(tmp_path), "--print"]
-    for given, size in (([], 1 << 30), (["--cpu-bytes", "2MiB"], 2 << 20), (["--set", "cpu_bytes=3MiB"], 3 << 20)):
+    for given, size in (([], 1 << 30), (["--set", "cpu_bytes=3MiB"], 3 << 20)):
         assert main([*serve, *given]) == 0
         assert f"cpu_bytes: {size}" in capsys.readouterr().out
-    for name in ("cpu_bytes", "disk_bytes", "home"):
-        option = ["--" + name.replace("_", "-"), str(tmp_path / "x") if name == "home" else "1MiB"]
-        assert main([*serve, *option, "--set", f"{name}=3MiB"]) == 1
+    for name in ("library", "home"):
+        assert main([*serve, f"--{name}", str(tmp_path / "x"), "--set", f"{name}=/x"]) == 1
         assert name in capsys.readouterr().err
 
 

@@ -46,12 +46,19 @@ class _Machine:
         status = main([*map(str, argv), "--home", str(self.home)])
         return _Ran(status, *self._capsys.readouterr())
 
+    def at(self, endpoint: str, *argv: str | Path) -> _Ran:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+            return self(*argv)
+
     def transfer(self, *argv: str | Path) -> _Ran:
-        return self(*argv, "--endpoint-url", self.server.endpoint, "--region", "us-east-1")
+        return self.at(self.server.endpoint, *argv)
 
     def json(self, *argv: str | Path) -> Any:
         ran = (
-            self.transfer(*argv, "--format", "json") if argv[0] in ("push", "pull") else self(*argv, "--format", "json")
+            self.transfer(*argv, "--format", "json")
+            if argv[0] in ("publish", "pull")
+            else self(*argv, "--format", "json")
         )
         assert (ran.status, ran.err) == (0, "")
         return json.loads(ran.out)
@@ -75,7 +82,7 @@ def there(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.
 def _registered(machine: _Machine, name: str = "artefact", **arguments: Any) -> Path:
     root = machine.home / name
     make_artifact(root, **({"positions": 80} | arguments))
-    machine.json("register", root)
+    machine.json("import", root)
     return root
 
 
@@ -96,7 +103,7 @@ def _one_line(ran: _Ran, *words: str) -> None:
 def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _Machine) -> None:
     root = _registered(here)
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
-    assert here.json("push", "doc", here.location) == {
+    assert here.json("publish", "doc", here.location) == {
         "name": "doc@1", "digest": digest, "location": here.location, "pushed": True,
     }  # fmt: skip
     assert here.remote_files() == {f"cartridges/doc/{name}": content for name, content in _bytes(root).items()}
@@ -120,7 +127,7 @@ def test_a_payload_of_several_parts_and_windows_arrives(
     monkeypatch.setattr(transfer, "_WINDOW_BYTES", 10_000_001)
     root = _registered(here, positions=20_000, layers=4, chunk_tokens=256)
     assert (root / PAYLOAD).stat().st_size > 2 * (16 << 20), "multipart"
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
 
 
@@ -138,14 +145,14 @@ def test_every_kind_of_cartridge_travels(here: _Machine, there: _Machine, kind: 
         if kind != "tokens":
             writer.write(bytes(count * shape.token_bytes))
         writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    here.json("register", root)
-    here.json("push", "doc@3", here.location)
+    here.json("import", root)
+    here.json("publish", "doc@3", here.location)
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
 
 
 def test_pulled_with_no_promote_an_id_stays_where_it_is(here: _Machine, there: _Machine) -> None:
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     assert there.json("pull", here.location, "--no-promote")["promoted"] is False
     assert [row["current"] for row in there.json("list")] == [False]
 
@@ -154,10 +161,10 @@ def test_people_see_progress_and_what_was_done(
     here: _Machine, there: _Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _registered(here)
-    assert here.transfer("push", "doc", here.location + "/piped").err == "", "no bars into a pipe"
+    assert here.transfer("publish", "doc", here.location + "/piped").err == "", "no bars into a pipe"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    pushed = here.transfer("push", "doc", here.location)
-    assert pushed.out == f"pushed doc@1 to {here.location}\n"
+    pushed = here.transfer("publish", "doc", here.location)
+    assert pushed.out == f"published doc@1 at {here.location}\n"
     pulled = there.transfer("pull", here.location)
     assert pulled.out == f"pulled doc@1: {there.home / 'cartridges' / 'doc' / '1'}\n"
     for ran in (pushed, pulled):
@@ -167,11 +174,11 @@ def test_people_see_progress_and_what_was_done(
 
 def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> None:
     root = _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     before = {
         row["Key"]: row["LastModified"] for row in here.server.client.list_objects_v2(Bucket=here.bucket)["Contents"]
     }
-    assert here.json("push", "doc", here.location)["pushed"] is False
+    assert here.json("publish", "doc", here.location)["pushed"] is False
     after = {
         row["Key"]: row["LastModified"] for row in here.server.client.list_objects_v2(Bucket=here.bucket)["Contents"]
     }
@@ -190,27 +197,27 @@ def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> Non
 def test_a_push_completes_one_that_lost_a_file(here: _Machine) -> None:
     root = _registered(here)
     for lost in (PAYLOAD, "token_ids.npy", MANIFEST):
-        here.json("push", "doc", here.location)
+        here.json("publish", "doc", here.location)
         here.server.client.delete_object(Bucket=here.bucket, Key=f"cartridges/doc/{lost}")
-        assert here.json("push", "doc", here.location)["pushed"] is True
+        assert here.json("publish", "doc", here.location)["pushed"] is True
         assert here.remote_files()[f"cartridges/doc/{lost}"] == (root / lost).read_bytes()
 
 
 def test_other_content_is_replaced_by_force_only(here: _Machine, there: _Machine) -> None:
     _registered(here, "one", seed=1)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     before = here.remote_files()
     new = _registered(here, "two", seed=2, version=2)
-    _one_line(here.transfer("push", "doc", here.location), "holds doc@1 of other content", "--force")
+    _one_line(here.transfer("publish", "doc", here.location), "holds doc@1 of other content", "--force")
     assert here.remote_files() == before
-    here.json("push", "doc", here.location, "--force")
+    here.json("publish", "doc", here.location, "--force")
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(new)
 
 
 def test_a_corrupt_cartridge_is_not_pushed(here: _Machine) -> None:
     root = _registered(here)
     flip_bit(root / PAYLOAD, 9000)
-    _one_line(here.transfer("push", "doc", here.location), "cartridge doc@1: chunk")
+    _one_line(here.transfer("publish", "doc", here.location), "cartridge doc@1: chunk")
     assert here.remote_files() == {}
 
 
@@ -221,7 +228,7 @@ def test_a_half_push_is_never_seen(
 ) -> None:
     if force:
         _registered(here, "old", seed=9)
-        here.json("push", "doc", here.location)
+        here.json("publish", "doc", here.location)
     _registered(here, "new", seed=1, version=2)
     upload = S3Source.upload
 
@@ -231,12 +238,12 @@ def test_a_half_push_is_never_seen(
         upload(self, location, file, *arguments)
 
     monkeypatch.setattr(S3Source, "upload", break_down)
-    _one_line(here.transfer("push", "doc@2", here.location, *["--force"] * force), "the network went away")
+    _one_line(here.transfer("publish", "doc@2", here.location, *["--force"] * force), "the network went away")
     _one_line(there.transfer("pull", here.location), "holds no manifest.json")
     monkeypatch.undo()
     for name, value in here.server.environment.items():
         monkeypatch.setenv(name, value)
-    here.json("push", "doc@2", here.location)
+    here.json("publish", "doc@2", here.location)
     there.json("pull", here.location)
 
 
@@ -247,7 +254,7 @@ def _nothing_left(machine: _Machine) -> None:
 
 def test_a_pull_of_wrong_bytes_leaves_nothing(here: _Machine, there: _Machine) -> None:
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     key = f"cartridges/doc/{PAYLOAD}"
     sound = here.remote_files()[key]
     for damaged, word in (
@@ -266,27 +273,27 @@ def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
 ) -> None:
     monkeypatch.setattr(s3, "_LONGEST_BACKOFF_S", 0.01)
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     for faults in ([None, reset], [None, None, None, flipped]):
         proxy.faults, proxy.always = list(faults), None if flipped in faults else reset
-        ran = there("pull", here.location, "--endpoint-url", proxy.endpoint)
+        ran = there.at(proxy.endpoint, "pull", here.location)
         assert ran.status == 1
         _nothing_left(there)
     proxy.always, proxy.faults = None, []
-    assert there("pull", here.location, "--endpoint-url", proxy.endpoint).status == 0
+    assert there.at(proxy.endpoint, "pull", here.location).status == 0
 
 
 def test_a_push_outlives_faults_that_pass(here: _Machine, proxy: FaultyProxy) -> None:
     root = _registered(here)
     proxy.faults = [None, status(503, "SlowDown"), reset, None, status(500)]
-    assert here("push", "doc", here.location, "--endpoint-url", proxy.endpoint).status == 0
+    assert here.at(proxy.endpoint, "publish", "doc", here.location).status == 0
     assert proxy.faults == []
     assert here.remote_files() == {f"cartridges/doc/{name}": content for name, content in _bytes(root).items()}
 
 
 def test_pulls_at_the_same_time_download_once(here: _Machine, there: _Machine, proxy: FaultyProxy) -> None:
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     source, registry = S3Source(endpoint_url=proxy.endpoint), Registry(there.home / "registry.sqlite")
     done = []
     run_threads(4, lambda _: done.append(
@@ -306,7 +313,7 @@ def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(
     here: _Machine, there: _Machine, proxy: FaultyProxy
 ) -> None:
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     proxy.faults, proxy.always = [None, None, None], trickle(0.05)
     child = multiprocessing.get_context("spawn").Process(
         target=_pull_slowly, args=(proxy.endpoint, here.location, there.home)
@@ -325,14 +332,14 @@ def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(
 
 def test_an_id_taken_by_other_content_is_refused_with_what_to_do(here: _Machine, there: _Machine) -> None:
     root = _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     mine = _registered(there, seed=5)
     _one_line(there.transfer("pull", here.location), "doc@1 is registered with other content", "--id")
     pulled = there.json("pull", here.location, "--id", "theirs")
     assert pulled["name"] == "theirs@1"
     assert (Path(pulled["path"]) / PAYLOAD).read_bytes() == (root / PAYLOAD).read_bytes()
     assert json.loads((Path(pulled["path"]) / MANIFEST).read_bytes())["id"] == "theirs"
-    assert there.json("describe", "doc")["location"] == str(mine)
+    assert there.json("show", "doc")["location"] == str(mine)
     assert there.json("verify", "theirs")[0]["sound"]
 
 
@@ -340,7 +347,7 @@ def test_an_id_that_is_a_label_or_a_directory_is_refused_before_anything_is_down
     here: _Machine, there: _Machine
 ) -> None:
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     _registered(there, cartridge_id="other")
     there.json("label", "doc", "other")
     _one_line(there.transfer("pull", here.location), "doc is a label here", "--id")
@@ -352,7 +359,7 @@ def test_an_id_that_is_a_label_or_a_directory_is_refused_before_anything_is_down
 
 def test_a_cartridge_whose_files_were_lost_is_pulled_again(here: _Machine, there: _Machine) -> None:
     root = _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     path = Path(there.json("pull", here.location)["path"])
     for file in path.iterdir():
         file.unlink()
@@ -365,9 +372,9 @@ def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
     here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _registered(here)
-    here.json("push", "doc", here.location)
+    here.json("publish", "doc", here.location)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
-    assert there("register", here.location).status == 0
+    assert there("import", here.location).status == 0
     kept, init = [], S3Source.__init__
     monkeypatch.setattr(S3Source, "__init__", lambda self, **how: kept.append(self) or init(self, **how))
     proxy.open_most = proxy.open_now
@@ -376,16 +383,16 @@ def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
     until(lambda: proxy.open_now == 0)
 
 
-@pytest.mark.parametrize("verb", ["push", "pull"])
+@pytest.mark.parametrize("verb", ["publish", "pull"])
 @pytest.mark.parametrize("location", ["s3://bucket", "/tmp/x", "s3://bucket/a/../b", "s3://bucket/a/"])
 def test_a_malformed_location_is_one_line(here: _Machine, verb: str, location: str) -> None:
-    _one_line(here(*(("push", "doc") if verb == "push" else ("pull",)), location), "is no s3://bucket/prefix")
+    _one_line(here(*(("publish", "doc") if verb == "publish" else ("pull",)), location), "is no s3://bucket/prefix")
 
 
 def test_what_is_not_there_is_one_line(here: _Machine) -> None:
     _registered(here)
-    _one_line(here.transfer("push", "nobody", here.location), "nobody")
-    _one_line(here.transfer("push", "doc", "s3://no-such-bucket/x"), "404 NoSuchBucket")
+    _one_line(here.transfer("publish", "nobody", here.location), "nobody")
+    _one_line(here.transfer("publish", "doc", "s3://no-such-bucket/x"), "404 NoSuchBucket")
     _one_line(here.transfer("pull", "s3://no-such-bucket/x"), "404 NoSuchBucket")
     _one_line(here.transfer("pull", here.location), "is this where a cartridge was pushed?")
-    _one_line(here("pull", here.location, "--endpoint-url", "http://key:hush@x"), "credentials do not belong")
+    _one_line(here.at("http://key:hush@x", "pull", here.location), "credentials do not belong")

@@ -68,14 +68,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             if name == "trained":
                 ids = model.encode(load_sheet(sheet).text, special=True)[:WHOLE]
                 save(model, Path(author) / name, ids, name=name, kind="trained")
-                _run("register", str(Path(author) / name), "--home", author)
+                _run("import", str(Path(author) / name), "--home", author)
             else:
                 _run(
                     "build", "--model", MODEL, "--document", str(document), "--id", name, "--payload", name,
                     "--home", author,
                 )  # fmt: skip
-            _run("push", name, where, "--home", author)
-            _run("register", where, "--home", home)
+            _run("publish", name, where, "--home", author)
+            _run("import", where, "--home", home)
         # Memory for one of them, so that each pushes out the one before, whose copy is then on disk.
         settings = from_mapping({"home": home, "cpu_bytes": (WHOLE + CHUNK) * model.fingerprint.token_bytes})
         launch = plan(MODEL, settings, vllm_args=ARGS, mode=mode)

@@ -87,7 +87,7 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
             root = tmp_path_factory.mktemp("made") / name
             save(model, root, ids, name=name, kind=kind, chunk_tokens=CHUNK)
             _push(s3_server, root, f"{bucket}/allowed/{name}")
-            assert main(["register", f"s3://{bucket}/allowed/{name}", "--home", str(home)]) == 0
+            assert main(["import", f"s3://{bucket}/allowed/{name}", "--home", str(home)]) == 0
         root = tmp_path_factory.mktemp("made") / "other"
         save(model, root, wards["doc"].ids, name="other", chunk_tokens=CHUNK)
         _push(s3_server, root, f"{bucket}/elsewhere/other")
@@ -296,7 +296,8 @@ def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
     save(model, tmp_path / "late", ids, name="late", chunk_tokens=CHUNK)
     _push(s3_server, tmp_path / "late", f"{served.bucket}/allowed/late")
     home = str(served.settings.home)
-    assert main(["register", f"s3://{served.bucket}/allowed/late", "--home", home, "--label", "soon"]) == 0
+    assert main(["import", f"s3://{served.bucket}/allowed/late", "--home", home]) == 0
+    assert main(["label", "soon", "late", "--home", home]) == 0
     assert main(["label", "soon", "late@1", "--warm", "--home", home]) == 0
     deadline = time.monotonic() + 30
     while served.state("late")["state"] != "resident":

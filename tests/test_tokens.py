@@ -1,4 +1,4 @@
-"""`register` makes a cartridge without KV of a file of token ids, which `import` reads too."""
+"""`import` makes a cartridge without KV of a file of token ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 
 
-def test_register_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_import_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ids = np.arange(4, 204).tolist()
     source = tmp_path / "prefix.json"
     source.write_text(json.dumps({"token_ids": ids}))
-    arguments = ["register", str(source), "--home", str(tmp_path / "home"), "--format", "json"]
+    arguments = ["import", str(source), "--home", str(tmp_path / "home"), "--format", "json"]
     assert main(arguments) == 1
     assert "--id and --model" in capsys.readouterr().err
     for version in (1, 2):
@@ -29,19 +29,18 @@ def test_register_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytes
     assert (manifest.kind, manifest.payload, manifest.positions) == ("tokens", None, 200)
     assert load_token_ids(manifest, root).tolist() == ids
     assert list(verify(root)) == []
-    assert main(["describe", "prefix", "--home", str(tmp_path / "home"), "--format", "json"]) == 0
+    assert main(["show", "prefix", "--home", str(tmp_path / "home"), "--format", "json"]) == 0
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [({"token_ids": [5, 640]}, "token id 640 is outside"), ({"token_ids": [True]}, "not a list of at least one whole number"),
-     ({"token_ids": [5], "kv_cache": [(torch.ones(1, 2, 1, 64),) * 2] * 3}, "holds KV beside its token ids")],
+    [({"token_ids": [5, 640]}, "token id 640 is outside"), ({"token_ids": [True]}, "not a list of at least one whole number")],
 )  # fmt: skip
 def test_what_is_no_file_of_ids_of_the_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, content: dict, message: str
 ) -> None:
     torch.save(content, tmp_path / "a.pt")
-    argv = ["register", str(tmp_path / "a.pt"), "--home", str(tmp_path), "--id", "p", "--model", str(MODEL_DIR)]
+    argv = ["import", str(tmp_path / "a.pt"), "--home", str(tmp_path), "--id", "p", "--model", str(MODEL_DIR)]
     assert main(argv) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cartridges").exists()

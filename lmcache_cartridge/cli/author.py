@@ -1,32 +1,45 @@
-"""Commands that make cartridges and write them for others: `build`, `import`, `compress` and `export`."""
+"""Commands that make cartridges and write them for others: `build`, `import` and `export`."""
 
 from __future__ import annotations
 
-import argparse
 import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from typer import Argument
+
+from ..artifact.location import is_remote
 from ..errors import CartridgeError
-from . import compact
 from .options import (
-    NAME,
-    Verb,
-    add_made,
-    add_no_promote,
-    check_made,
-    keep,
-    load_config,
+    NAMED,
+    Accept,
+    ChunkSize,
+    Device,
+    Dtype,
+    HeldOut,
+    Id,
+    Lora,
+    MaxModelLen,
+    Name,
+    NoPromote,
+    Payload,
+    command,
+    file,
+    finish,
+    length,
     load_model,
     next_version,
+    option,
     registry_of,
-    told,
+    root_of,
+    tell,
 )
-from .show import bars, fields, show, size, warn, working
+from .show import bars, say, show, warn, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
-    from ..library.registry import Registry, RegistryEntry
+    from ..library.registry import Registry
     from ..make.document import Document
     from ..make.model import CausalModel
 
@@ -34,190 +47,249 @@ USUAL_CHUNKS = 16, 256
 """Chunk sizes of servers: the smallest that is usual, and the default."""
 
 
-def add(verb: Verb) -> None:
-    """Add the commands to the command line."""
-    build = verb(
-        "build",
-        _build,
-        "Compute a document's KV with its model, check it, and register it.",
-        "build --model ./llama --document handbook.txt --id handbook",
-    )
-    add_made(build)
-    build.add_argument("--document", type=Path, help="UTF-8 text file")
-    build.add_argument(
-        "--chat", nargs="?", const="system", metavar="ROLE",
-        help="the document is a message of this role (default system) in the model's chat template; what requests send "
-        "as messages goes on behind it",
-    )  # fmt: skip
-    build.add_argument(
-        "--messages", type=Path, metavar="FILE",
-        help="the first messages of a chat in place of a document, as a JSON list of {role, content}. With "
-        "--url the server's template makes tokens of them, and prompts go on behind those as they are",
-    )  # fmt: skip
-    build.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="chat template in the place of the model's, as vLLM is given"
-    )
-    build.add_argument(
-        "--chat-arguments",
-        type=_object,
-        metavar="JSON",
-        help="arguments of the template, as requests' chat_template_kwargs",
-    )
-    build.add_argument(
-        "--token-ids", type=Path, metavar="FILE",
-        help="token ids made elsewhere, as JSON, .npy or numbers with spaces; --document is what they were made of",
-    )  # fmt: skip
-    build.add_argument(
-        "--url", metavar="URL",
-        help="have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
-        "with the setting admin. --model makes the canary. Its key is that in $VLLM_API_KEY",
-    )  # fmt: skip
-    build.add_argument(
-        "--no-compare", dest="compare", action="store_false",
-        help="with --url: do not load the model's weights, as of a quantised model that servers alone can compute; "
-        "the fingerprints are compared all the same, and the cartridge gets no canary",
-    )  # fmt: skip
-    build.add_argument("--canary", help="text after the document whose prediction must not change")
-    compact.add_options(build)
+@command("build --model ./llama --document handbook.txt --id handbook")
+def build(
+    id: Id,
+    model: Annotated[str | None, option("directory or cached Hub id of a causal language model")] = None,
+    document: Annotated[Path | None, file("UTF-8 text file")] = None,
+    chat: Annotated[
+        str | None,
+        option("the document is a message of this role, as `system`, in the model's chat template; what requests send as "
+               "messages goes on behind it", metavar="ROLE"),
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        file("the first messages of a chat in place of a document, as a JSON list of {role, content}. With --url the "
+             "server's template makes tokens of them, and prompts go on behind those as they are"),
+    ] = None,
+    chat_template: Annotated[Path | None, file("chat template in the place of the model's, as vLLM is given")] = None,
+    chat_arguments: Annotated[
+        str, option("arguments of the template, as requests' chat_template_kwargs", metavar="JSON")
+    ] = "",
+    token_ids: Annotated[
+        Path | None,
+        file("token ids made elsewhere, as JSON, .npy or numbers with spaces; --document is what they were made of"),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        option(f"a registered cartridge ({NAMED}), which stays as it is: --compact makes a shorter one of it, --payload "
+               "int8 alone a smaller one, without a --model", "--from", metavar="NAME"),
+    ] = None,
+    url: Annotated[
+        str | None,
+        option("have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
+               "with the setting admin. --model makes the canary. Its key is that in $VLLM_API_KEY"),
+    ] = None,
+    no_compare: Annotated[
+        bool,
+        option("with --url: do not load the model's weights, as of a quantised model that servers alone can compute; the "
+               "fingerprints are compared all the same, and the cartridge gets no canary", "--no-compare"),
+    ] = False,
+    compact: Annotated[
+        str | None,
+        option("make it shorter, in seconds and without training: 4x, or so many positions", metavar="4x"),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        file('what a compaction is to be good at: JSON lines {"question": ...} (default: the document, read once more '
+             "behind itself)"),
+    ] = None,
+    held_out: HeldOut = None,
+    refine: Annotated[
+        int | None,
+        option("with questions: so many gradient steps for each layer alone, kept where questions set apart are answered "
+               "better so (default 30)", min=0),
+    ] = None,
+    accept: Accept = None,
+    canary: Annotated[str | None, option("text after the document whose prediction must not change")] = None,
+    lora: Lora = None,
+    chunk_size: Annotated[
+        int | None, option("tokens a chunk, as the engine's (default 256, or as the cartridge --from has them)", min=1)
+    ] = None,
+    dtype: Dtype = "auto",
+    payload: Payload = "plain",
+    max_model_len: MaxModelLen = None,
+    device: Device = "auto",
+    no_promote: NoPromote = False,
+) -> None:  # fmt: skip
+    """Make a cartridge of a document's KV, whole or compacted, or of a registered cartridge; check it, and register it."""
+    from ..artifact.manifest import check_id
 
-    brought = verb(
-        "import",
-        _import,
-        "Make a cartridge of KV that PEFT, HazyResearch's code or others trained or saved.",
-        "import ./adapter --model ./llama --id handbook",
-    )
-    option = brought.add_argument
-    option(
-        "path",
-        help="PEFT CARTRIDGE or PREFIX_TUNING directory or its Hub id; .pt file of trainable_keys and frozen_keys or "
-        "fixed_keys, of a list of (K, V), or of token_ids and kv_cache; a JSON file of token ids",
-    )
-    add_made(brought)
-    option("--label", help="also point this label at it")
-    option("--document", type=Path, help="text that a trained cartridge stands for, for the setting on_miss=document")
-    option("--round", action="store_true", help="allow a KV dtype that does not hold every value")
-    option("--axes", choices=("HTD", "THD"), help="heads before positions or after, where shapes leave that open")
-    option(
-        "--no-compare",
-        dest="compare",
-        action="store_false",
-        help="do not load the model's weights: KV counts as trained, its token ids as its document, and it gets no canary",
-    )
-    option(
-        "--drop-frozen", action="store_true", help="leave frozen positions out: distractors of joint training, no sink"
-    )
-
-    smaller = verb(
-        "compress",
-        _compress,
-        "Make a cartridge in int8 of one that is registered, at half the bytes of bfloat16.",
-        "compress handbook --id handbook-int8",
-    )
-    smaller.add_argument("name", help=f"{NAME}; it stays as it is")
-    smaller.add_argument("--id", required=True, help="name of the new cartridge, or the same for a new version of it")
-    add_no_promote(smaller)
-
-    export = verb(
-        "export",
-        _export,
-        "Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint.",
-        "export handbook --to peft --output ./adapter",
-    )
-    export.add_argument("name", help=NAME)
-    export.add_argument("--to", required=True, choices=("peft", "hazy"), help="what to write")
-    export.add_argument("--output", required=True, type=Path, help="directory to make; must be new or empty")
-    export.add_argument("--base-model", help="Hub id of the model, for the model card (default: as the cartridge says)")
-
-
-def _build(arguments: argparse.Namespace) -> None:
-    _check_what(arguments)
-    compact.check(arguments)
-    check_made(arguments, arguments.document, arguments.messages, arguments.token_ids, arguments.chat_template)
-    if arguments.url is not None and arguments.lora is not None:
-        raise CartridgeError("--url has the base model compute; leave --lora or --url out")
-    if arguments.url is not None and compact.is_wanted(arguments):
-        raise CartridgeError("a compaction reads the document itself; leave --url out")
-    if compact.is_wanted(arguments) and not arguments.compare:
-        raise CartridgeError("a compaction computes with the model's weights; leave --no-compare out")
-    if arguments.url is None and not arguments.compare:
-        raise CartridgeError("--no-compare has a server compute the KV; it goes with --url")
-    if compact.is_wanted(arguments):
-        compact.build(arguments, registry_of(arguments))
+    check_id(id)
+    wanted = {"questions": questions, "held_out": held_out, "refine": refine, "accept": accept}
+    _check_build(locals())
+    registry = registry_of()
+    source = None if from_ is None else _local(registry, from_)
+    made: dict[str, Any] = {"cartridge_id": id, "encoding": payload}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
+    if compact is not None:
+        _compact(
+            registry, source or document, compact, wanted, made, model, options, chunk_size, promote=not no_promote
+        )
         return
-    registry = registry_of(arguments)
-    model = load_model(arguments) if arguments.compare else load_config(arguments)
+    version, root = next_version(id, registry)
+    if source is not None:
+        from ..make.write import compress
+
+        with bars() as progress:
+            manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
+        finish(registry, manifest, root, promote=not no_promote)
+        return
+    assert model is not None, "checked"
+    loaded = _config(model, dtype, lora) if no_compare else load_model(model, **options)
     from ..make import prefill
 
-    version, root = next_version(arguments, registry)
-    made: dict[str, Any] = {"cartridge_id": arguments.id, "version": version, "encoding": arguments.payload,
-                            "canary": arguments.canary or prefill.CANARY}  # fmt: skip
-    with bars(arguments.format) as progress:
-        if arguments.url is not None:
-            manifest = _from_server(arguments, model, root, made | {"progress": progress})
-        else:
-            manifest = prefill.build(
-                model, _read(arguments, model), root, chunk_tokens=arguments.chunk_size, progress=progress, **made
+    made |= {"version": version, "canary": canary or prefill.CANARY}
+    read = partial(_read, loaded, document, token_ids, messages, chat, chat_template, chat_arguments)
+    with bars() as progress:
+        if url is not None:
+            manifest = _from_server(
+                url, loaded, messages, read, root, made | {"progress": progress, "compare": not no_compare}
             )
-    manifest, result = keep(arguments, registry, manifest, root)
-    canary = manifest.provenance.canary
+        else:
+            manifest = prefill.build(loaded, read(), root, chunk_tokens=chunk_size or 256, progress=progress, **made)
     warnings = _warnings_of(manifest.positions)
-    result |= {
-        "canary_top1_equal": canary and canary.top1_equal,
-        "canary_max_abs_logit_difference": canary and canary.max_abs_logit_difference,
-        "canary_sensitivity": manifest.canary and manifest.canary.sensitivity,
-    }
-    warn(warnings, arguments.format)
-    show(result | {"warnings": warnings}, fields(result | {"bytes": size(manifest.payload_bytes)}), arguments.format)
+    warn(warnings)
+    found = manifest.provenance.canary
+    finish(
+        registry, manifest, root, promote=not no_promote,
+        canary_top1_equal=found and found.top1_equal,
+        canary_max_abs_logit_difference=found and found.max_abs_logit_difference,
+        canary_sensitivity=manifest.canary and manifest.canary.sensitivity, warnings=warnings,
+    )  # fmt: skip
 
 
-def _check_what(arguments: argparse.Namespace) -> None:
-    """Raise `CartridgeError` unless the options say what to build, once."""
-    is_document = arguments.document is not None and arguments.token_ids is None
-    if is_document + (arguments.messages is not None) + (arguments.token_ids is not None) != 1:
-        raise CartridgeError("build needs a --document, the --messages of a conversation, or --token-ids; one of them")
-    if arguments.chat is not None and not is_document:
+def _check_build(given: dict[str, Any]) -> None:
+    """Raise `CartridgeError` unless the options say what to build, once, and go together."""
+
+    def has(*names: str) -> list[str]:
+        return [f"--{name.strip('_').replace('_', '-')}" for name in names if given[name] not in (None, False, "")]
+
+    is_document = bool(has("document")) and not has("token_ids")
+    if is_document + len(has("messages", "token_ids", "from_")) != 1:
         raise CartridgeError(
-            "--chat makes a message of a --document; --messages say their roles, and --token-ids have none"
+            "build needs a --document, the --messages of a conversation, --token-ids, or --from a cartridge; one of them"
         )
-    is_chat = arguments.chat is not None or (arguments.messages is not None and arguments.url is None)
-    if not is_chat and (arguments.chat_template is not None or arguments.chat_arguments is not None):
-        raise CartridgeError("--chat-template and --chat-arguments go with --chat, or with --messages")
-    if is_chat and compact.is_wanted(arguments):
-        raise CartridgeError("a compaction stands for a plain document; leave --chat and --messages out")
-    if arguments.token_ids is not None and compact.is_wanted(arguments):
-        raise CartridgeError("a compaction reads the document itself; leave --token-ids out")
+    is_chat = bool(has("chat")) or (bool(has("messages")) and not has("url"))
+    is_int8 = bool(has("from_")) and not has("compact")
+    rules = [
+        (has("chat") and not is_document,
+         "--chat makes a message of a --document; --messages say their roles, and --token-ids have none"),
+        (has("chat_template", "chat_arguments") and not is_chat,
+         "--chat-template and --chat-arguments go with --chat, or with --messages"),
+        (has("compact") and is_chat, "a compaction stands for a plain document; leave --chat and --messages out"),
+        (has("compact") and has("token_ids"), "a compaction reads the document itself; leave --token-ids out"),
+        (has("compact") and has("url"), "a compaction reads the document itself; leave --url out"),
+        (has("compact") and has("no_compare"), "a compaction computes with the model's weights; leave --no-compare out"),
+        (has("compact") and has("canary"),
+         "--canary is for a cartridge as long as its document; leave it out with --compact"),
+        (has("refine") and not has("questions"),
+         "--refine goes by --questions: without any it made cartridges that answer less"),
+        (has("url") and has("lora"), "--url has the base model compute; leave --lora or --url out"),
+        (has("no_compare") and not has("url"), "--no-compare has a server compute the KV; it goes with --url"),
+        (is_int8 and given["payload"] != "int8", "--from makes another cartridge of one: say --compact 4x, or --payload int8"),
+        (is_int8 and has("url", "canary", "model", "lora"), "--from with --payload int8 computes nothing; leave --model out"),
+        (not is_int8 and not has("model"), "build needs the --model"),
+    ]  # fmt: skip
+    only = has("questions", "held_out", "refine", "accept")
+    if only and not has("compact"):
+        raise CartridgeError(f"{only[0]} is for a compaction; say how short: --compact 4x")
+    for is_broken, why in rules:
+        if is_broken:
+            raise CartridgeError(why)
 
 
-def _object(text: str) -> dict[str, Any]:
-    """Return a JSON object, for argparse."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return found
+def _compact(
+    registry: Registry, source: Path | None, compact: str, how: dict[str, Any], made: dict[str, Any], model: Any,
+    options: dict[str, Any], chunk: int | None, *, promote: bool,
+) -> None:  # fmt: skip
+    """Carry out `build --compact`, of a document or of a cartridge's directory."""
+    import msgspec
+
+    compress, positions = length(compact)
+    before = None
+    if source is not None and source.is_dir():
+        from ..artifact.reading import load_manifest
+
+        before = load_manifest(source)
+    chunk = chunk or (256 if before is None else before.stored.chunk_tokens)
+    loaded = load_model(model, None if before is None else before.fingerprint, **options)
+    from ..make import questions
+    from ..make.compact.job import build_compact, compact_cartridge
+    from ..make.compact.wanted import Wanted
+    from ..make.train.initial import positions_of
+
+    def wanted(tokens: int) -> Wanted:
+        p = positions_of(tokens, chunk, compress=compress, positions=positions)
+        say(f"p = {p} positions for a document of {tokens} tokens, {tokens / p:.1f}x")
+        asked, held_out = (questions.read(path) if path else [] for path in (how["questions"], how["held_out"]))
+        given = {name: how[name] for name in ("refine", "accept") if how[name] is not None}
+        return Wanted(p, asked, held_out, **given)
+
+    version, root = next_version(made["cartridge_id"], registry)
+    make: Any = build_compact if before is None else compact_cartridge
+    with bars() as progress:
+        manifest = make(
+            loaded, source, root, wanted, version=version, chunk_tokens=chunk, say=say, progress=progress, **made
+        )
+    about, tokens = manifest.provenance.compaction, manifest.document
+    assert about is not None and tokens is not None, "compaction writes both"
+    finish(
+        registry, manifest, root, promote=promote, compression=round(tokens.count / manifest.positions, 2),
+        queries=about.queries, query_tokens=about.query_tokens, refine=about.refine,
+        measured=msgspec.to_builtins(about.measured), seconds=about.seconds,
+    )  # fmt: skip
 
 
-def _read(arguments: argparse.Namespace, model: CausalModel) -> Document:
+def _config(model: str, dtype: str, lora: Path | None) -> CausalModel:
+    """Return what is known of a model and an adapter without weights, for KV of `dtype`."""
+    from ..make.light import ConfigModel
+
+    return ConfigModel(model, dtype=dtype, lora=lora)
+
+
+def _local(registry: Registry, name: str) -> Path:
+    """Return the directory of a cartridge. Raises `ArtifactError` for one on S3, or one that was replaced."""
+    from ..artifact import reading
+
+    found = registry.find(name)
+    reading.load_manifest(found.local_root(), found.digest)
+    return found.local_root()
+
+
+def _read(
+    model: CausalModel, document: Any, token_ids: Path | None, messages: Path | None, chat: str | None,
+    template: Path | None, arguments: str,
+) -> Document:  # fmt: skip
     """Return the tokens to build from, and where they came from."""
     from blake3 import blake3
 
     from ..make.chat import read_chat
     from ..make.document import read_document, read_ids
 
-    if arguments.token_ids is not None:
-        read = read_ids(model, arguments.token_ids)
-        source = arguments.document or arguments.token_ids
-        return read._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
-    if arguments.chat is None and arguments.messages is None:
-        return read_document(model, arguments.document)
-    if arguments.chat_template is not None:
-        model.tokenizer.chat_template = arguments.chat_template.read_text()
-    return read_chat(model, arguments.messages or arguments.document, arguments.chat, arguments.chat_arguments or {})
+    if token_ids is not None:
+        source = document or token_ids
+        return read_ids(model, token_ids)._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
+    if chat is None and messages is None:
+        return read_document(model, document)
+    if template is not None:
+        model.tokenizer.chat_template = template.read_text()
+    given = _json(arguments or "{}", "--chat-arguments")
+    if not isinstance(given, dict):
+        raise CartridgeError(f"--chat-arguments {arguments} is no JSON object")
+    return read_chat(model, messages or document, chat, given)
 
 
-def _from_server(arguments: argparse.Namespace, model: CausalModel, root: Path, made: dict[str, Any]) -> Manifest:
+def _json(text: str, what: object) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CartridgeError(f"{what} is no JSON: {error}") from None
+
+
+def _from_server(
+    url: str, model: CausalModel, messages: Path | None, read: Any, root: Path, made: dict[str, Any]
+) -> Manifest:
     """Return the manifest of what a server computed of a document or a conversation."""
     from blake3 import blake3
 
@@ -225,18 +297,14 @@ def _from_server(arguments: argparse.Namespace, model: CausalModel, root: Path, 
     from ..make.document import Document
     from ..make.server import Server
 
-    with Server(arguments.url) as server:
-        if (file := arguments.messages) is None:
-            read = _read(arguments, model)
+    with Server(url) as server:
+        if messages is None:
+            found = read()
         else:
-            try:
-                messages = json.loads(file.read_text())
-            except ValueError as error:
-                raise CartridgeError(f"{file} is no JSON: {error}") from None
-            ids = capture.conversation_ids(server, messages)
-            read = Document(file, "", ids, blake3(file.read_bytes()).hexdigest())
-        facts: dict[str, Any] = {"document": read.path.name, "document_blake3": read.blake3}
-        return capture.build(model, server, read.ids, root, chat=read.chat, compare=arguments.compare, **made, **facts)
+            ids = capture.conversation_ids(server, _json(messages.read_text(), messages))
+            found = Document(messages, "", ids, blake3(messages.read_bytes()).hexdigest())
+        facts: dict[str, Any] = {"document": found.path.name, "document_blake3": found.blake3}
+        return capture.build(model, server, found.ids, root, chat=found.chat, **made, **facts)
 
 
 def _warnings_of(positions: int) -> list[str]:
@@ -251,75 +319,86 @@ def _warnings_of(positions: int) -> list[str]:
     ]
 
 
-def _import(arguments: argparse.Namespace) -> None:
-    check_made(arguments, arguments.document)
-    registry = registry_of(arguments)
-    with working("read the checkpoint", arguments.format):
-        from ..make.foreign.convert import import_
-        from ..make.foreign.fit import READINGS
-        from ..make.foreign.recognise import locate, recognise
+@command("import ./adapter --model ./llama --id handbook", "import")
+def import_(
+    path: Annotated[
+        str,
+        Argument(help="a cartridge, by its directory or s3:// location, which is registered where it lies; PEFT CARTRIDGE or "
+                 "PREFIX_TUNING directory or its Hub id; .pt file of trainable_keys and frozen_keys or fixed_keys, of a list "
+                 "of (K, V), or of token_ids and kv_cache; a JSON file of token ids"),
+    ],
+    id: Annotated[str | None, option("name of the cartridge; one that is registered has its own")] = None,
+    model: Annotated[str | None, option("directory or cached Hub id of the model that the KV is of")] = None,
+    document: Annotated[
+        Path | None, file("text that a trained cartridge stands for, for the setting on_miss=document")
+    ] = None,
+    round: Annotated[bool, option("allow a KV dtype that does not hold every value", "--round")] = False,
+    axes: Annotated[
+        Literal["HTD", "THD"] | None, option("heads before positions or after, where shapes leave that open")
+    ] = None,
+    no_compare: Annotated[
+        bool,
+        option("do not load the model's weights: KV counts as trained, its token ids as its document, and it gets no canary",
+               "--no-compare"),
+    ] = False,
+    drop_frozen: Annotated[
+        bool, option("leave frozen positions out: distractors of joint training, no sink", "--drop-frozen")
+    ] = False,
+    lora: Lora = None,
+    chunk_size: ChunkSize = 256,
+    dtype: Dtype = "auto",
+    payload: Payload = "plain",
+    no_promote: NoPromote = False,
+) -> None:  # fmt: skip
+    """Register a cartridge where it lies, or make one of KV that PEFT, HazyResearch's code or others trained or saved."""
+    registry = registry_of()
+    if is_remote(path) or (Path(path) / "manifest.json").is_file():
+        manifest = registry.register(root_of(path), path if is_remote(path) else None, promote=not no_promote)
+        result: dict[str, Any] = {}
+    else:
+        if id is None or model is None:
+            raise CartridgeError(
+                f"{path} is no cartridge yet, which has a manifest.json; to make one give --id and --model"
+            )
+        from ..artifact.manifest import check_id
 
-        path = locate(arguments.path)
-        foreign = recognise(path, drop_frozen=arguments.drop_frozen)
-    foreign = foreign._replace(name=None if path == Path(arguments.path) else arguments.path)
-    model = load_model(arguments) if arguments.compare else load_config(arguments)
-    version, root = next_version(arguments, registry)
-    with bars(arguments.format) as progress:
-        imported = import_(
-            model, foreign, root, cartridge_id=arguments.id, version=version, chunk_tokens=arguments.chunk_size,
-            document=arguments.document, axes=arguments.axes, rounding=arguments.round, encoding=arguments.payload,
-            compare=arguments.compare, progress=progress,
-        )  # fmt: skip
-    manifest = registry.register(root, promote=arguments.promote)
-    if arguments.label:
-        registry.label(arguments.label, manifest.name)
-    warn(imported.warnings, arguments.format)
-    result = told(registry, manifest) | {
-        "source_format": imported.form, "kind": manifest.kind, "evidence": imported.evidence, "axes": imported.axes,
-        "dtype": imported.dtype, "label": arguments.label,
-    }  # fmt: skip
-    readable = result | {"bytes": size(manifest.payload_bytes)}
-    if imported.axes:
-        readable["axes"] = f"{imported.axes}: {', '.join(READINGS[imported.axes])}, head size"
-    text = fields(readable)
-    show(result | {"warnings": list(imported.warnings)}, text, arguments.format)
+        check_id(id)
+        with working("read the checkpoint"):
+            from ..make.foreign.convert import import_
+            from ..make.foreign.recognise import locate, recognise
+
+            found = locate(path)
+            foreign = recognise(found, drop_frozen=drop_frozen)
+        foreign = foreign._replace(name=None if found == Path(path) else path)
+        loaded = _config(model, dtype, lora) if no_compare else load_model(model, dtype=dtype, device="auto", lora=lora)
+        version, root = next_version(id, registry)
+        with bars() as progress:
+            imported = import_(
+                loaded, foreign, root, cartridge_id=id, version=version, chunk_tokens=chunk_size, document=document,
+                axes=axes, rounding=round, encoding=payload, compare=not no_compare, progress=progress,
+            )  # fmt: skip
+        manifest = registry.register(root, promote=not no_promote)
+        warn(imported.warnings)
+        result = {"source_format": imported.form, "kind": manifest.kind, "evidence": imported.evidence,
+                  "axes": imported.axes, "dtype": imported.dtype, "warnings": list(imported.warnings)}  # fmt: skip
+    tell(registry, manifest, **result)
 
 
-def _compress(arguments: argparse.Namespace) -> None:
-    from ..artifact.manifest import check_id
-
-    check_id(arguments.id)
-    registry = registry_of(arguments)
-    before = _local(registry, arguments.name)
-    from ..make.write import compress
-
-    version, root = next_version(arguments, registry)
-    with bars(arguments.format) as progress:
-        manifest = compress(Path(before.location), root, cartridge_id=arguments.id, version=version, progress=progress)
-    manifest, result = keep(arguments, registry, manifest, root)
-    result |= {"bytes_before": before.bytes}
-    readable = result | {"bytes": size(manifest.payload_bytes), "bytes_before": size(before.bytes)}
-    show(result, fields(readable), arguments.format)
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    root = Path(_local(registry_of(arguments), arguments.name).location)
+@command("export handbook --to peft --output ./adapter")
+def export(
+    name: Name,
+    to: Annotated[Literal["peft", "hazy"], option("what to write")],
+    output: Annotated[Path, option("directory to make; must be new or empty")],
+) -> None:
+    """Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint."""
+    root = _local(registry_of(), name)
     from ..make.foreign.export import export
 
-    with bars(arguments.format) as progress:
-        manifest = export(root, arguments.to, arguments.output, base_model=arguments.base_model, progress=progress)
-    result = {"name": manifest.name, "format": arguments.to, "output": str(arguments.output)}
-    text = f"{manifest.name} as {arguments.to} in {arguments.output}"
+    with bars() as progress:
+        manifest = export(root, to, output, progress=progress)
+    result = {"name": manifest.name, "format": to, "output": str(output)}
+    text = f"{manifest.name} as {to} in {output}"
     if manifest.payload is not None and manifest.payload.encoding != "plain":
         result["encoding"] = manifest.payload.encoding
         text += f", from {manifest.payload.encoding} to {manifest.fingerprint.dtype}"
-    show(result, text, arguments.format)
-
-
-def _local(registry: Registry, name: str) -> RegistryEntry:
-    """Return the row of an artefact in a directory. Raises `ArtifactError` for one on S3, or one that was replaced."""
-    from ..artifact import reading
-
-    location = registry.find(name)
-    reading.load_manifest(location.local_root(), location.digest)
-    return location
+    show(result, text)

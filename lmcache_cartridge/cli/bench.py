@@ -2,124 +2,101 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
-from .options import Verb, add_library, add_server_model, settings_of
-from .shelf import shelf
-from .show import bars, say, show, table
+from .options import ServedChunk, ServerModel, Url, Vllm, command, option, registry_of, settings_of
+from .show import bars, is_json, say, show, table
 
 if TYPE_CHECKING:
     from ..make.bench.page import Report
     from ..make.bench.target import Target
     from ..make.ladder.maker import Maker
 
-NOTHING, INTERRUPTED = 2, 130
-"""Exit status where nothing could be measured, and after Ctrl-C, with the report of what was."""
-
-
-def add(verb: Verb) -> None:
-    """Add the command to the command line."""
-    added = verb(
-        "bench",
-        _bench,
-        "Measure a vLLM server by `vllm bench serve`: time to first token, per output token and between tokens, with every "
-        "token computed, with its own prefix cache, and with cartridges warm and cold. Writes report.html and bench.json.",
-        "bench --url http://localhost:8000 --cartridge handbook --c 1,4 --budget-s 300",
-    )
-    option = added.add_argument
-    option("--url", metavar="URL", help="running server, with cartridges or without; its key is that in $VLLM_API_KEY")
-    add_server_model(added)
-    option(
-        "--cartridge", action="append", default=[], metavar="NAME",
-        help="one of the server's cartridges; once for each (default: up to three that it lists, of different lengths)",
-    )  # fmt: skip
-    option(
-        "--model", metavar="DIR",
-        help="the server's model, with which a cartridge of generated text is made for each p, taken away at the end. "
-        "The server follows the registry of --home, or --library. Without --url a server of it is started",
-    )  # fmt: skip
-    option(
-        "--p", type=_numbers, metavar="N,N",
-        help="tokens of the document before the question, these alone: of a cartridge that the server lists where one has "
-        "this length (default: those of the cartridges; without any 256 to 32768, as the server's context has room)",
-    )  # fmt: skip
-    option("--c", type=_numbers, default=[1, 4, 16], metavar="N,N", help="requests at once (default 1,4,16)")
-    option("--repeat", type=int, default=5, metavar="N", help="times that each is asked, by turns (default 5)")
-    option("--tokens", type=int, default=16, metavar="N", help="of each answer (default 16)")
-    option(
-        "--ways",
-        type=_ways,
-        default=None,
-        metavar="WAY,WAY",
-        help="dense, prefix, warm, cold (default: all that can be had)",
-    )
-    option(
-        "--budget-s", type=float, default=600.0, metavar="S",
-        help="stop measuring after so many seconds, with what there is (default 600)",
-    )  # fmt: skip
-    option("--out", type=Path, default=Path("bench"), metavar="DIR", help="where the report goes (default ./bench)")
-    option(
-        "--vllm", default="", metavar="OPTIONS",
-        help="vLLM's options for a server that is started: --vllm='--max-model-len 8192' (default on CPU --enforce-eager)",
-    )  # fmt: skip
-    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the server's (default 256)")
-    option("--dtype", default="auto", help="of the cartridges, as the engine's (default auto)")
-    add_library(added)
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, with the report of what was measured."""
+TOKENS = 16
+"""Tokens of each answer."""
+WAYS = ("dense", "prefix", "warm", "cold")
 
 
 def _numbers(text: str) -> list[int]:
     parts = [part.strip().replace("_", "") for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on")
+        raise BadParameter(f"{text!r} is no list of numbers from 1 on")
     return sorted({int(part) for part in parts})
 
 
 def _ways(text: str) -> list[str]:
-    known = ("dense", "prefix", "warm", "cold")
     wanted = [part.strip() for part in text.split(",") if part.strip()]
-    if not wanted:
-        raise argparse.ArgumentTypeError(f"{text!r} names no way; there are {', '.join(known)}")
-    if unknown := [way for way in wanted if way not in known]:
-        raise argparse.ArgumentTypeError(f"there is no way {', '.join(unknown)}; there are {', '.join(known)}")
-    return [way for way in known if way in wanted]
+    if not wanted or set(wanted) - set(WAYS):
+        raise BadParameter(f"there is no way {text!r}; there are {', '.join(WAYS)}")
+    return [way for way in WAYS if way in wanted]
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+@command("bench --url http://localhost:8000 --cartridge handbook --c 1,4 --budget-s 300")
+def bench(
+    url: Url = None,
+    server_model: ServerModel = None,
+    cartridge: Annotated[
+        list[str],
+        option("one of the server's cartridges; once for each (default: up to three that it lists, of different lengths)",
+               metavar="NAME"),
+    ] = [],  # noqa: B006  Typer copies it
+    model: Annotated[
+        str | None,
+        option("the server's model, with which a cartridge of generated text is made for each p, taken away at the end. The "
+               "server follows the registry of --home. Without --url a server of it is started"),
+    ] = None,
+    p: Annotated[
+        Any,
+        option("tokens of the document before the question, these alone: of a cartridge that the server lists where one has "
+               "this length (default: those of the cartridges; without any 256 to 32768, as the server's context has room)",
+               metavar="N,N", parser=_numbers),
+    ] = None,
+    c: Annotated[Any, option("requests at once", metavar="N,N", parser=_numbers)] = "1,4,16",
+    repeat: Annotated[int, option("times that each is asked, by turns", min=1)] = 5,
+    ways: Annotated[
+        Any, option("default: all that can be had", metavar=",".join(WAYS), parser=_ways)
+    ] = None,
+    budget_s: Annotated[
+        float, option("stop measuring after so many seconds, with what there is", min=0.001)
+    ] = 600,
+    output: Annotated[Path, option("where the report goes", metavar="DIR")] = Path("bench"),
+    vllm: Vllm = "",
+    chunk_size: ServedChunk = 256,
+) -> int:  # fmt: skip
+    """Measure a vLLM server by `vllm bench serve`: time to first token, per output token and between tokens, with every
+    token computed, with its own prefix cache, and with cartridges warm and cold. Writes report.html and bench.json."""
     from ..make.bench import page
 
-    with ExitStack() as stack:
-        try:
-            _check(arguments)
-            target, maker = _target(arguments, stack)
-            report = _measure(arguments, target, maker)
-        except CartridgeError as error:
-            print(f"lmcache-cartridge: {error}", file=sys.stderr)
-            return NOTHING
-        files = page.write(report, arguments.out)
-        return _tell(arguments, report, files)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.url is None and arguments.model is None:
+    if url is None and model is None:
         raise SettingsError("give --url URL of a running server, --model DIR to start one, or both")
-    if arguments.url is None and arguments.cartridge:
+    if url is None and cartridge:
         raise SettingsError("--cartridge is for a running server; give --url")
-    if arguments.url is not None and arguments.vllm:
+    if url is not None and vllm:
         raise SettingsError("--vllm is for a server that is started here; leave out --url")
-    for name in ("repeat", "tokens", "budget_s"):
-        if not getattr(arguments, name) > 0:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be above 0")
-    if arguments.chunk_size < 16:
-        raise SettingsError(f"--chunk-size {arguments.chunk_size} must be at least 16")
-    _check_out(arguments.out)
+    _check_out(output)
+
+    def load() -> Any:
+        from ..make.model import CausalModel
+
+        return CausalModel(str(model))
+
+    with ExitStack() as stack:
+        if url is not None:
+            target, maker = _running(stack, url, server_model, load if model else None, chunk_size)
+        else:
+            target, maker = _own(stack, str(model), load(), p, chunk_size, shlex.split(vllm))
+        report = _measure(target, maker, cartridge, p, c, repeat, ways, budget_s)
+        return _tell(report, page.write(report, output))
 
 
 def _check_out(out: Path) -> None:
@@ -129,7 +106,7 @@ def _check_out(out: Path) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise SettingsError(f"--out {out} is no directory to write to: {error.strerror}") from error
+        raise SettingsError(f"--output {out} is no directory to write to: {error.strerror}") from error
 
 
 def room_bytes(lengths: Sequence[int], context: int | None, token_bytes: int) -> int:
@@ -138,25 +115,31 @@ def room_bytes(lengths: Sequence[int], context: int | None, token_bytes: int) ->
     return max(1 << 30, 3 * longest * token_bytes)
 
 
-def _target(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Maker | None]:
-    """Return the server, started where it is ours, and what makes cartridges for it; both end with `stack`."""
+def _running(
+    stack: ExitStack, url: str, server_model: str | None, load: Any, chunk: int
+) -> tuple[Target, Maker | None]:
+    """Return a server that somebody else runs, and what makes cartridges for it and takes them away with `stack`."""
+    from ..library.quarantine import Quarantine
     from ..make.bench.target import Target
+    from ..make.ladder.maker import Home
 
-    if arguments.url is not None:
-        target = stack.enter_context(Target(arguments.url, arguments.server_model))
-        if arguments.model is None:
-            return target, None
-        if not target.has_cartridges:
-            raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
-                                 "leave out --model")  # fmt: skip
-        directory = settings_of(arguments).cartridges_dir
-        maker = _maker(arguments, shelf(arguments, stack, target), directory)
-        stack.callback(maker.clear)
-        return target, maker
-    return _own(arguments, stack)
+    target = stack.enter_context(Target(url, server_model))
+    if load is None:
+        return target, None
+    if not target.has_cartridges:
+        raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
+                             "leave out --model")  # fmt: skip
+    maker = _maker(
+        load, Home(registry_of(), Quarantine(settings_of().quarantine_dir)), settings_of().cartridges_dir, chunk
+    )
+    stack.callback(maker.clear)
+    return target, maker
 
 
-def _own(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Maker]:
+def _own(
+    stack: ExitStack, model: str, loaded: Any, p: list[int] | None, chunk: int, vllm: list[str]
+) -> tuple[Target, Maker]:
+    """Return a server that is started here, and what makes cartridges for it; both end with `stack`."""
     from ..library.quarantine import Quarantine
     from ..library.registry import Registry
     from ..make.bench import places
@@ -172,16 +155,15 @@ def _own(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Maker
             return super().settings.model_copy(update={"admin": True, "cpu_bytes": room})
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
-    vllm = shlex.split(arguments.vllm) or eager()
-    loaded = _load(arguments)
+    vllm = vllm or eager()
     if not any(word.partition("=")[0] == "--dtype" for word in vllm):
-        vllm += ["--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
-    room = room_bytes(arguments.p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
-    server = Own(arguments.model, home, chunk=arguments.chunk_size, vllm_args=vllm)
+        vllm = [*vllm, "--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
+    room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
+    server = Own(model, home, chunk=chunk, vllm_args=vllm)
     registry = Registry(server.settings.registry_path)
     made = Home(registry, Quarantine(server.settings.quarantine_dir))
-    maker = _maker(arguments, made, server.settings.cartridges_dir, loaded=loaded)
-    say(f"starting a server of {arguments.model} (tens of seconds)", arguments.format)
+    maker = _maker(lambda: loaded, made, server.settings.cartridges_dir, chunk)
+    say(f"starting a server of {model} (tens of seconds)")
     stack.callback(server.stop)
     server.start()
     with server.client() as client:
@@ -189,39 +171,36 @@ def _own(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Target, Maker
     return target, maker
 
 
-def _maker(arguments: argparse.Namespace, kept: Any, directory: Path, loaded: Any = None) -> Maker:
+def _maker(load: Any, kept: Any, directory: Path, chunk: int) -> Maker:
     import uuid
 
     from ..make.ladder.maker import Maker
 
-    maker = Maker(lambda: loaded or _load(arguments), kept, directory, chunk=arguments.chunk_size)
+    maker = Maker(load, kept, directory, chunk=chunk)
     maker.run = f"bench-{uuid.uuid4().hex[:6]}"
     return maker
 
 
-def _load(arguments: argparse.Namespace) -> Any:
-    from ..make.model import CausalModel
-
-    return CausalModel(arguments.model, dtype=arguments.dtype)
-
-
-def _measure(arguments: argparse.Namespace, target: Target, maker: Maker | None) -> Report:
+def _measure(
+    target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int,
+    wanted: list[str] | None, budget_s: float,
+) -> Report:  # fmt: skip
     from ..make.bench import figures
     from ..make.bench.load import WAYS, Load, Plan
     from ..make.bench.page import Report
     from ..make.bench.places import Questions, choose
     from ..make.bench.watch import Watch
 
-    ways = tuple(way for way in WAYS if arguments.ways is None or way in arguments.ways)
-    plan = Plan([], arguments.c, arguments.repeat, arguments.tokens, ways, arguments.budget_s)
+    ways = tuple(way for way in WAYS if wanted is None or way in wanted)
+    plan = Plan([], c, repeat, TOKENS, ways, budget_s)
     questions = Questions(target, plan.questions)
-    load, around = Load(target, questions, arguments.tokens), questions.longest + arguments.tokens
-    with bars(arguments.format) as progress:
-        chosen, left = choose(target, arguments.cartridge, arguments.p, around, maker=maker, progress=progress)
+    load, around = Load(target, questions, TOKENS), questions.longest + TOKENS
+    with bars() as progress:
+        chosen, left = choose(target, names, p, around, maker=maker, progress=progress)
     if not chosen:
         raise CartridgeError(f"nothing can be measured: {'; '.join(left)}")
     plan = plan._replace(places=chosen)
-    with bars(arguments.format) as progress, Watch(target) as watch:
+    with bars() as progress, Watch(target) as watch:
         measured = load.measure(plan, progress)
     unlike = {place.p: not place.is_same for place in chosen}
     rows = figures.rows(measured, unlike)
@@ -236,22 +215,20 @@ def _measure(arguments: argparse.Namespace, target: Target, maker: Maker | None)
     return Report(target, plan, measured, rows, watch, told)
 
 
-def _tell(arguments: argparse.Namespace, report: Report, files: list[Path]) -> int:
+def _tell(report: Report, files: list[Path]) -> int:
     from ..make.bench import page
 
     measured, rows = report.measured, report.rows
     names = [str(path) for path in files]
-    if arguments.format == "json":
-        show(page.as_values(report) | {"files": names}, "", "json")
+    if is_json():
+        show(page.as_values(report) | {"files": names}, "")
     elif rows:
         print(table(page.times(rows)))
     for remark in report.remarks:
-        say(f"- {remark}", arguments.format)
-    say(f"written: {' '.join(names)}", arguments.format)
+        say(f"- {remark}")
+    say(f"written: {' '.join(names)}")
     if measured.stopped:
-        say(f"lmcache-cartridge: {measured.stopped}", arguments.format)
+        say(f"lmcache-cartridge: {measured.stopped}")
     if measured.was_interrupted:
         return INTERRUPTED
-    if not any(row.requests for row in rows):
-        return NOTHING
-    return 1 if any(row.remarks for row in rows) else 0
+    return int(any(row.remarks for row in rows) or not any(row.requests for row in rows))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CartridgeError
 from ..make.questions import Question
 from .recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from .show import say, show, size, table
@@ -38,18 +37,16 @@ class TimedAnswer(NamedTuple):
     """Prompt tokens that the engine computed: all less those it found cached."""
 
 
-def run(home: Path | None, questions: int, form: str) -> int:
+def run(home: Path | None) -> int:
     """Run the demo and print its table; 0 if the cartridge answered exactly as the document in the prompt does.
 
     Everything lies in `home`, or in a directory that is removed at the end. Stops the server it starts.
     """
-    if not 1 <= questions <= len(load_sheet(SHEET).questions):
-        raise CartridgeError(f"--questions {questions}: the shipped sheet has {len(load_sheet(SHEET).questions)}")
     with tempfile.TemporaryDirectory(prefix="cartridge-demo-") as scratch:
         home = home or Path(scratch)
         _prepare(home)
-        results = _ask_all_ways(home, Path(scratch), load_sheet(SHEET).questions[:questions])
-    summary: dict[str, Any] = {"questions": questions}
+        results = _ask_all_ways(home, Path(scratch), load_sheet(SHEET).questions)
+    summary: dict[str, Any] = {"questions": len(load_sheet(SHEET).questions)}
     for way, answers in results.items():
         summary[way] = {
             "exact": sum(a.text == q.answer for a, q in zip(answers, load_sheet(SHEET).questions, strict=False)),
@@ -57,7 +54,7 @@ def run(home: Path | None, questions: int, form: str) -> int:
             "computed_tokens": round(statistics.median(a.computed_tokens for a in answers)),
         }
     same = [a.text for a in results["document"]] == [a.text for a in results["cartridge"]]
-    show(summary, _readable(summary, same), form)
+    show(summary, _readable(summary, same))
     if not same:
         print("lmcache-cartridge: the cartridge did not answer as the document does", file=sys.stderr)
     return 0 if same else 1

@@ -1,16 +1,22 @@
-"""What commands share: options, the settings and registry of `--home`, where artefacts lie, and checks without torch."""
+"""What commands share: how they are declared, their options, the settings and registry of `--home`, and checks."""
 
 from __future__ import annotations
 
-import argparse
+import inspect
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Argument, BadParameter, Exit, Option, Typer
 
 from ..artifact.location import is_remote
-from ..errors import ArtifactError, CartridgeError
-from .show import say, working
+from ..errors import CartridgeError, SettingsError
+from .show import FORM, fields, say, show, size, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -19,166 +25,183 @@ if TYPE_CHECKING:
     from ..make.model import CausalModel
     from ..settings import Settings
 
-Verb = Callable[[str, Callable[[argparse.Namespace], int | None], str, str], argparse.ArgumentParser]
-"""Called with (name, what runs it, summary, example); returns its parser."""
-NAME = "id (the version it means), id@version or label"
+NAMED = "id (the version it means), id@version or label"
+_HOME: ContextVar[Path | None] = ContextVar("home", default=None)
+
+app = Typer(
+    name="lmcache-cartridge",
+    help="Prepare KV caches of documents once and serve them through unmodified vLLM and LMCache.",
+    epilog="State lives under --home, by default $LMCACHE_CARTRIDGE_HOME or ~/.local/share/lmcache-cartridge. S3's server and "
+    "credentials come from the environment, as for every AWS tool. Exit status: 0 done; 1 an error, told in one line, or a "
+    "check that found something; 2 wrong usage; 130 interrupted. example: lmcache-cartridge demo",
+    rich_markup_mode=None,
+)
 
 
-def add_made(parser: Any) -> None:
-    """Add what every command that makes and registers a cartridge of a model's KV is told of it; see `check_made`."""
-    option = parser.add_argument
-    option("--model", required=True, help="directory or cached Hub id of a causal language model")
-    add_lora(parser)
-    option("--id", required=True, help="name of the cartridge; another content of it is a new version")
-    option("--chunk-size", type=int, default=256, help="tokens a chunk, as the engine's (default 256)")
-    option("--dtype", default="auto", help="of the KV, as the engine's: bfloat16, float16, float32 (default auto)")
+def option(help: str, *names: str, **more: Any) -> Any:
+    """Return what Typer is told of an option."""
+    return Option(*names, help=help, **more)
+
+
+def file(help: str, *names: str) -> Any:
+    """Return what Typer is told of an option that names a file, which must be there."""
+    return Option(*names, help=help, metavar="FILE", exists=True, dir_okay=False)
+
+
+_COMMON = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    for name, default, kind in (
+        ("home", None, Annotated[Path | None, option("where the registry and cartridges are kept")]),
+        ("form", "text", Annotated[Literal["text", "json"], option("for people or programs", "--format")]),
+    )
+]
+
+Name = Annotated[str, Argument(help=NAMED)]
+Id = Annotated[str, option("name of the cartridge; another content of it is a new version")]
+Model = Annotated[str, option("directory or cached Hub id of a causal language model")]
+Lora = Annotated[
+    Path | None,
     option(
-        "--payload",
-        choices=("plain", "int8"),
-        default="plain",
-        help="store KV as it is, or in int8 at half the bytes of bfloat16; served in the model's dtype either way",
-    )
-    add_max_model_len(parser)
-    add_device(parser)
-    add_no_promote(parser)
+        "PEFT LoRA adapter that the model computes with; the cartridge is for requests to that adapter alone",
+        metavar="DIR",
+    ),
+]
+ChunkSize = Annotated[int, option("tokens a chunk, as the engine's", min=1)]
+ServedChunk = Annotated[int, option("tokens a chunk, as the server's", min=16)]
+Dtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    option("of the KV, as the engine's; auto: as the model was saved"),
+]
+Payload = Annotated[
+    Literal["plain", "int8"],
+    option("store KV as it is, or in int8 at half the bytes of bfloat16; served in the model's dtype either way"),
+]
+MaxModelLen = Annotated[
+    int | None,
+    option("as the engine's, for models with longrope (Phi-3 and 4): by it engines take the short or the long factors "
+           "(default: the short ones)", min=1),
+]  # fmt: skip
+Device = Annotated[str, option("where to compute: cpu, cuda, cuda:1; auto: cuda where there is one")]
+NoPromote = Annotated[
+    bool, option("the new version is had as id@version alone, until `label ID ID@VERSION`", "--no-promote")
+]
+Library = Annotated[
+    str | None,
+    option("published library: s3://bucket/prefix, or an absolute directory that machines share (default: the registry of "
+           "--home)", metavar="WHERE"),
+]  # fmt: skip
+Url = Annotated[str | None, option("running server; its key is that in $VLLM_API_KEY")]
+ServerModel = Annotated[
+    str | None,
+    option("what the server is asked for: its model, or the LoRA adapter of the cartridge (default: the first it serves)"),
+]  # fmt: skip
+Vllm = Annotated[
+    str,
+    option("vLLM's options for servers that are started: --vllm='--max-model-len 8192' (default on CPU --enforce-eager)"),
+]  # fmt: skip
+AskAs = Annotated[
+    Literal["chat", "text"] | None,
+    option("a question is a user message, or text as it is (default: chat, if the model has a template)"),
+]
+Accept = Annotated[
+    float | None,
+    option("register it if it keeps at least this share of what the document adds to the answers of questions kept apart or, "
+           "without any, to the model's first choices; 0: in any case (default 0.8)", min=0, max=1),
+]  # fmt: skip
+HeldOut = Annotated[
+    Path | None,
+    file("questions to measure it by, never to make it for or to choose by (default: a tenth of the others)"),
+]
 
 
-def add_max_model_len(parser: Any) -> None:
-    """Add the option by which models with longrope are settled."""
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="N",
-        help="as the engine's, for models with longrope (Phi-3 and 4): by it engines take the short or the long factors "
-        "(default: the short ones)",
-    )  # fmt: skip
+def command(example: str, name: str | None = None, group: Typer = app, **settings: Any) -> Callable[[Any], Any]:
+    """Return a decorator that makes a command of a function, whose result is its exit status, with --home and --format.
+
+    `example` begins with the command; its help ends with it.
+    """
+
+    def add(run: Callable[..., int | None]) -> Callable[..., int | None]:
+        @wraps(run)
+        def command(home: Path | None, form: str, **given: Any) -> None:
+            _HOME.set(home), FORM.set(form)
+            if status := run(**given):
+                raise Exit(status)
+
+        shape = inspect.signature(run, eval_str=True)
+        command.__signature__ = shape.replace(parameters=[*shape.parameters.values(), *_COMMON])  # type: ignore[attr-defined]
+        group.command(name, epilog=f"example: lmcache-cartridge {example}", context_settings=settings)(command)
+        return run
+
+    return add
 
 
-def add_lora(parser: Any, when: str = "") -> None:
-    """Add the option that names a LoRA adapter for the model to compute with."""
-    parser.add_argument(
-        "--lora", type=Path, metavar="DIR",
-        help=f"{when}PEFT LoRA adapter that the model computes with; the cartridge is for requests to that adapter alone",
-    )  # fmt: skip
+def length(text: str) -> tuple[float | None, int | None]:
+    """Return what `4x` or `512` says: by how much to compress, or to how many positions."""
+    with suppress(ValueError):
+        if text.endswith("x") and 1 <= float(text[:-1]) < 1e6:
+            return float(text[:-1]), None
+        if int(text) >= 1:
+            return None, int(text)
+    raise BadParameter(f"{text!r} is no length; write 4x, or a number of positions")
 
 
-def add_server_model(parser: Any) -> None:
-    """Add the option that says what a server is asked for."""
-    parser.add_argument(
-        "--server-model",
-        metavar="NAME",
-        help="its model, or the LoRA adapter of the cartridge (default: the first it serves)",
-    )
+def assignment(text: str) -> tuple[str, Any]:
+    """Return the name and value in `NAME=VALUE`; a value that is JSON counts as what it says."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text}: write --set NAME=VALUE")
+    with suppress(json.JSONDecodeError):
+        return name, json.loads(value)
+    return name, value
 
 
-def add_no_promote(parser: Any) -> None:
-    """Add the option that leaves an id where it is; `arguments.promote` is False with it."""
-    parser.add_argument(
-        "--no-promote",
-        dest="promote",
-        action="store_false",
-        help="the new version is had as id@version alone, until `lmcache-cartridge label ID ID@VERSION`; the id means what it meant",
-    )
+def home() -> Path | None:
+    """Return what `--home` says."""
+    return _HOME.get()
 
 
-def add_library(parser: Any, *, required: bool = False) -> None:
-    """Add what names a published library, and the server of S3."""
-    parser.add_argument(
-        "--library",
-        required=required,
-        metavar="WHERE",
-        help="published library: s3://bucket/prefix, or an absolute directory that machines share"
-        + ("" if required else " (default: the registry of --home)"),
-    )
-    add_s3(parser)
+def settings_of(**values: Any) -> Settings:
+    """Return the settings of a command: `values` that are not None, and the directory that `--home` names.
 
-
-def add_s3(parser: Any) -> None:
-    """Add which S3 server it is."""
-    parser.add_argument(
-        "--endpoint-url",
-        help="S3 server (default: $AWS_ENDPOINT_URL_S3, or AWS). Credentials come from the environment, a profile "
-        "or a role, as for every AWS tool",
-    )
-    parser.add_argument("--region", help="S3 region (default: that of the environment or profile)")
-
-
-def add_device(parser: Any, when: str = "") -> None:
-    """Add the option that says where torch computes."""
-    parser.add_argument(
-        "--device", default="auto", help=f"{when}where to compute: cpu, cuda, cuda:1 (default: cuda where there is one)"
-    )
-
-
-def add_length(parser: Any, option: str, *, required: bool) -> None:
-    """Add `option`, by how much to compress, and `--positions`, of which one is given at most."""
-    length = parser.add_mutually_exclusive_group(required=required)
-    length.add_argument(
-        option, type=factor, metavar="4x", help="p as a fraction of the document's tokens, rounded to whole chunks"
-    )
-    length.add_argument("--positions", type=int, help="p, rounded likewise")
-
-
-def add_accept(parser: Any, of_what: str) -> None:
-    """Add the share of `of_what` that a cartridge must keep to be registered; None where it is not given."""
-    parser.add_argument(
-        "--accept", type=float, metavar="SHARE",
-        help=f"register it if it keeps at least this share of what the document adds to {of_what}; 0: in any case "
-        "(default 0.8)",
-    )  # fmt: skip
-
-
-def factor(text: str) -> float:
-    """Return the number in `4x`, for argparse."""
-    try:
-        found = float(text.removesuffix("x"))
-    except ValueError:
-        found = 0.0
-    if not 1 <= found < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no factor; write 4x")
-    return found
-
-
-def settings_of(arguments: argparse.Namespace, **values: Any) -> Settings:
-    """Return the settings of a command: `values`, the directory that `--home` names, a library and its server."""
+    The environment's S3 server is a value too, so that one with credentials in it is refused and never printed.
+    """
     from ..settings import from_mapping
 
-    given = {"library": "library", "endpoint_url": "s3_endpoint_url", "region": "s3_region"}
-    values |= {name: value for option, name in given.items() if (value := getattr(arguments, option, None)) is not None}
-    if arguments.home is not None:
-        values["home"] = arguments.home.expanduser().absolute()
-    return from_mapping(values)
+    values.setdefault("s3_endpoint_url", os.environ.get("AWS_ENDPOINT_URL_S3") or None)
+    if (directory := home()) is not None:
+        values["home"] = directory.expanduser().absolute()
+    return from_mapping({name: value for name, value in values.items() if value is not None})
 
 
-def registry_of(arguments: argparse.Namespace, *, read_only: bool = False) -> Registry:
+def registry_of(*, read_only: bool = False) -> Registry:
     """Return the registry of a command."""
     from ..library.registry import Registry
 
-    return Registry(settings_of(arguments).registry_path, read_only=read_only)
+    return Registry(settings_of().registry_path, read_only=read_only)
 
 
 @contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[Registry]:
+def opened(library: str | None) -> Iterator[Registry]:
     """Lend the registry of a command: the published one of `--library`, as it is now, or that of `--home`."""
-    if arguments.library is None:
-        yield registry_of(arguments)
+    if library is None:
+        yield registry_of()
         return
     from ..sources.published import Library
 
-    with Library(settings_of(arguments)) as library:
-        library.registry.follow()
-        yield library.registry
+    with Library(settings_of(library=library)) as published:
+        published.registry.follow()
+        yield published.registry
 
 
-def next_version(arguments: argparse.Namespace, registry: Registry) -> tuple[int, Path]:
+def next_version(cartridge_id: str, registry: Registry) -> tuple[int, Path]:
     """Return the version that `--id` gets next, and where its artefact goes."""
-    directory = settings_of(arguments).cartridges_dir
-    version = registry.next_version(arguments.id, directory)
-    return version, directory / arguments.id / str(version)
+    directory = settings_of().cartridges_dir
+    version = registry.next_version(cartridge_id, directory)
+    return version, directory / cartridge_id / str(version)
 
 
-def keep(
-    arguments: argparse.Namespace, registry: Registry, made: Manifest, root: Path
-) -> tuple[Manifest, dict[str, Any]]:
-    """Register what was made at `root`, and return what the id has of it now, and what programs are told of it.
+def finish(registry: Registry, made: Manifest, root: Path, *, promote: bool, **more: Any) -> None:
+    """Register what was made at `root`, and tell of it, and `more`.
 
     Where a whole version of the id has the same content and canary already, what was made is deleted.
     """
@@ -192,88 +215,41 @@ def keep(
             if row.id == made.id and load_manifest(row.local_root()).canary == made.canary:
                 shutil.rmtree(root)
                 root, unchanged = row.local_root(), True
-                say(f"{row.name} is there already, with this content; nothing was added", arguments.format)
+                say(f"{row.name} is there already, with this content; nothing was added")
                 break
-    manifest = registry.register(root, promote=arguments.promote)
-    if unchanged and arguments.promote:
+    manifest = registry.register(root, promote=promote)
+    if unchanged and promote:
         registry.promote(manifest.name)
-    return manifest, told(registry, manifest) | {"unchanged": unchanged}
+    tell(registry, manifest, unchanged=unchanged, **more)
 
 
-def copy_of(arguments: argparse.Namespace, location: str) -> Path:
-    """Return a local copy of the manifest and token ids of an artefact on S3, as they are there now."""
+def tell(registry: Registry, manifest: Manifest, **more: Any) -> None:
+    """Tell of a cartridge that was made and registered."""
+    result = {
+        "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
+        "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest, **more,
+    }  # fmt: skip
+    show(result, fields(result | {"bytes": size(manifest.payload_bytes)}))
+
+
+def root_of(location: str) -> Path:
+    """Return the directory of the manifest of what lies at a location: on S3, of a copy of it as it is there now."""
+    if not is_remote(location):
+        return Path(location)
     from ..library.manifest_cache import ManifestCache
     from ..sources.s3 import S3Source
     from ..sources.sources import Sources
 
-    settings = settings_of(arguments)
+    settings = settings_of()
     with closing(Sources(S3Source(**settings.s3))) as sources:
         return ManifestCache(settings.manifests_dir, sources).fetch(location, force=True)
 
 
-def root_of(arguments: argparse.Namespace, location: str) -> Path:
-    """Return the directory that holds the manifest of what lies at a location."""
-    return copy_of(arguments, location) if is_remote(location) else Path(location)
-
-
-def load_model(arguments: argparse.Namespace, made: Fingerprint | None = None) -> CausalModel:
-    """Return the model of `--model`, `--dtype`, `--max-model-len` and `--device`, or as one was `made`. Loads torch."""
-    with working("load the model", arguments.format):
+def load_model(model: str, made: Fingerprint | None = None, **options: Any) -> CausalModel:
+    """Return a model for `options` that are not None, or for KV as it was `made`. Loads torch."""
+    with working("load the model"):
         from ..make.model import CausalModel
 
-        options = ("dtype", "device", "lora", "max_model_len")
-        given = {name: value for name in options if (value := getattr(arguments, name, None)) is not None}
         if made is not None:
-            given |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
-        return CausalModel(arguments.model, **given)
-
-
-def load_config(arguments: argparse.Namespace) -> CausalModel:
-    """Return what is known of the model of `--model` and `--lora` without its weights, for KV of `--dtype`."""
-    from ..make.light import ConfigModel
-
-    return ConfigModel(arguments.model, dtype=arguments.dtype, lora=arguments.lora)
-
-
-def check_files(*paths: Path | None) -> None:
-    """Raise `ArtifactError` for a path that is given and no file."""
-    for path in paths:
-        if path is not None and not path.is_file():
-            raise ArtifactError(f"{path}: no such file")
-
-
-def check_accept(arguments: argparse.Namespace) -> None:
-    """Raise `CartridgeError` for an `--accept` that is no share."""
-    if not 0 <= (arguments.accept or 0) <= 1:
-        raise CartridgeError(f"--accept {arguments.accept:g} must be a share from 0 to 1")
-
-
-def check_numbers(
-    arguments: argparse.Namespace, *, at_least_one: tuple[str, ...], at_least_zero: tuple[str, ...] = ()
-) -> None:
-    """Raise `ArtifactError` for an option that is given and too small."""
-    for least, names in ((1, at_least_one), (0, at_least_zero)):
-        for name in names:
-            value = getattr(arguments, name)
-            if value is not None and value < least:
-                raise ArtifactError(f"--{name.replace('_', '-')} {value} must be at least {least}")
-
-
-def check_made(arguments: argparse.Namespace, *files: Path | None) -> None:
-    """Check the options of `add_made` before torch is loaded. Raises `ArtifactError`, also for files that are not there."""
-    from ..artifact.manifest import check_id
-    from ..artifact.model import DTYPE_BYTES
-
-    check_id(arguments.id)
-    check_numbers(arguments, at_least_one=("chunk_size",))
-    check_files(*files)
-    if arguments.dtype not in ("auto", *DTYPE_BYTES):
-        raise ArtifactError(f"--dtype {arguments.dtype} is not one of auto, {', '.join(DTYPE_BYTES)}")
-
-
-def told(registry: Registry, manifest: Manifest) -> dict[str, Any]:
-    """Return what programs are told of every cartridge that was made and registered."""
-    return {
-        "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
-        "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest,
-    }  # fmt: skip
+            options |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
+        return CausalModel(model, **{name: value for name, value in options.items() if value is not None})

@@ -1,168 +1,108 @@
-"""Commands around a server: `serve`, `top`, `demo`, `doctor`, `config` and `completion`."""
+"""Commands around a server: `serve`, `top`, `demo`, `doctor`, `config` and `fleet serve`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Argument, Context, Typer
 
 from ..errors import CartridgeError, SettingsError
-from .options import Verb, settings_of
-from .show import say, show, size, working
+from .options import ChunkSize, Library, app, assignment, command, home, option, settings_of
+from .show import is_json, say, show, size, working
 
 if TYPE_CHECKING:
     from ..serve.arguments import Arguments
 
-
-def add(verb: Verb) -> None:
-    """Add the commands to the command line."""
-    _add_serve(verb)
-    top = verb(
-        "top",
-        _top,
-        "Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it.",
-        "top --url http://localhost:8000 --interval 1",
-    )
-    top.add_argument(
-        "--url",
-        default="http://localhost:8000",
-        help="the server (default http://localhost:8000); its key is that in $VLLM_API_KEY",
-    )
-    top.add_argument("--interval", type=_seconds, default=2.0, help="seconds between refreshes (default 2)")
-    top.add_argument("--once", action="store_true", help="show it once, with totals instead of rates, and end")
-
-    demo = verb(
-        "demo", _demo, "Build, serve and question a cartridge of a shipped document; about two minutes.", "demo"
-    )
-    demo.add_argument("--questions", type=int, default=12, help="how many to ask each way (default and at most 12)")
-
-    verb("doctor", _doctor, "Check versions, hashing, layout and plugin; say how to fix what is wrong.", "doctor")
-
-    config = verb(
-        "config",
-        _config,
-        "Print a configuration file to start from; without a name, list them.",
-        "config lmcache.yaml > lmcache.yaml",
-    )
-    config.add_argument("name", nargs="?", help="name of the file")
+fleet = Typer(help="Several servers: what they hold, and which of them a request should go to.", rich_markup_mode=None)
 
 
-def _add_serve(verb: Verb) -> None:
-    serve = verb(
-        "serve",
-        _serve,
-        "Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are.",
-        "serve ./llama --port 8000 --max-model-len 8192",
-    )
-    serve.set_defaults(passes_on=True)
-    option = serve.add_argument
-    option("model", help="as for `vllm serve`")
-    option("--chunk-size", type=int, default=256, help="LMCache's chunk size in tokens (default 256)")
-    option("--cpu-bytes", help="memory for resident cartridges (default 1GiB)")
-    option("--disk-bytes", help="local disk for what comes from S3 (default 16GiB)")
-    option(
-        "--library",
-        metavar="WHERE",
-        help="published library to follow and serve, in place of the registry of --home: s3://bucket/prefix, or an "
-        "absolute directory that machines share",
-    )
-    option(
-        "--on-load-failure",
-        choices=("fail", "recompute"),
-        default="fail",
-        help="what vLLM does with a request whose chunk cannot be loaded after all. fail: vLLM ends it, and this server "
-        "asks again with the document's own text, or tells the client; recompute: vLLM computes the tokens, and no "
-        "trained cartridge is served, whose tokens mean nothing (default fail)",
-    )
-    option(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SETTING=VALUE",
-        help="any other setting, as `on_miss=document`; lists and maps as JSON. May be given often",
-    )
-    option(
-        "--mode",
-        choices=("in-process", "multiprocess"),
-        default="in-process",
-        help="where LMCache runs: in vLLM's workers, or as a server of its own beside vLLM, which is started and ended "
-        "with it (default in-process)",
-    )
-    option(
-        "--l1-bytes",
-        default="0",
-        help="memory of LMCache's own. In-process: of each worker's, in which LMCache saves the KV that vLLM computes, of "
-        "plain prompts and of what follows a cartridge (default 0: it saves nothing). Multiprocess: of LMCache's server, "
-        "for that and for the copies it hands to vLLM (default: eight times the largest registered cartridge, 512MiB at "
-        "least; half of it with --no-save)",
-    )
-    option("--lmcache-port", type=int, default=0, help="multiprocess: port of LMCache's server (default: a free one)")
-    option(
-        "--no-save",
-        action="store_true",
-        help="multiprocess: serve cartridges only. Else LMCache also saves the KV that vLLM computes, of plain prompts and "
-        "of what follows a cartridge, and answers later prompts with it, each tenant's (cache_salt) by itself",
-    )
-    option(
-        "--l2-adapter",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help="multiprocess: one more place where LMCache saves, as `lmcache server --l2-adapter` takes it, for example "
-        """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often. With a secret in it better as a JSON list of such texts """
-        "in $LMCACHE_CARTRIDGE_L2_ADAPTERS",
-    )
-    option(
-        "--unproven-versions",
-        action="store_true",
-        help="run with versions of vLLM and LMCache that this release was not proven with; they may answer wrongly "
-        "without an error",
-    )
-    option(
-        "--accept-weights",
-        action="store_true",
-        help="serve cartridges whose model differs from this one in its weights alone, as of the original of a quantised "
-        "model; you measured the difference. Canaries are still asked",
-    )
-    option("--print", action="store_true", help="print the files and command instead of running them")
-
-
-def _serve(arguments: argparse.Namespace) -> None:
+@command("serve ./llama --port 8000 --max-model-len 8192", allow_extra_args=True, ignore_unknown_options=True)
+def serve(
+    context: Context,
+    model: Annotated[str, Argument(help="as for `vllm serve`")],
+    chunk_size: ChunkSize = 256,
+    library: Library = None,
+    on_load_failure: Annotated[
+        Literal["fail", "recompute"],
+        option("what vLLM does with a request whose chunk cannot be loaded after all. fail: vLLM ends it, and this server "
+               "asks again with the document's own text, or tells the client; recompute: vLLM computes the tokens, and no "
+               "trained cartridge is served, whose tokens mean nothing"),
+    ] = "fail",
+    set: Annotated[
+        list[str], option("any other setting, as on_miss=document; lists and maps as JSON. May be given often",
+                          metavar="NAME=VALUE"),
+    ] = [],  # noqa: B006  Typer copies it
+    mode: Annotated[
+        Literal["in-process", "multiprocess"],
+        option("where LMCache runs: in vLLM's workers, or as a server of its own beside vLLM, which is started and ended "
+               "with it"),
+    ] = "in-process",
+    l1_bytes: Annotated[
+        str,
+        option("memory of LMCache's own. In-process: of each worker's, in which LMCache saves the KV that vLLM computes, of "
+               "plain prompts and of what follows a cartridge (default: it saves nothing). Multiprocess: of LMCache's "
+               "server, for that and for the copies it hands to vLLM (default: eight times the largest registered "
+               "cartridge, 512MiB at least; half of it with --no-save)"),
+    ] = "0",
+    no_save: Annotated[
+        bool,
+        option("multiprocess: serve cartridges only. Else LMCache also saves the KV that vLLM computes, of plain prompts and "
+               "of what follows a cartridge, and answers later prompts with it, each tenant's (cache_salt) by itself",
+               "--no-save"),
+    ] = False,
+    l2_adapter: Annotated[
+        list[str],
+        option("multiprocess: one more place where LMCache saves, as `lmcache server --l2-adapter` takes it, for example "
+               """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often. With a secret in it better as a """
+               "JSON list of such texts in $LMCACHE_CARTRIDGE_L2_ADAPTERS", metavar="JSON"),
+    ] = [],  # noqa: B006
+    unproven_versions: Annotated[
+        bool,
+        option("run with versions of vLLM and LMCache that this release was not proven with; they may answer wrongly without "
+               "an error", "--unproven-versions"),
+    ] = False,
+    accept_weights: Annotated[
+        bool,
+        option("serve cartridges whose model differs from this one in its weights alone, as of the original of a quantised "
+               "model; you measured the difference. Canaries are still asked", "--accept-weights"),
+    ] = False,
+    print: Annotated[bool, option("print the files and command instead of running them", "--print")] = False,
+) -> None:  # fmt: skip
+    """Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are."""
     from ..serve.arguments import Arguments, redacted
     from ..serve.launch import L2_ADAPTERS, plan
 
-    values = {
-        name: value
-        for name in ("cpu_bytes", "disk_bytes", "library", "unproven_versions", "accept_weights")
-        if (value := getattr(arguments, name)) not in (None, False)
-    }
-    for name, value in map(_assignment, arguments.set):
-        if name in values or (name == "home" and arguments.home is not None):
+    values: dict[str, Any] = {"library": library, "unproven_versions": unproven_versions or None,
+                              "accept_weights": accept_weights or None}  # fmt: skip
+    for name, value in map(assignment, set):
+        if values.get(name) is not None or (name == "home" and home() is not None):
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
         values[name] = value
-    settings = settings_of(arguments, **values)
+    settings = settings_of(**values)
     launch = plan(
-        arguments.model, settings, chunk_tokens=arguments.chunk_size, mode=arguments.mode,
-        on_load_failure=arguments.on_load_failure, vllm_args=[word for word in arguments.rest if word != "--"],
-        l1_bytes=_bytes("--l1-bytes", arguments.l1_bytes), lmcache_port=arguments.lmcache_port,
-        saves=not arguments.no_save, l2_adapters=arguments.l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]")),
+        model, settings, chunk_tokens=chunk_size, mode=mode, on_load_failure=on_load_failure,
+        vllm_args=[word for word in context.args if word != "--"], l1_bytes=_bytes("--l1-bytes", l1_bytes),
+        saves=not no_save,
+        l2_adapters=l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]")),
     )  # fmt: skip
     plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": launch.shown_environment,
              "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
-    if arguments.print:
-        show(plain, str(launch), arguments.format)
+    if print:
+        show(plain, str(launch))
         return
-    _look_before(arguments.model, Arguments(launch.command))
-    told = [arguments.model, arguments.mode, f"home={settings.home}"]
+    _look_before(model, Arguments(launch.command))
+    told = [model, mode, f"home={settings.home}"]
     for name in sorted(settings.model_fields_set - {"home"}):
         value = getattr(settings, name)
         told.append(f"{name}={size(value) if name.endswith('_bytes') else value}")
-    show(plain, f"{', '.join(told)}; --print shows all", arguments.format)
+    show(plain, f"{', '.join(told)}; --print shows all")
     launch.write()
     launch.become()
 
@@ -188,61 +128,55 @@ def _bytes(option: str, text: str) -> int:
         raise SettingsError(f"{option}: {error}") from None
 
 
-def _assignment(text: str) -> tuple[str, Any]:
-    """Return the name and value in `NAME=VALUE`; a value that is JSON counts as what it says."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise SettingsError(f"--set {text}: write --set SETTING=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
-    return seconds
-
-
-def _top(arguments: argparse.Namespace) -> None:
+@command("top --url http://localhost:8000 --interval 1")
+def top(
+    url: Annotated[str, option("the server; its key is that in $VLLM_API_KEY")] = "http://localhost:8000",
+    interval: Annotated[float, option("seconds between refreshes", min=0.1, max=3600)] = 2.0,
+    once: Annotated[bool, option("show it once, with totals instead of rates, and end", "--once")] = False,
+) -> None:
+    """Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it."""
     from .top import run
 
-    run(arguments.url, arguments.interval, once=arguments.once, as_json=arguments.format == "json")
+    run(url, interval, once=once, as_json=is_json())
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+@command("demo")
+def demo() -> int:
+    """Build, serve and question a cartridge of a shipped document; about two minutes."""
     from .demo import run
 
-    return run(arguments.home, arguments.questions, arguments.format)
+    return run(home())
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    with working("look at the engine", arguments.format):
+@command("doctor")
+def doctor() -> int:
+    """Check versions, hashing, layout and plugin; say how to fix what is wrong."""
+    with working("look at the engine"):
         from .doctor import diagnose
 
         logging.disable(logging.CRITICAL)  # LMCache logs when it is imported, in colour into a pipe too
         try:
-            checks = diagnose(settings_of(arguments))
+            checks = diagnose(settings_of())
         finally:
             logging.disable(logging.NOTSET)
     lines = [f"{c.status:4}  {c.name}: {c.finding}" + (f"\n      fix: {c.fix}" if c.fix else "") for c in checks]
-    show([c._asdict() for c in checks], "\n".join(lines), arguments.format)
-    return 1 if any(c.status == "FAIL" for c in checks) else 0
+    show([c._asdict() for c in checks], "\n".join(lines))
+    return int(any(c.status == "FAIL" for c in checks))
 
 
-def _config(arguments: argparse.Namespace) -> None:
+@command("config lmcache.yaml")
+def config(name: Annotated[str | None, Argument(help="name of the file")] = None) -> None:
+    """Print a configuration file to start from; without a name, list them."""
     directory = config_directory()
     files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
     names = sorted(path.as_posix() for path in files if path.suffix != ".pyc" and path.name != "__init__.py")
-    if arguments.name is None:
-        show(names, "\n".join(names), arguments.format)
+    if name is None:
+        show(names, "\n".join(names))
         return
-    if arguments.name not in names:
-        raise CartridgeError(f"there is no configuration file {arguments.name!r}; there are {', '.join(names)}")
-    text = (directory / arguments.name).read_text(encoding="utf-8")
-    show({"name": arguments.name, "text": text}, text.removesuffix("\n"), arguments.format)
+    if name not in names:
+        raise CartridgeError(f"there is no configuration file {name!r}; there are {', '.join(names)}")
+    text = (directory / name).read_text(encoding="utf-8")
+    show({"name": name, "text": text}, text.removesuffix("\n"))
 
 
 def config_directory() -> Path:
@@ -250,3 +184,33 @@ def config_directory() -> Path:
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.with_name("configs")
+
+
+@fleet.callback()
+def _fleet() -> None:
+    """Take what stands before a command."""
+
+
+@command("fleet serve fleet.yaml", "serve", fleet)
+def serve_fleet(
+    config: Annotated[
+        Path, Argument(help="YAML file with the servers; `lmcache-cartridge config fleet.yaml` prints one")
+    ],
+) -> None:
+    """Follow what a fleet's servers hold, and say over HTTP which of them a request should go to: POST /score, POST /pick,
+    GET /metrics, GET /health. Needs `pip install 'lmcache-cartridge[fleet]'`."""
+    from ..fleet.config import read_config
+    from ..fleet.service import Fleet
+    from ..fleet.web import serve
+
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )  # fmt: skip
+    read = read_config(config)
+    service = Fleet(read)
+    pods = ", ".join(f"{pod.name} ({pod.address})" for pod in service.pods)
+    show({"listen": read.listen, "pods": [pod.name for pod in service.pods]}, f"{read.listen}: {pods}")
+    serve(service)
+
+
+app.add_typer(fleet, name="fleet")

@@ -6,11 +6,20 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..make.progress import Bars
+
+
+FORM: ContextVar[str] = ContextVar("form", default="text")
+"""What `--format` says."""
+
+
+def is_json() -> bool:
+    """Whether programs read what this command prints."""
+    return FORM.get() == "json"
 
 
 def size(count: float) -> str:
@@ -42,9 +51,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fields(values: Mapping[str, Any]) -> str:
-    """Return one `label   value` line for each value that is not None; nested mappings are indented under their label."""
+    """Return one `label   value` line for each value that is not None, nor an empty list; nested mappings are indented under their label."""
     lines = []
-    values = {key: value for key, value in values.items() if value is not None}
+    values = {key: value for key, value in values.items() if value not in (None, [])}
     width = max((len(key) for key in values), default=0)
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -55,41 +64,41 @@ def fields(values: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def show(values: Any, text: str, form: str) -> None:
-    """Print `values` as JSON or `text`, as `form` says."""
-    print(json.dumps(values, indent=2, default=str) if form == "json" else text, flush=True)
+def show(values: Any, text: str) -> None:
+    """Print `values` as JSON or `text`, as `--format` says."""
+    print(json.dumps(values, indent=2, default=str) if is_json() else text, flush=True)
 
 
-def say(line: str, form: str = "text") -> None:
-    """Print a line on stderr; for programs (`form` json) nothing."""
-    if form == "text":
+def say(line: str) -> None:
+    """Print a line on stderr; for programs nothing."""
+    if not is_json():
         print(line, file=sys.stderr, flush=True)
 
 
-def warn(warnings: Sequence[str], form: str) -> None:
+def warn(warnings: Sequence[str]) -> None:
     """Print warnings on stderr; programs have them in the result."""
     for warning in warnings:
-        say(f"lmcache-cartridge: warning: {warning}", form)
+        say(f"lmcache-cartridge: warning: {warning}")
 
 
-def bar(form: str, **options: Any) -> Any:
-    """Return a tqdm of such options. It is shown on stderr if that is a terminal, and never with `form` json."""
+def bar(**options: Any) -> Any:
+    """Return a tqdm of such options. It is shown on stderr if that is a terminal, and never to programs."""
     from tqdm import tqdm
 
-    return tqdm(disable=True if form == "json" else None, **options)
+    return tqdm(disable=True if is_json() else None, **options)
 
 
-def bars(form: str) -> Bars:
+def bars() -> Bars:
     """Return a context manager that shows a bar for each thing that is done, as `bar` does."""
     from ..make.progress import Bars
 
-    return Bars(partial(bar, form))
+    return Bars(bar)
 
 
 @contextmanager
-def working(label: str, form: str) -> Iterator[None]:
+def working(label: str) -> Iterator[None]:
     """Show on a terminal that something goes on whose length is not known."""
-    if form == "json" or not sys.stderr.isatty():
+    if is_json() or not sys.stderr.isatty():
         yield
         return
     from rich.console import Console

@@ -2,242 +2,225 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+import os
 from contextlib import ExitStack
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..errors import CartridgeError
 from .options import (
-    NAME,
-    Verb,
-    add_accept,
-    add_device,
-    add_length,
-    add_lora,
-    add_made,
-    add_server_model,
-    check_accept,
-    check_files,
-    check_made,
-    check_numbers,
+    Accept,
+    AskAs,
+    ChunkSize,
+    Device,
+    Dtype,
+    HeldOut,
+    Id,
+    Lora,
+    Model,
+    Name,
+    NoPromote,
+    Payload,
+    ServerModel,
+    Url,
+    assignment,
+    command,
+    file,
+    length,
     load_model,
+    option,
     registry_of,
     settings_of,
+    tell,
 )
-from .show import bar, bars, fields, say, show, size, table, working
+from .show import bar, bars, say, show, table, working
 
 if TYPE_CHECKING:
     from ..library.registry import RegistryEntry
     from ..make.ask import Asker
 
-INITIALS = ("compact", "sci", "first-k", "vocab", "random")
+RECIPE: dict[str, int | float | tuple[str, ...]] = {
+    "objective": ("distill", "next-token"), "top_k": 0, "batch": 1, "accumulate": 1, "rate": 0.0, "warmup": 0, "jitter": 0,
+    "schedule": ("plateau", "cosine", "constant"), "check_every": 1, "patience": 0, "precision": ("float32", "bfloat16"),
+    "seed": 0, "answer_tokens": 1, "ask_as": ("chat", "text"), "max_model_len": 1,
+}  # fmt: skip
+"""What `--set` takes: what each may be, or the least number it may be."""
 
 
-def add(verb: Verb) -> None:
-    """Add the commands to the command line."""
-    _add_train(verb)
-    _add_evaluate(verb)
+@command("train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl")
+def train(
+    id: Id,
+    model: Model,
+    document: Annotated[Path, file("UTF-8 text file")],
+    compress: Annotated[
+        str, option("p as a fraction of the document's tokens, rounded to whole chunks: 4x; or p itself", "--compress", "--positions", metavar="4x")
+    ],
+    questions: Annotated[
+        Path | None, file('JSON lines {"question": ..., "answer": ...}; without an answer the model itself answers')
+    ] = None,
+    self_study: Annotated[
+        int | None, option("let a model write so many questions on random parts of the document", min=1)
+    ] = None,
+    writer_url: Annotated[
+        str | None,
+        option("OpenAI-compatible server that writes them, not the model; its key is that in $WRITER_API_KEY, and its model that in $WRITER_MODEL, or the first it serves"),
+    ] = None,
+    held_out: HeldOut = None,
+    init: Annotated[
+        Literal["compact", "sci", "first-k", "vocab", "random"],
+        option("where training starts: the document compacted for the questions; KV of 64-token chunks sampled over it; KV "
+               "of its first p tokens; KV of random vocabulary tokens; random N(0, 0.02). The first position is the "
+               "document's own and stays"),
+    ] = "compact",
+    steps: Annotated[
+        int, option("at most; it ends before when the validation questions get no better", min=1)
+    ] = 4000,
+    set: Annotated[
+        list[str],
+        option(f"another setting of the training, as jitter=0; may be given often: {', '.join(RECIPE)}", metavar="NAME=VALUE"),
+    ] = [],  # noqa: B006  Typer copies it
+    accept: Accept = None,
+    restart: Annotated[bool, option("forget an interrupted training of this id", "--restart")] = False,
+    lora: Lora = None,
+    chunk_size: ChunkSize = 256,
+    dtype: Dtype = "auto",
+    payload: Payload = "plain",
+    device: Device = "auto",
+    no_promote: NoPromote = False,
+) -> None:  # fmt: skip
+    """Train a cartridge much shorter than its document, and register it. Interrupted, it goes on."""
+    from ..artifact.manifest import check_id
 
-
-def _add_train(verb: Verb) -> None:
-    train = verb(
-        "train", _train, "Train a cartridge much shorter than its document, and register it. Interrupted, it goes on.",
-        "train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl",
-    )  # fmt: skip
-    option = train.add_argument
-    add_made(train)
-    option("--document", required=True, type=Path, help="UTF-8 text file")
-    add_length(train, "--compress", required=True)
-    option("--init", choices=INITIALS, default="compact",
-           help="where training starts: the document compacted for the questions; KV of 64-token chunks sampled over it; KV "
-           "of its first p tokens; KV of random vocabulary tokens; random N(0, 0.02) (default compact). The first position "
-           "is the document's own and stays")  # fmt: skip
-
-    asked = train.add_argument_group("what to train on; several may be given")
-    asked.add_argument(
-        "--questions", type=Path, metavar="FILE",
-        help='JSON lines {"question": ..., "answer": ...}; without an answer the model itself answers',
-    )  # fmt: skip
-    asked.add_argument(
-        "--self-study", type=int, metavar="N", help="let a model write N questions on random parts of the document"
+    check_id(id)
+    values = {name: value for name, value in locals().items() if name not in ("set", "accept", "restart")} | _recipe(
+        set
     )
-    asked.add_argument(
-        "--writer-url",
-        metavar="URL",
-        help="OpenAI-compatible server that writes them, not the model; its key is that in $WRITER_API_KEY",
-    )
-    asked.add_argument("--writer-model", metavar="NAME", help="its model (default: the first it serves)")
-    asked.add_argument("--held-out", type=Path, metavar="FILE",
-                       help="questions to measure it by at the end, never to train or to choose by (default: a tenth of the "
-                       "others; another tenth chooses when to stop and what to keep)")  # fmt: skip
-    asked.add_argument("--ask-as", choices=("chat", "text"),
-                       help="a question is a user message, or text as it is (default: chat, if the model has a template)")  # fmt: skip
-    asked.add_argument(
-        "--answer-tokens", type=int, default=128, help="longest answer that the model gives itself (default 128)"
-    )
-
-    how = train.add_argument_group("how to train")
-    how.add_argument("--objective", choices=("distill", "next-token"), default="distill",
-                     help="match the predictions of the model with the document in context, or the answers alone")  # fmt: skip
-    how.add_argument("--top-k", type=int, default=32, help="likeliest tokens to match; 0: all (default 32)")
-    how.add_argument("--steps", type=int, default=4000,
-                     help="at most; it ends before when the validation questions get no better (default 4000)")  # fmt: skip
-    how.add_argument("--batch", type=int, default=32, help="questions in a forward pass (default 32)")
-    how.add_argument("--accumulate", type=int, default=1, help="forward passes a step (default 1)")
-    how.add_argument("--rate", type=float,
-                     help="peak learning rate of AdamW (default: 0.015 of the deviation of the document's keys from a "
-                     "compaction, 0.09 from another start)")  # fmt: skip
-    how.add_argument("--schedule", choices=("plateau", "cosine", "constant"), default="plateau",
-                     help="the rate after the warm-up; plateau: constant until patience ends, or half of --steps are done, "
-                     "then down to 0 in as many steps again (default plateau)")  # fmt: skip
-    how.add_argument("--warmup", type=int, default=10, help="steps to the peak (default 10)")
-    how.add_argument("--jitter", type=int, default=32,
-                     help="positions that half of the questions stand further back in training, at random; wordings not "
-                     "trained on do better so (default 32)")  # fmt: skip
-    how.add_argument("--check-every", type=int, default=25,
-                     help="steps between checkpoints and looks at the validation questions (default 25)")  # fmt: skip
-    how.add_argument("--patience", type=int, default=8,
-                     help="looks without progress before the rate falls, or training ends where the schedule is another; "
-                     "0: never (default 8)")  # fmt: skip
-    how.add_argument("--precision", choices=("float32", "bfloat16"),
-                     help="of the computation (default bfloat16 on a GPU, float32 elsewhere); the cartridge is float32 "
-                     "until it is stored")  # fmt: skip
-    how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--restart", action="store_true", help="forget an interrupted training of this id")
-    then = train.add_argument_group("what becomes of it")
-    add_accept(then, "the answers of the questions it is measured by")
-
-
-def _add_evaluate(verb: Verb) -> None:
-    evaluate = verb(
-        "evaluate", _evaluate, "Ask questions without a prefix, after the document, and after a cartridge; compare.",
-        "evaluate handbook --questions questions.jsonl --url http://localhost:8000",
-    )  # fmt: skip
-    option = evaluate.add_argument
-    option("name", help=NAME)
-    option("--questions", required=True, type=Path, help='JSON lines {"question": ..., "answer": ...}')
-    where = evaluate.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--url", metavar="URL", help="server started by `lmcache-cartridge serve`; its key is that in $VLLM_API_KEY"
-    )
-    where.add_argument("--model", help="directory or cached Hub id; asked here with transformers")
-    add_lora(evaluate, "with --model: ")
-    add_server_model(evaluate)
-    option("--document", type=Path, help="text of the document (default: the ids that the cartridge carries)")
-    option("--ask-as", choices=("chat", "text"), help="as for train (default: chat, if the model has a template)")
-    option("--answer-tokens", type=int, default=64, help="longest answer (default 64)")
-    option("--limit", type=int, help="ask only so many questions, drawn evenly")
-    option(
-        "--judge-url",
-        metavar="URL",
-        help="OpenAI-compatible server that also scores each answer from 0 to 5; its key is that in $JUDGE_API_KEY",
-    )
-    option("--judge-model", metavar="NAME", help="its model (default: the first it serves)")
-    option("--output", type=Path, metavar="DIR", help="write evaluation.json, with every answer, and evaluation.png")
-    add_device(evaluate, "with --model: ")
-
-
-def _train(arguments: argparse.Namespace) -> None:
-    check_made(arguments, arguments.document, arguments.questions, arguments.held_out)
-    check_numbers(
-        arguments,
-        at_least_one=("positions", "self_study", "answer_tokens", "steps", "batch", "accumulate", "check_every"),
-        at_least_zero=("top_k", "warmup", "patience", "jitter"),
-    )  # fmt: skip
-    if arguments.rate is not None and not 0 < arguments.rate < math.inf:
-        raise CartridgeError(f"--rate {arguments.rate:g} must be above 0")
-    check_accept(arguments)
-    if not (arguments.questions or arguments.self_study):
+    values["compress"], values["positions"] = length(compress)
+    if not (questions or self_study):
         raise CartridgeError("nothing to train on: give --questions or --self-study")
-    if arguments.writer_url and not arguments.self_study:
+    if writer_url and not self_study:
         raise CartridgeError("--writer-url writes questions for --self-study; say how many")
     if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
-    with working("load torch", arguments.format):
+    with working("load torch"):
         from msgspec import to_builtins
 
         from ..make.gate import ACCEPT
-        from ..make.train.job import Task, train
+        from ..make.train.job import Task
+        from ..make.train.job import train as run
         from ..make.train.trainer import Recipe
 
-    values = vars(arguments) | {"chunk_tokens": arguments.chunk_size, "form": arguments.ask_as}
+    values |= {"chunk_tokens": chunk_size, "form": values.get("ask_as"), "writer_model": os.environ.get("WRITER_MODEL")}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
     task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
-    settings, accept = settings_of(arguments), ACCEPT if arguments.accept is None else arguments.accept
-    manifest = train(
-        task, settings, restart=arguments.restart, accept=accept, promote=arguments.promote,
-        say=partial(say, form=arguments.format), bar=partial(bar, arguments.format),
+    settings = settings_of()
+    manifest = run(
+        task, settings, restart=restart, accept=ACCEPT if accept is None else accept, promote=not no_promote,
+        say=say, bar=bar,
     )  # fmt: skip
     training = manifest.provenance.training
     assert training is not None and manifest.document is not None, "train wrote them"
-    result = {
-        "name": manifest.name,
-        "promoted": manifest.name in registry_of(arguments).current([manifest.id]),
-        "positions": manifest.positions,
-        "compression": round(manifest.document.count / manifest.positions, 2),
-        "bytes": manifest.payload_bytes,
-        "digest": manifest.digest,
+    tell(
+        registry_of(), manifest, compression=round(manifest.document.count / manifest.positions, 2),
         **to_builtins(training),
-        "ended": "all --steps are done"
-        if training.steps == task.recipe.steps
-        else "validation questions got no better",
-        "losses": str(settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"),
-    }
-    show(result, fields(result | {"bytes": size(result["bytes"])}), arguments.format)
+        ended="all --steps are done" if training.steps == steps else "validation questions got no better",
+        losses=str(settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"),
+    )  # fmt: skip
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
-    check_numbers(arguments, at_least_one=("answer_tokens", "limit"))
-    check_files(arguments.questions, arguments.document)
-    location = registry_of(arguments, read_only=True).find(arguments.name)
-    from ..make import evaluate, questions
+def _recipe(words: list[str]) -> dict[str, Any]:
+    """Return what `--set` says. Raises `CartridgeError` for what is no setting, and for a value that it cannot have."""
+    found = dict(map(assignment, words))
+    for name, value in found.items():
+        allowed = RECIPE.get(name)
+        if allowed is None:
+            raise CartridgeError(f"--set {name}: there is no such setting of a training; there are {', '.join(RECIPE)}")
+        if isinstance(allowed, tuple):
+            good, least = value in allowed, f"one of {', '.join(allowed)}"
+        elif isinstance(allowed, float):
+            good, least = type(value) in (int, float) and allowed < value < math.inf, f"a number above {allowed:g}"
+        else:
+            good, least = type(value) is int and value >= allowed, f"a whole number of at least {allowed}"
+        if not good:
+            raise CartridgeError(f"--set {name}={value} must be {least}")
+    return found
+
+
+@command("evaluate handbook --questions questions.jsonl --url http://localhost:8000")
+def evaluate(
+    name: Name,
+    questions: Annotated[Path, file('JSON lines {"question": ..., "answer": ...}')],
+    url: Url = None,
+    model: Annotated[str | None, option("directory or cached Hub id; asked here with transformers")] = None,
+    lora: Lora = None,
+    server_model: ServerModel = None,
+    document: Annotated[Path | None, file("text of the document (default: the ids that the cartridge carries)")] = None,
+    ask_as: AskAs = None,
+    answer_tokens: Annotated[int, option("longest answer", min=1)] = 64,
+    limit: Annotated[int | None, option("ask only so many questions, drawn evenly", min=1)] = None,
+    judge_url: Annotated[
+        str | None,
+        option(
+            "OpenAI-compatible server that also scores each answer from 0 to 5; its key is that in $JUDGE_API_KEY, and its model that in $JUDGE_MODEL, or the first it serves"
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, option("write evaluation.json, with every answer, and evaluation.png", metavar="DIR")
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Ask questions without a prefix, after the document, and after a cartridge; compare."""
+    if (url is None) == (model is None):
+        raise CartridgeError("say who is asked: the server at --url, or the --model here")
+    location = registry_of(read_only=True).find(name)
+    from ..make import evaluate
+    from ..make.questions import read
     from ..make.server import JUDGE_KEY, Server
 
-    asked = evaluate.pick(questions.read(arguments.questions), arguments.limit)
+    asked = evaluate.pick(read(questions), limit)
     with ExitStack() as stack:
-        judge = None
-        if arguments.judge_url:
-            judge = stack.enter_context(Server(arguments.judge_url, arguments.judge_model, key=JUDGE_KEY))
-        asker = _asker(arguments, location, stack)
-        progress = stack.enter_context(bars(arguments.format))
-        answers = evaluate.ask_all(asker, asked, arguments.answer_tokens, judge=judge, progress=progress)
+        judge = (
+            stack.enter_context(Server(judge_url, os.environ.get("JUDGE_MODEL"), key=JUDGE_KEY)) if judge_url else None
+        )
+        served = None if url is None else lambda: stack.enter_context(Server(url, server_model))
+        asker = _asker(location, document, ask_as, served, model, lora=lora, device=device)
+        progress = stack.enter_context(bars())
+        answers = evaluate.ask_all(asker, asked, answer_tokens, judge=judge, progress=progress)
     report = evaluate.report(location.name, answers, judge.model if judge else None)
-    if arguments.output:
-        evaluate.write(report, answers, arguments.output)
-    show(report, table(evaluate.rows(report)), arguments.format)
+    if output:
+        evaluate.write(report, answers, output)
+    show(report, table(evaluate.rows(report)))
 
 
-def _asker(arguments: argparse.Namespace, location: RegistryEntry, stack: ExitStack) -> Asker:
+def _asker(
+    location: RegistryEntry, text: Path | None, form: str | None, served: Any, model: Any, **options: Any
+) -> Asker:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from ..artifact import reading
     from ..make.ask import ModelAsker, ServerAsker
     from ..make.questions import text_of
-    from ..make.server import Server
 
     root = location.local_root()
     manifest = reading.load_manifest(root, location.digest)
     document: str | list[int]
-    if arguments.document:
-        document = text_of(arguments.document)
+    if text:
+        document = text_of(text)
     elif manifest.kind == "trained" and manifest.document is None:
         raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
     else:
         ids = reading.load_document_ids(manifest, root)
         document = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
-    if arguments.url:
-        server = stack.enter_context(Server(arguments.url, arguments.server_model))
-        return ServerAsker(server, location.name, document, arguments.ask_as)
+    if served is not None:
+        return ServerAsker(served(), location.name, document, form)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
     from ..make.payload import read_checked
 
-    model = load_model(arguments, manifest.fingerprint)
-    with bars(arguments.format) as progress:
-        kv = read_checked(manifest, root, model, progress)
+    loaded = load_model(model, manifest.fingerprint, **options)
+    with bars() as progress:
+        kv = read_checked(manifest, root, loaded, progress)
     if isinstance(document, str):
-        document = model.encode(document, special=True)
-    return ModelAsker(model, document, kv, arguments.ask_as)
+        document = loaded.encode(document, special=True)
+    return ModelAsker(loaded, document, kv, form)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INDEX = "library.json.gz"
-"""The index object of a library; beside it lie `cartridges/ID/VERSION/DIGEST16/`, artefacts as `push` stores them."""
+"""The index object of a library; beside it lie `cartridges/ID/VERSION/DIGEST16/`, artefacts as `publish` stores them."""
 _FORMAT = 2
 _MAX_BYTES = 1 << 28
 """Of an index; one of 10,000 cartridges has 0.5 MB, and 1.5 MB when it is not compressed."""

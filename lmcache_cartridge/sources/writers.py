@@ -49,7 +49,7 @@ class S3Writer:
             reason = f"{done} of {_WRITES} at once were told that they were first"
         raise SourceError(
             f"{self._location} cannot be published to, since its server does not decide between conditional writes "
-            f"(If-Match): {reason}. Publish to another server or to a shared directory; cartridges that `push` stores here "
+            f"(If-Match): {reason}. Publish to another server or to a shared directory; cartridges that `publish s3://...` stores here "
             "can be pulled, and named by their s3:// URL"
         )
 

@@ -37,7 +37,7 @@ class Author:
     def make(self, name: str, version: int = 1, seed: int = 0) -> Path:
         root = self.path / "cartridges" / name / str(version)
         make_artifact(root, positions=32, layers=1, cartridge_id=name, version=version, seed=seed)
-        assert self("register", str(root))[0] == 0
+        assert self("import", str(root))[0] == 0
         return root
 
 
@@ -68,7 +68,7 @@ def test_what_the_page_shows(authors: list[Author]) -> None:
     ]  # fmt: skip
     assert two.json("label", "handbook", "handbook@2")["name"] == "handbook@2"
     assert two.json("label", "current", "handbook") == {"label": "current", "name": "handbook@2"}
-    shown = one.json("describe", "current")
+    shown = one.json("show", "current")
     assert (shown["version"], shown["current"], shown["location"].rpartition("/")[0]) == (
         2, True, f"{one.library}/cartridges/handbook/2"
     )  # fmt: skip
@@ -138,16 +138,17 @@ def test_mistakes_are_told_in_a_line(authors: list[Author], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("s3_kind", ["moto"])
 def test_on_s3_too_with_its_server_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_credentials: MotoServer, bucket: str
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_credentials: MotoServer, bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_credentials.endpoint)
     one, two = (Author(tmp_path / name, f"s3://{bucket}/fleet", capsys) for name in ("one", "two"))
-    server = ("--endpoint-url", s3_credentials.endpoint, "--region", "us-east-1")
     one.make("handbook")
-    told = one.json("publish", "handbook", "--label", "current", *server)
+    told = one.json("publish", "handbook", "--label", "current")
     assert told["location"] == f"s3://{bucket}/fleet/cartridges/handbook/1/{told['digest'][:16]}"
-    assert two.json("describe", "current", *server)["digest"] == told["digest"]
-    assert two.json("verify", "current", *server)[0]["sound"]
-    status, out, err = two("pull", told["location"], *server)
+    assert two.json("show", "current")["digest"] == told["digest"]
+    assert two.json("verify", "current")[0]["sound"]
+    status, out, err = two("pull", told["location"])
     assert (status, err, out.startswith("pulled handbook@1")) == (0, "", True)
-    assert two.json("label", "current", "--remove", *server) and two.json("remove", "handbook", *server)
-    assert one.json("list", *server) == []
+    assert two.json("label", "current", "--remove") and two.json("remove", "handbook")
+    assert one.json("list") == []

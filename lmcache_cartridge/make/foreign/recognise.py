@@ -38,7 +38,7 @@ def recognise(path: Path, *, drop_frozen: bool = False) -> Foreign:
     """Return what a foreign file or directory holds. Raises `ForeignFormatError` for one in no known format."""
     if path.is_dir():
         if (path / "manifest.json").is_file():
-            raise ForeignFormatError(f"{path}: is a cartridge already; `lmcache-cartridge register` takes it as it is")
+            raise ForeignFormatError(f"{path}: is a cartridge already; `lmcache-cartridge import` takes it as it is")
         if (path / peft.CONFIG).is_file():
             if drop_frozen:
                 raise ForeignFormatError(f"{path}: a PEFT adapter keeps no frozen positions apart")
