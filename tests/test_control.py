@@ -215,7 +215,7 @@ def test_an_answer_may_be_of_any_size_and_a_question_may_not(
     workers: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One chunk of a large model that is captured has hundreds of MiB."""
-    monkeypatch.setattr(frames, "_MAX_QUESTION_BYTES", 100)
+    monkeypatch.setattr(frames, "MAX_QUESTION_BYTES", 100)
     assert len(frames.encode(workers.call("status"))) > 200
     with pytest.raises(UnsupportedEngine, match="ended while it was asked|does not answer pin: .*reset"):
         workers.call("pin", "x" * 100)

@@ -80,6 +80,7 @@ class _Lines:
             answers = await asyncio.gather(
                 *(self._one(rank, data) for rank in range(len(self._paths))), return_exceptions=True
             )
+        results = []
         for answer in answers:
             if isinstance(answer, asyncio.IncompleteReadError):
                 raise UnsupportedEngine(f"a worker ended while it was asked for {message[0]}")
@@ -87,7 +88,8 @@ class _Lines:
                 raise UnsupportedEngine(f"a worker does not answer {message[0]}: {answer}")
             if answer[0] is not None:
                 raise CartridgeError(answer[0])
-        return [result for _, result in answers]
+            results.append(answer[1])
+        return results
 
     async def _one(self, rank: int, data: bytes) -> tuple[str | None, Any]:
         if rank not in self._open:

@@ -123,7 +123,9 @@ class _Service:
         held: list[Claim] = []
         try:
             while True:
-                method, *arguments = msgspec.msgpack.decode(await frames.read_question(reader), type=list)
+                method, *arguments = msgspec.msgpack.decode(
+                    await frames.read(reader, frames.MAX_QUESTION_BYTES), type=list
+                )
                 if method == "claim":  # which waits for nothing
                     answer = frames.result(partial(self._claim, held, *arguments), logger, "a claim")
                 else:

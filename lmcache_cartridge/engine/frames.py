@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import CartridgeError
 
-_MAX_QUESTION_BYTES = 64 << 20
+MAX_QUESTION_BYTES = 64 << 20
 _TIMEOUT_S = 30.0
 
 
@@ -49,21 +49,16 @@ def send(connection: socket.socket, message: Any) -> None:
 def receive(connection: socket.socket) -> bytes | None:
     """Return one frame, None when the other side is gone. Blocks; raises `OSError`, for a frame of no sane size too."""
     head = _receive_exactly(connection, 4)
-    return None if head is None else _receive_exactly(connection, _question_bytes(head))
+    return None if head is None else _receive_exactly(connection, _size(head, MAX_QUESTION_BYTES))
 
 
-async def read(reader: asyncio.StreamReader) -> bytes:
-    """Return one frame, of any size. Raises `IncompleteReadError` when the other side is gone, and other `OSError`s."""
-    return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
+async def read(reader: asyncio.StreamReader, most_bytes: int = 1 << 32) -> bytes:
+    """Return one frame. Raises `IncompleteReadError` when the other side is gone, and other `OSError`s, for too large a frame too."""
+    return await reader.readexactly(_size(await reader.readexactly(4), most_bytes))
 
 
-async def read_question(reader: asyncio.StreamReader) -> bytes:
-    """Do `read`; raise `OSError` for a frame of no sane size."""
-    return await reader.readexactly(_question_bytes(await reader.readexactly(4)))
-
-
-def _question_bytes(head: bytes) -> int:
-    if (size := int.from_bytes(head, "little")) > _MAX_QUESTION_BYTES:
+def _size(head: bytes, most_bytes: int) -> int:
+    if (size := int.from_bytes(head, "little")) > most_bytes:
         raise OSError(f"a frame of {size} bytes")
     return size
 
