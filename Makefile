@@ -29,7 +29,7 @@ cartridges-test: $(READY)
 	$(BIN)/lmcache-cartridge validate --model $(MODEL) --tier=$(TIER)
 
 # The short forms, some fifteen minutes; `python benchmarks/NAME.py --help` for the long ones. BENCH_ARGS goes to each.
-BENCHMARKS := replacement scale start inject retrieval fleet saving cold_fetch ttft
+BENCHMARKS := replacement scale inject retrieval fleet saving cold_fetch ttft
 bench: $(READY)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
 

@@ -1,6 +1,6 @@
 """Chunks through the plugin as LMCache calls it, beside LMCache's own backends and the limits of the machine.
 
-    python benchmarks/retrieval.py [--full] [--s3] [--payload 512MiB] [--scratch DIR] [--tier "disk cold"]
+    python benchmarks/retrieval.py [--full] [--payload 512MiB] [--scratch DIR] [--tier "disk cold"]
 
 What is timed is what LMCache does with a backend in one retrieval: `batched_contains` with a pin, `batched_get_blocking`,
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
@@ -8,13 +8,12 @@ then a release and an unpin for each chunk. Tiers and their rivals, on the same 
   cpu    resident in our cpu tier           LMCache LocalCPU; copying the same bytes once (memcpy)
   disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies); `preadv`
                                             and `aiofiles` into reused memory, and `preadv` with checksums
-  s3     on S3, verified (--s3)             parallel ranged GETs of the same parts by the same client
 
 Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it)
 and, for ours, that the chunks were evicted from memory. Cached means that the page cache has the files, which
-takes the disk out of the comparison. Every contender has four threads, S3's sixteen, memory aligned as ours and written
+takes the disk out of the comparison. Every contender has four threads, memory aligned as ours and written
 to before, and runs in turn with the others, by one caller, or by c at once. A retrieval that finds fewer chunks than there are
-ends the run. The S3 server has one half of the cores and its clients the other.
+ends the run.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ class Scene(NamedTuple):
     rivals: dict[str, Any]
     rival_files: Path
     keys: list[Any]
-    s3: Any = None
-    """`(server, digest, keys, settings)` of a copy on S3, or None."""
 
 
 def cases(options: Any) -> list[Case]:
@@ -106,14 +103,14 @@ def finite_bytes(count: int) -> bytes:
     return (words & 0xBFFF).astype("<u2").tobytes()
 
 
-def write_artifact(root: Path, fingerprint: Any, case: Case, seed: int) -> Manifest:
-    """Write an artefact of a case; another seed gives other token ids."""
-    ids = np.random.default_rng(seed).integers(0, fingerprint.vocab_size, case.chunks * case.chunk_tokens)
+def write_artifact(root: Path, fingerprint: Any, case: Case) -> Manifest:
+    """Write an artefact of a case."""
+    ids = np.random.default_rng(1).integers(0, fingerprint.vocab_size, case.chunks * case.chunk_tokens)
     return report.write_artifact(root, fingerprint, ids, case.chunk_tokens, finite_bytes(case.chunk_bytes))
 
 
 @contextlib.contextmanager
-def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
+def scene(case: Case, scratch: Path) -> Iterator[Scene]:
     """Set a case up in `scratch` and take it down."""
     import torch
     from blocks import vllm_config
@@ -124,7 +121,6 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
     from lmcache_cartridge.engine.inject import EngineWriteConnector
     from lmcache_cartridge.library.registry import Registry
 
-    before = s3_threads()
     model = scratch / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(case.shape.config()))
@@ -135,44 +131,25 @@ def scene(case: Case, scratch: Path, s3_server: Any = None) -> Iterator[Scene]:
             "home": scratch / "home", "cpu_bytes": case.size_bytes, "lookup_timeout_s": 60, "load_threads": THREADS,
             "disk_bytes": 0, "reload_s": 0, "disk_dir": scratch / "cache", "plain_prompts": "all",
         }
-        | ({"s3_endpoint_url": s3_server.endpoint, "s3_region": "us-east-1"} if s3_server else {})
     )  # fmt: skip
     registry = Registry(settings.registry_path)
     lm = lmcache_config(settings, case.chunk_tokens)
     metadata = lmcache_metadata(lm, config)
     fingerprint = engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
     root = scratch / "doc"
-    manifest = write_artifact(root, fingerprint, case, seed=1)
+    manifest = write_artifact(root, fingerprint, case)
     registry.register(root)
-    remote = None
-    if s3_server:  # the same chunks under other token ids
-        remote = write_artifact(scratch / "remote", fingerprint, case, seed=2)
-        push(scratch / "remote", settings, registry, s3_server)
     rival_files = scratch / "rivals"
     with lmcache_engine(lm, config, EngineWriteConnector()) as engine, torch.inference_mode():
-        store = plugin(engine).store
-
-        def keys_of(artefact: Manifest, where: Path) -> list[Any]:
-            ids = load_token_ids(artefact, where).tolist()
-            return [key for _, _, key in engine.token_database.process_tokens(tokens=ids)]
-
-        keys = keys_of(manifest, root)
-        s3 = None
-        if remote:
-            wait_for(lambda: f"{remote.name}" in store.names(), "the manifest on S3")
-            s3 = (s3_server, remote.digest, keys_of(remote, scratch / "remote"), settings)
+        keys = [
+            key for _, _, key in engine.token_database.process_tokens(tokens=load_token_ids(manifest, root).tolist())
+        ]
         with own_backends(settings, case, metadata, rival_files, keys) as rivals:
             yield Scene(
                 case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, rivals, rival_files,
-                keys, s3,
+                keys,
             )  # fmt: skip
         plugin(engine).close()
-        wait_for(lambda: not s3_threads() - before, "the end of S3's threads")
-
-
-def s3_threads() -> set[threading.Thread]:
-    """Return the threads of every open S3 source of this process."""
-    return {thread for thread in threading.enumerate() if "s3" in thread.name}
 
 
 def push(root: Path, settings: Settings, registry: Any, server: Any) -> None:
@@ -489,45 +466,6 @@ def halves() -> tuple[set[int], set[int]]:
     return set(cores[:half] or cores), set(cores[half:])
 
 
-def measure_s3(at: Scene, repeat: int, callers: Sequence[int]) -> list[report.Figure]:
-    """Return the figures of ours and of raw ranged GETs, by the same client settings."""
-    server, digest, keys, settings = at.s3
-    from lmcache_cartridge.artifact.location import parse
-    from lmcache_cartridge.library.registry import Registry
-    from lmcache_cartridge.sources.s3_client import make_client
-
-    location = Registry(settings.registry_path, read_only=True).find("remote").location
-    bucket, prefix = parse(location)
-    key, part = f"{prefix}/payload.safetensors", settings.s3_part_bytes
-    client = make_client(settings.s3_endpoint_url, settings.s3_region, max_pool_connections=settings.s3_connections)
-    buffer = written(at.case.size_bytes)
-    start = at.manifest.payload.data_offset_bytes
-    pool = ThreadPoolExecutor(settings.s3_connections)
-
-    def get(offset: int, size: int) -> None:
-        out = buffer[offset : min(offset + size, len(buffer))]
-        last = start + offset + len(out) - 1
-        body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start + offset}-{last}")["Body"]
-        done = 0
-        while done < len(out):
-            done += body.readinto(out[done:])
-
-    def ours(c: int) -> float:
-        at.plugin.store.evict(digest)
-        return at_once(lambda part: retrieve(at.plugin, part), runs(keys, c))
-
-    rows = []
-    for c in callers:
-        contenders: dict[str, Callable[[], float]] = {"cartridge": lambda c=c: ours(c)}
-        if c == 1:
-            work = partial(pool.map, partial(get, size=part), range(0, len(buffer), part))
-            contenders["ranged GETs"] = lambda work=work: report.timed(lambda: list(work()))
-        rows += make_figures(at.case, "s3", c, report.in_turns(contenders, repeat))
-    pool.shutdown()
-    client.close()
-    return rows
-
-
 def make_figures(case: Case, tier: str, c: int, samples: dict[str, list[float]]) -> list[report.Figure]:
     """Return the rate of each contender."""
     about = {"model": case.shape.name, "chunk": case.chunk_tokens, "tier": tier, "c": c}
@@ -547,9 +485,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)"
     )
     bench.parser.add_argument(
-        "--s3", action="store_true", help="also read from an S3 server, started here (tests/s3.py)"
-    )
-    bench.parser.add_argument(
         "--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable"
     )
     bench.parser.add_argument("--tier", action="append", choices=TIERS, help="only this tier; repeatable")
@@ -562,23 +497,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-retrieval-", dir=options.scratch))
         )
-        server = start_s3(stack, base) if options.s3 else None
         callers = CONCURRENCY if options.full or options.smoke else CONCURRENCY[:1]
         for case in cases(options):
             report.say(
                 f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes"
             )
-            with tempfile.TemporaryDirectory(dir=base) as scratch:
-                on_s3 = server if case.shape in (TINY, SHAPES["Qwen2.5-1.5B"]) else None
-                with scene(case, Path(scratch), on_s3) as at:
-                    for tier in options.tier or TIERS:
-                        if tier == "cpu":
-                            figures += measure_cpu(at, repeat)
-                        else:
-                            figures += measure_disk(at, repeat, callers, cold=tier == "disk cold")
-                    if at.s3:
-                        with on_cores(halves()[1]):
-                            figures += measure_s3(at, repeat, callers)
+            with tempfile.TemporaryDirectory(dir=base) as scratch, scene(case, Path(scratch)) as at:
+                for tier in options.tier or TIERS:
+                    if tier == "cpu":
+                        figures += measure_cpu(at, repeat)
+                    else:
+                        figures += measure_disk(at, repeat, callers, cold=tier == "disk cold")
     bench.publish(figures)
 
 

@@ -40,7 +40,6 @@ PEERS = {
     "inject": Peers("rate", "path", [("whole blocks", "memcpy")], lower_is_better=False),
     "saving": Peers("request", "server", [("with cartridges", "LMCache alone")]),
     "replacement": Peers("hits", "policy", [("ours", "LRU"), ("ours", "optimum")], lower_is_better=False),
-    "start": Peers("until it ends", "command", []),
 }  # fmt: skip
 """By benchmark."""
 

@@ -168,7 +168,6 @@ BENCHMARKS = (
     "cold_fetch",
     "saving",
     "fleet",
-    "start",
     "quality",
 )
 

@@ -60,9 +60,7 @@ def build(
     if not ids:
         raise ArtifactError("there are no tokens to compute")
     tokens, served = server.post("/v1/cartridges/capture", {}, _served)
-    if served is None and not compare:
-        raise SourceError(f"{server.url} does not say which model it runs; bring it to this release")
-    if served is not None and (found := model.fingerprint.base.differences(served)):
+    if found := model.fingerprint.base.differences(served):
         raise SourceError(f"{server.url} runs another model than {model.name}: {'; '.join(found)}")
     return write_kv(
         model, _computed(model, server, ids, tokens, compare), root, checked, cartridge_id=cartridge_id, version=version,
@@ -71,11 +69,10 @@ def build(
     )  # fmt: skip
 
 
-def _served(reply: Any) -> tuple[int, Fingerprint | None]:
-    """Return a server's chunk size and model; servers of older releases do not say which that is."""
-    given = reply.get("fingerprint")
+def _served(reply: Any) -> tuple[int, Fingerprint]:
+    """Return a server's chunk size and model."""
     try:
-        return int(reply["chunk_tokens"]), None if given is None else from_plain(given)
+        return int(reply["chunk_tokens"]), from_plain(reply["fingerprint"])
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
 

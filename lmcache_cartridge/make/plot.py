@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     """Draw the losses of a training over its steps; writes nothing where there are none."""
@@ -20,65 +22,42 @@ def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     _save(axes, path)
 
 
-def shares(values: Mapping[str, float], path: Path, title: str, errors: Mapping[str, float] | None = None) -> None:
-    """Draw one bar a name for a share from 0 to 1, with the spread in `errors`."""
+def shares(values: Mapping[str, float], path: Path, title: str) -> None:
+    """Draw one bar a name for a share from 0 to 1."""
     axes = _axes(7, 0.8 + 0.35 * len(values))
     names = list(values)[::-1]
-    spread = [errors.get(name, 0.0) for name in names] if errors else None
-    bars = axes.barh(names, [100 * values[name] for name in names], color="#4c78a8",
-                     xerr=[100 * s for s in spread] if spread else None)  # fmt: skip
+    bars = axes.barh(names, [100 * values[name] for name in names], color="#4c78a8")
     axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set(title=title, xlabel="exact answers (%)", xlim=(0, 112))
     _save(axes, path)
 
 
 def curves(
-    lines: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]],
-    path: Path,
-    title: str,
-    *,
-    x: str,
-    y: str,
+    lines: Mapping[str, Sequence[tuple[float, float, float, float]]], path: Path, title: str, *, x: str, y: str
 ) -> None:
-    """Draw a colour a name and a style a second name, through points of x, value, lowest and highest; axes by powers."""
+    """Draw a line a name through points of x, value, lowest and highest; axes by powers."""
     axes = _axes(7, 4.5)
-    styles = dict.fromkeys(second for of in lines.values() for second in of)
-    for colour, (name, of) in enumerate(lines.items()):
-        for second, points in of.items():
-            at, value, low, high = zip(*points, strict=True)
-            spread = [
-                [v - b for v, b in zip(value, low, strict=True)],
-                [t - v for v, t in zip(value, high, strict=True)],
-            ]
-            axes.errorbar(
-                at, value, spread, marker="o", markersize=4, capsize=3, linewidth=1.3, elinewidth=0.6,
-                color=f"C{colour}", linestyle=("-", "--", ":")[list(styles).index(second) % 3], label=f"{name}, {second}",
-            )  # fmt: skip
+    for name, points in lines.items():
+        at, value, low, high = np.array(points).T
+        axes.errorbar(at, value, np.stack([value - low, high - value]), marker="o", markersize=4, capsize=3, label=name)
     axes.set(title=title, xlabel=x, ylabel=y, yscale="log")
     axes.set_xscale("log", base=2)
-    ticks = sorted({point[0] for of in lines.values() for points in of.values() for point in points})
+    ticks = sorted({point[0] for points in lines.values() for point in points})
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    _save(_with_legend(axes), path)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    _save(axes, path)
 
 
-def over(
-    lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str, *, x: str, y: str, dots: bool = False
-) -> None:
-    """Draw a line a name, or dots, through points of x and y, from 0 on."""
+def over(points: Sequence[tuple[float, float]], path: Path, title: str, *, x: str, y: str) -> None:
+    """Draw a line through points of x and y, from 0 on."""
     axes = _axes(7, 3.5)
-    for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), "." if dots else "-", label=name, linewidth=1.4)
+    axes.plot(*zip(*points, strict=True), linewidth=1.4)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _save(_with_legend(axes) if len(lines) > 1 else axes, path)
-
-
-def _with_legend(axes: Any) -> Any:
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    return axes
+    _save(axes, path)
 
 
 def _axes(width: float, height: float) -> Any:

@@ -154,11 +154,11 @@ def _pictures(report: Report) -> list[tuple[str, bytes]]:
         return []
     from .. import plot
 
-    curves: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
+    curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for row in report.rows:
         if row.ttft_ms and row.c in (min(report.plan.concurrency), max(report.plan.concurrency)):
             point = (row.p, row.ttft_ms.median, row.ttft_ms.low, row.ttft_ms.high)
-            curves.setdefault(row.way, {}).setdefault(f"c = {row.c}", []).append(point)
+            curves.setdefault(f"{row.way}, c = {row.c}", []).append(point)
     drawn = []
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "picture.png"
@@ -166,6 +166,6 @@ def _pictures(report: Report) -> list[tuple[str, bytes]]:
             plot.curves(curves, path, "Time to first token", x="p, tokens of the document", y="ms")
             drawn.append(("Time to first token over p: median, lowest and highest", path.read_bytes()))
         if memory := [(at_s, size / 2**20) for at_s, size in report.watch.memory]:
-            plot.over({"memory": memory}, path, "Memory of the server", x="seconds", y="MiB")
+            plot.over(memory, path, "Memory of the server", x="seconds", y="MiB")
             drawn.append((f"Memory over time: {report.watch.what}", path.read_bytes()))
     return drawn

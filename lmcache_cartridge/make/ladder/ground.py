@@ -125,10 +125,6 @@ class Ground:
                 self._dense[key] = known
         return known
 
-    def dense_prompt(self, ids: Sequence[int]) -> Reply:
-        """Return the answer to any prompt that the server computes; computed once."""
-        return self._computed(ids)
-
     def ask(self, one: Held, question: Sequence[int], *, salt: str | None = "") -> Judged:
         """Ask behind a cartridge and judge the answer by the dense one.
 

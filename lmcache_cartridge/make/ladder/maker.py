@@ -135,12 +135,8 @@ class Maker:
 
     def add(self, root: Path) -> Manifest:
         """Let the server have an artefact until `clear`, which takes it away even where this raises half-way."""
-        self.note(reading.load_manifest(root, payload=False).name)
+        self._made.append(reading.load_manifest(root, payload=False).name)
         return self.shelf.add(root)
-
-    def note(self, name: str) -> None:
-        """Have `clear` take a cartridge away that was registered otherwise."""
-        self._made.append(name)
 
     def trained(self, one: Held) -> str:
         """Return the name of a `trained` cartridge, found by identity tokens, whose KV is that of `one`; made once.

@@ -40,15 +40,8 @@ def bfloat16(ground: Ground, again: Callable[[], tuple[OwnServer, Maker, list[He
         return f"the model is in bfloat16, as all rungs ran it; {answers.ten(ground)}"
     if again is None:
         raise Unchecked("needs a server that `validate --model` started")
-    own_of(ground).stop()
-    own, maker, held = again()
-    try:
-        with _running(own) as client:
-            there = Ground(client, held, maker=maker, own=own)
-            there.measure()
-            return f"{answers.ten(there)}; crosswise {answers.cross(there)}"
-    finally:
-        own.stop()
+    with _made(ground, again) as there:
+        return f"{answers.ten(there)}; crosswise {answers.cross(there)}"
 
 
 def mode(ground: Ground, other: Mode) -> str:
@@ -89,13 +82,8 @@ def second_model(ground: Ground, make: Callable[[], tuple[OwnServer, Maker, list
     """Start a server of another model family: it starts, and answers from cartridges of its own."""
     if make is None:
         raise Unchecked("needs a second --model")
-    if ground.own is not None:
-        ground.own.stop()
-    own, maker, held = make()
-    with _running(own) as client:
-        there = Ground(client, held, maker=maker, own=own)
-        there.measure()
-        return f"{Path(own.model).name}: {answers.ten(there)}"
+    with _made(ground, make) as there:
+        return f"{Path(own_of(there).model).name}: {answers.ten(there)}"
 
 
 def own_of(ground: Ground) -> OwnServer:
@@ -126,10 +114,17 @@ def short(ground: Ground) -> str:
 @contextmanager
 def elsewhere(ground: Ground, own: OwnServer) -> Iterator[Ground]:
     """Lend the same cartridges on another server, with noise measured there; the first server is stopped for it."""
+    with _made(ground, lambda: (own, ground.maker, ground.held)) as there:
+        yield there
+
+
+@contextmanager
+def _made(ground: Ground, make: Callable[[], tuple[OwnServer, Maker | None, list[Held]]]) -> Iterator[Ground]:
     if ground.own is not None:
         ground.own.stop()
+    own, maker, held = make()
     with _running(own) as client:
-        there = Ground(client, ground.held, maker=ground.maker, own=own)
+        there = Ground(client, held, maker=maker, own=own)
         there.measure()
         yield there
 

@@ -93,11 +93,6 @@ class OwnServer:
             self._process.__exit__(None, None, None)
             self._process = None
 
-    @property
-    def running(self) -> bool:
-        """Whether it was started and not stopped since."""
-        return self._process is not None
-
     def launch(self) -> Launch:
         """Return what it is started by."""
         return plan(
