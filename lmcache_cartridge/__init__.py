@@ -4,7 +4,7 @@ What a program may rely on is in `__all__`, by subject:
 
 - make: `CausalModel` loads a model; `build` computes a document's KV with it; `build_compact` makes a short cartridge of
   a document, and `compact_cartridge` one of a prefill cartridge, as a `CompactionWanted` says; `train` trains a shorter one, as a `Task`
-  with a `Recipe` says; `recognise` reads what PEFT and others saved and `import_cartridge` makes a cartridge of it;
+  with a `Recipe` says; `from_cache` takes what a KV compression left of a transformers cache; `recognise` reads what PEFT and others saved and `import_cartridge` makes a cartridge of it;
   `compress` stores one in int8.
 - keep: `Registry` knows which cartridges there are; `Manifest` describes one, and `load_manifest` reads it; `Library`
   publishes them to a fleet of servers.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .artifact.manifest import Manifest
     from .artifact.reading import load_manifest
     from .library.registry import Registry
+    from .make.cache import from_cache
     from .make.compact.job import build_compact, compact_cartridge
     from .make.compact.wanted import Wanted as CompactionWanted
     from .make.foreign.convert import import_ as import_cartridge
@@ -56,6 +57,7 @@ __all__ = [
     "compact_cartridge",
     "compress",
     "engine_arguments",
+    "from_cache",
     "import_cartridge",
     "load_manifest",
     "recognise",
@@ -63,33 +65,35 @@ __all__ = [
     "with_cartridges",
 ]
 _LAZY = {
-    "CausalModel": ("make.model", "CausalModel"),
-    "CompactionWanted": ("make.compact.wanted", "Wanted"),
-    "Library": ("sources.published", "Library"),
-    "Manifest": ("artifact.manifest", "Manifest"),
-    "Recipe": ("make.train.trainer", "Recipe"),
-    "Registry": ("library.registry", "Registry"),
-    "Settings": ("settings", "Settings"),
-    "Task": ("make.train.job", "Task"),
-    "build": ("make.prefill", "build"),
-    "build_compact": ("make.compact.job", "build_compact"),
-    "compact_cartridge": ("make.compact.job", "compact_cartridge"),
-    "compress": ("make.write", "compress"),
-    "engine_arguments": ("serve.offline", "engine_arguments"),
-    "import_cartridge": ("make.foreign.convert", "import_"),
-    "load_manifest": ("artifact.reading", "load_manifest"),
-    "recognise": ("make.foreign.recognise", "recognise"),
-    "train": ("make.train.job", "train"),
-    "with_cartridges": ("serve.offline", "with_cartridges"),
+    "CausalModel": "make.model",
+    "CompactionWanted": "make.compact.wanted",
+    "Library": "sources.published",
+    "Manifest": "artifact.manifest",
+    "Recipe": "make.train.trainer",
+    "Registry": "library.registry",
+    "Settings": "settings",
+    "Task": "make.train.job",
+    "build": "make.prefill",
+    "build_compact": "make.compact.job",
+    "compact_cartridge": "make.compact.job",
+    "compress": "make.write",
+    "engine_arguments": "serve.offline",
+    "from_cache": "make.cache",
+    "import_cartridge": "make.foreign.convert",
+    "load_manifest": "artifact.reading",
+    "recognise": "make.foreign.recognise",
+    "train": "make.train.job",
+    "with_cartridges": "serve.offline",
 }
-"""Module and name there, of each that is imported when it is first used."""
+"""The module of each that is imported when it is first used."""
+_RENAMED = {"CompactionWanted": "Wanted", "import_cartridge": "import_"}
+"""What a name is called in its module, where that is not the same."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, there = _LAZY[name]
-    found = getattr(import_module(f".{module}", __name__), there)
+    found = getattr(import_module(f".{_LAZY[name]}", __name__), _RENAMED.get(name, name))
     globals()[name] = found
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def read_ids(model: CausalModel, path: Path) -> Document:
     return Document(path, "", ids, blake3(raw).hexdigest())
 
 
-def check_fits(model: CausalModel, path: Path, ids: list[int]) -> None:
+def check_fits(model: CausalModel, path: Path, ids: Sequence[int]) -> None:
     """Raise `ArtifactError` where the model's context has no room for the ids and a question."""
     if model.context_tokens and len(ids) >= model.context_tokens:
         raise ArtifactError(

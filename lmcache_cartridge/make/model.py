@@ -292,10 +292,13 @@ class CausalModel:
         for start in range(0, len(ids), slice_tokens):
             part = torch.tensor([ids[start : start + slice_tokens]], device=self.device)
             self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            count = part.shape[1]
-            found = [torch.stack([getattr(layer, name)[0, :: self._copies, -count:] for layer in cache.layers])
-                     for name in ("keys", "values")]  # fmt: skip
-            yield self.planes(*(each.transpose(1, 2) for each in found)).cpu()
+            yield self.canonical(cache, part.shape[1])
+
+    def canonical(self, cache: Any, last: int = 0) -> torch.Tensor:
+        """Return what a transformers cache of one sequence has, at its `last` positions or at all, as canonical KV."""
+        found = [torch.stack([getattr(layer, name)[0, :: self._copies, -last:] for layer in cache.layers])
+                 for name in ("keys", "values")]  # fmt: skip
+        return self.planes(*(each.transpose(1, 2) for each in found)).cpu()
 
     def planes(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return what transformers caches, `[L, T, H, D]` each, as canonical KV `[planes, L, T, H, D]`, as engines have it."""
