@@ -33,9 +33,9 @@ from lmcache_cartridge.library.index import ChunkKey  # noqa: E402
 from lmcache_cartridge.make.model import CausalModel  # noqa: E402
 from lmcache_cartridge.make.prefill import run_canary  # noqa: E402
 from lmcache_cartridge.memory import codec  # noqa: E402
-from lmcache_cartridge.memory.device import promotions  # noqa: E402
+from lmcache_cartridge.memory.device import Promotions  # noqa: E402
 from lmcache_cartridge.memory.layout import DTYPES, HELD, ChunkShape, heads_view  # noqa: E402
-from lmcache_cartridge.memory.loads import LoadRun  # noqa: E402
+from lmcache_cartridge.memory.loads import ChunkSource  # noqa: E402
 from lmcache_cartridge.memory.tier import MemoryTier  # noqa: E402
 
 WRONG, BOUND = "wrong bytes", "of what is allowed"
@@ -97,6 +97,16 @@ class Bench:
         self.add(what, WRONG, int((a != b).sum()) if a.shape == b.shape else b.numel(), b.numel())
 
 
+class _Noise(ChunkSource):
+    """Chunks of known bytes."""
+
+    def __init__(self, expected: torch.Tensor) -> None:
+        self._expected = expected
+
+    def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
+        return self._expected[at.chunk]
+
+
 class Tiers:
     """The cpu tier, page-locked beside a GPU, and the device tier, each with room for some chunks of known bytes."""
 
@@ -105,15 +115,9 @@ class Tiers:
         noise = torch.randn(count * size // 2, generator=torch.Generator().manual_seed(7)).bfloat16()
         self.expected = noise.view(torch.uint8).view(count, -1)
         self.keys = [ChunkKey("gpu", number) for number in range(count)]
-        self.cpu = MemoryTier(
-            size, self.expected.numel(), lambda key: LoadRun(1, self._fill), pin_memory=bench.device.type != "cpu"
-        )
-        self.device = MemoryTier(size, self.expected.numel(), promotions(self.cpu), device=str(bench.device), threads=1)
+        self.cpu = MemoryTier(size, self.expected.numel(), _Noise(self.expected), pin_memory=bench.device.type != "cpu")
+        self.device = MemoryTier(size, self.expected.numel(), Promotions(self.cpu), device=str(bench.device), threads=1)
         self.fill(self.cpu)
-
-    def _fill(self, chunk: int, outs: Sequence[torch.Tensor]) -> list[None]:
-        outs[0].copy_(self.expected[chunk])
-        return [None]
 
     def __enter__(self) -> Tiers:
         return self

@@ -99,8 +99,7 @@ class Settings(BaseModel):
     s3_connections: int = Field(default=16, ge=1, le=256)
     """Connections to S3 at once, each with a thread that reads from it."""
     s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
-    """Size of one request to S3. Larger reads are split, and their parts are read at once. Smaller chunks are read together,
-    as many as come nearest to this size."""
+    """Size of one request to S3. Larger reads are split, and their parts are read at once."""
     s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A read fails when it gets less than 64 KiB in this time, retries included. A slow link is no failure."""
 

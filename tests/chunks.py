@@ -1,4 +1,4 @@
-"""Loading of one chunk: as a plan that a tier goes by, and at once."""
+"""Loading of one chunk: by a source that a tier has, and at once."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory.loads import LoadRun, Plan
+from lmcache_cartridge.memory.loads import ChunkSource
 
 if TYPE_CHECKING:
     from lmcache_cartridge.artifact.cartridge import Segment
     from lmcache_cartridge.memory.loader import ChunkLoader
 
 
-def one_by_one(load: Callable[[ChunkKey, torch.Tensor], None]) -> Plan:
-    """Return the plan of a function that loads one chunk, or raises `CartridgeError`."""
+class one_by_one(ChunkSource):  # noqa: N801
+    """What a function loads that fills one chunk, or raises `CartridgeError`."""
 
-    def plan(key: ChunkKey) -> LoadRun:
-        def run(chunk: int, outs: Sequence[torch.Tensor]) -> list[None]:
-            load(key, outs[0])
-            return [None]
+    def __init__(self, load: Callable[[ChunkKey, torch.Tensor], None]) -> None:
+        self._load = load
 
-        return LoadRun(1, run)
-
-    return plan
+    def read(self, at: ChunkKey, out: torch.Tensor) -> torch.Tensor:
+        self._load(at, out)
+        return out
 
 
 def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> None:
     """Fill `out` with one chunk of some cartridges in a row. Raises why it cannot be had."""
-    (error,) = loader.load_run(segments, chunk, [out])
-    if error is not None:
-        raise error
+    room = loader.room(out)
+    cartridges = {segment.cartridge.manifest.digest: segment.cartridge for segment in segments}
+    for piece in loader.pieces(segments, chunk):
+        data = loader.read(cartridges[piece.at.digest], piece.at.chunk, None if piece.where else room)
+        if data is not room:
+            loader.put(piece.where, data, room)
+    loader.finish(room, out)

@@ -34,11 +34,11 @@ class CartridgeBackend(backend.CartridgeBackend):
 
 def break_kv() -> None:
     """Have this process load KV slowly, as releases did that packed chunks from S3 not at all, and rotated every layer."""
-    pack, shift, load_run = tiles.pack, loader.shift_keys, loader.ChunkLoader.load_run
+    pack, shift, read = tiles.pack, loader.shift_keys, loader.ChunkLoader.read
 
     def slow(*args: Any) -> Any:
         time.sleep(_fault("slow_s") or 0)
-        return load_run(*args)
+        return read(*args)
 
     def unpacked(heads: Any, out: Any, *args: Any) -> None:
         if _fault("unpacked"):
@@ -51,7 +51,7 @@ def break_kv() -> None:
             return rope.rotate(keys, shape.rope[0], offset)
         return shift(keys, shape, offset)
 
-    tiles.pack, loader.shift_keys, loader.ChunkLoader.load_run = unpacked, everywhere, slow
+    tiles.pack, loader.shift_keys, loader.ChunkLoader.read = unpacked, everywhere, slow
 
 
 break_kv()

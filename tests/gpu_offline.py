@@ -52,9 +52,9 @@ def promoted_wrong() -> Iterator[None]:
 
     right = device.copy_and_wait
 
-    def wrong(pairs: Any) -> None:
-        right(pairs)
-        pairs[-1][1][5] ^= 1
+    def wrong(data: Any, out: Any) -> None:
+        right(data, out)
+        out[5] ^= 1
 
     with patch.object(device, "copy_and_wait", wrong):
         yield

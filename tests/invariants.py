@@ -34,8 +34,8 @@ def check(of: Any) -> None:
             assert tier._idle == len(idle), "what can be evicted was miscounted"
             offered = tier._replacement._queued if hasattr(tier._replacement, "_queued") else tier._cartridges
             assert {entry.key.digest for entry in idle} <= offered.keys(), "a chunk could never be evicted"
-            left = sum(lease.left for lease in tier._leases._open)
-            assert tier._leases.count == left == sum(len(entry.leases) for entry in entries), "a lease is lost"
+            leases = {lease for entry in entries for lease in entry.leases}
+            assert tier._leases.keys() == leases, "a lease is lost"
 
 
 def check_index(index: Any) -> None:

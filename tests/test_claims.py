@@ -37,13 +37,13 @@ class _Gate:
     """Lets loads through one by one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        load_run, self._tickets = ChunkLoader.load_run, threading.Semaphore(0)
+        read, self._tickets = ChunkLoader.read, threading.Semaphore(0)
 
-        def wait(*arguments: object) -> list[CartridgeError | None]:
+        def wait(*arguments: object) -> list[torch.Tensor | CartridgeError]:
             assert self._tickets.acquire(timeout=20)
-            return load_run(*arguments)
+            return read(*arguments)
 
-        monkeypatch.setattr(ChunkLoader, "load_run", wait)
+        monkeypatch.setattr(ChunkLoader, "read", wait)
 
     def let(self, count: int) -> None:
         self._tickets.release(count)

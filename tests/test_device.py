@@ -237,7 +237,7 @@ def test_a_chunk_that_is_slow_to_come_holds_no_other_in_the_cpu_tier() -> None:
         out.fill_(key.chunk)
 
     cpu = MemoryTier(4096, 8 * 4096, one_by_one(load), threads=4)
-    device = MemoryTier(4096, 8 * 4096, device_module.promotions(cpu), threads=1)
+    device = MemoryTier(4096, 8 * 4096, device_module.Promotions(cpu), threads=1)
     row, others = ([ChunkKey(digest, chunk) for chunk in range(8)] for digest in "ab")
     assert cpu.lease(row, 20) == 8
     for key in row:

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from waiting import Clock, run_threads, until
 from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.library.workers import STALLED_S
-from lmcache_cartridge.memory.loads import LoadRun, Plan
+from lmcache_cartridge.memory.loads import ChunkSource, Piece
 from lmcache_cartridge.memory.loan import Loan
 from lmcache_cartridge.memory.readiness import Readiness
 from lmcache_cartridge.memory.tier import Hold, MemoryTier
@@ -100,7 +100,7 @@ def open_tier(loads: _Loads, clock: Clock) -> Callable[..., MemoryTier]:
     opened = []
 
     def make(slots: int, **arguments: object) -> MemoryTier:
-        given = {"plan": one_by_one(loads), "clock": clock, "lease_s": 100} | arguments
+        given = {"source": one_by_one(loads), "clock": clock, "lease_s": 100} | arguments
         tier = MemoryTier(SLOT, slots * SLOT, **given)
         opened.append(tier)
         return tier
@@ -190,6 +190,7 @@ def test_a_chunk_on_its_way_is_not_evicted(open_tier: Callable, loads: _Loads) -
     tier, key = open_tier(1, clock=time.monotonic), ChunkKey("a", 0)
     loads.held[key] = threading.Event()
     assert tier.lease([key], 0) == 0
+    until(lambda: loads.counts[key])
     assert tier.evict("a") == 0
     assert tier.lease(_keys("b", 1), 0.05) == 0
     loads.held[key].set()
@@ -592,7 +593,7 @@ def test_loans_end_while_their_tier_is_locked_by_another_thread_and_are_counted_
 
 def test_slow_chunks_keep_no_others_waiting(loads: _Loads) -> None:
     tier = MemoryTier(
-        SLOT, 8 * SLOT, one_by_one(loads), threads=1, slow_threads=1, is_slow=lambda key: key.digest == "slow"
+        SLOT, 8 * SLOT, one_by_one(loads), threads=1, slow_threads=1, is_slow=lambda digest: digest == "slow"
     )
     loads.held = {key: threading.Event() for key in _keys("slow", 3)}
     with tier.hold(_keys("slow", 3)) as hold:
@@ -681,96 +682,94 @@ def test_a_lookup_that_gives_up_ends_nobody_elses_lease(open_tier: Callable, loa
     assert [tier.release(key) for key in [*keys, *keys]] == [True, False, False, False]
 
 
-class _Together:
-    """The plan of loading neighbouring chunks together, up to `most`; notes each call."""
+class _Halves(ChunkSource):
+    """Two chunks are made of each piece, a half of it each."""
 
-    def __init__(self, loads: _Loads, most: int) -> None:
-        self._loads, self._most = loads, most
-        self.runs: list[list[int]] = []
+    def __init__(self, loads: _Loads) -> None:
+        self._loads = loads
 
-    def __call__(self, key: ChunkKey) -> LoadRun:
-        return LoadRun(self._most, partial(self._load, key.digest))
+    def plan(self, digest: str) -> Callable[[int], list[Piece]]:
+        return lambda chunk: [Piece(ChunkKey(digest, chunk // 2), chunk % 2)]
 
-    def _load(self, digest: str, first: int, outs: list[torch.Tensor]) -> list[CorruptChunk | None]:
-        self.runs.append(list(range(first, first + len(outs))))
-        outcomes: list[CorruptChunk | None] = []
-        for chunk, out in enumerate(outs, start=first):
-            try:
-                self._loads(ChunkKey(digest, chunk), out)
-                outcomes.append(None)
-            except CorruptChunk as error:
-                outcomes.append(error)
-        return outcomes
+    def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
+        assert out is None
+        self._loads(at, piece := torch.empty(SLOT))
+        return piece
+
+    def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.fill_(int(data[0]) + piece.where)
 
 
-def test_chunks_that_wait_in_a_row_are_loaded_together_up_to_a_limit(open_tier: Callable, loads: _Loads) -> None:
-    together, keys = _Together(loads, 3), _keys("a", 8)
-    tier = open_tier(20, threads=1, plan=together)
-    assert tier.lease([*keys, *_keys("b", 2)], 10) == 10
-    assert together.runs == [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1]]
-    assert set(loads.counts.values()) == {1}
-    for key in keys:
-        with _lend(tier, key) as loan:
-            assert _intact(loan, key)
-    stats = tier.stats()
-    assert (stats.promoted, stats.loading, sum(stats.load_counts)) == (10, 0, 10)
-
-
-@pytest.mark.parametrize("first", [0, 2, 4])
-def test_chunks_in_a_row_stay_together_whichever_thread_comes_first(
-    open_tier: Callable, loads: _Loads, first: int
-) -> None:
-    together, begun = _Together(loads, 5), threading.Event()
-
-    def plan(key: ChunkKey) -> LoadRun:
-        assert key.chunk == first or begun.wait(60)
-        begun.set()
-        return together(key)
-
-    tier, keys = open_tier(5, threads=5, plan=plan), _keys("a", 5)
-    assert tier.lease(keys, 60) == 5
-    assert together.runs == [[0, 1, 2, 3, 4]]
-    for key in keys:
-        with _lend(tier, key) as loan:
-            assert _intact(loan, key)
-
-
-def test_what_is_there_or_on_its_way_is_not_taken_along(open_tier: Callable, loads: _Loads) -> None:
-    together, keys = _Together(loads, 9), _keys("a", 7)
-    tier = open_tier(20, threads=2, plan=together)
-    assert tier.lease(keys[2:3], 10) == 1
-    loads.held = {keys[5]: threading.Event()}
-    with tier.hold(keys[5:6]) as one, tier.hold(keys) as others:
-        one.poll()
-        until(lambda: loads.counts[keys[5]] == 1)
-        others.poll()
-        until(lambda: tier.resident(keys) == 5)
-        loads.held[keys[5]].set()
-        until(lambda: others.poll().ready)
-    assert together.runs == [[2], [5], [0, 1], [3, 4], [6]]
-    assert set(loads.counts.values()) == {1}
-
-
-def test_of_chunks_loaded_together_a_bad_one_fails_alone(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(5, plan=_Together(loads, 9)), _keys("a", 5)
-    loads.broken.add(keys[2])
+def test_what_several_chunks_are_made_of_is_read_once_and_fails_them_all(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(9, source=_Halves(loads)), _keys("a", 6)
+    loads.broken.add(ChunkKey("a", 1))
     assert tier.lease(keys, 10) == 2
     _quiet(tier)
-    assert _held(tier, keys) == [0, 1, 3, 4]
-    assert tier.stats().failed == 1
+    assert loads.counts == dict.fromkeys(keys[:3], 1)
+    assert (_held(tier, keys), tier.stats().failed) == ([0, 1, 4, 5], 2)
     loads.broken.clear()
-    assert tier.lease(keys, 10) == 5, "its slot is free again"
+    assert tier.lease(keys, 10) == 6, "their slots are free again"
+    for key in keys:
+        with _lend(tier, key) as loan:
+            assert (loan.bytes == _byte(ChunkKey("a", key.chunk // 2)) + key.chunk % 2).all()
+
+
+def test_what_comes_to_be_wanted_while_it_is_read_is_read_once(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(9, source=_Halves(loads), clock=time.monotonic), _keys("a", 2)
+    loads.held = {keys[0]: threading.Event()}
+    assert tier.lease(keys[1:], 0) == 0
+    until(lambda: loads.counts[keys[0]])
+    with tier.hold(keys) as hold:
+        hold.poll()
+        until(lambda: not tier._threads._unplanned)
+        time.sleep(0.05)
+        loads.held[keys[0]].set()
+        until(lambda: hold.poll().ready)
+    assert loads.counts == {keys[0]: 1}
+
+
+def test_what_nobody_holds_any_more_and_no_thread_has_begun_with_gives_its_room_away(
+    open_tier: Callable, loads: _Loads
+) -> None:
+    """A cartridge whose place hangs, claimed and let go, once took all of memory."""
+    tier, hung = open_tier(4, threads=1, clock=time.monotonic), _keys("hung", 4)
+    loads.held = {key: threading.Event() for key in hung}
+    with tier.hold(hung) as hold:
+        assert hold.poll().admitted == 4
+        until(lambda: sum(loads.counts.values()) == 1)
+        with tier.hold(_keys("b", 3), whole=True) as other:
+            assert other.poll().admitted == 0, "they are held"
+    with tier.hold(_keys("b", 4), whole=True) as other:
+        assert other.poll().admitted == 0, "one is being written to"
+    with tier.hold(_keys("b", 3), whole=True) as other:
+        assert other.poll().admitted == 3
+        for held in loads.held.values():
+            held.set()
+        until(lambda: other.poll().ready)
+    assert sum(loads.counts[key] for key in hung) == 1
+
+
+def test_closing_loads_nothing_that_no_thread_has_begun_with(open_tier: Callable, loads: _Loads) -> None:
+    tier, keys = open_tier(8, threads=1, clock=time.monotonic), _keys("a", 8)
+    loads.held = {keys[0]: threading.Event()}
+    assert tier.lease(keys, 0) == 0
+    until(lambda: loads.counts)
+    threading.Timer(0.2, loads.held[keys[0]].set).start()
+    tier.close()
+    assert loads.counts == {keys[0]: 1}
+    assert (tier.stats().resident, tier.stats().loading) == (1, 0)
 
 
 @pytest.mark.parametrize("in_plan", [True, False])
 def test_a_bug_in_loading_together_fails_all_of_them_and_hangs_nobody(
-    open_tier: Callable, in_plan: bool, caplog: pytest.LogCaptureFixture
+    open_tier: Callable, loads: _Loads, in_plan: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> LoadRun:
+    def broken(*_: object) -> NoReturn:
         raise ZeroDivisionError("oops")
 
-    plan: Plan = broken if in_plan else lambda key: LoadRun(5, broken)
-    tier = open_tier(5, plan=plan)
+    source = one_by_one(loads)
+    setattr(source, "plan" if in_plan else "read", broken)
+    tier = open_tier(5, source=source)
     assert tier.lease(_keys("a", 5), 60) == 0
     _quiet(tier)
     assert tier.stats().failed == caplog.text.count("was not loaded") == 5

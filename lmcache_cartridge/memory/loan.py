@@ -1,4 +1,4 @@
-"""Entry: the one record of a chunk in a tier. Leases and Loan: two of the ways to rely on one."""
+"""Entry: the one record of a chunk in a tier. Lease and Loan: two of the ways to rely on one."""
 
 from __future__ import annotations
 
@@ -40,53 +40,13 @@ class Entry:
 
 
 class Lease:
-    """Chunks that one lookup found."""
+    """A hold on one chunk that a lookup found."""
 
-    __slots__ = ("entries", "left", "plain", "until")
+    __slots__ = ("entry", "plain", "until")
 
-    def __init__(self, until: float, entries: Sequence[Entry], plain: bool) -> None:
-        """It runs out at the time `until`. `left` is how many of its entries were not released before, and `plain` whether
-        the lookup named no cartridge.
-        """
-        self.until, self.entries, self.left, self.plain = until, entries, len(entries), plain
-
-
-class Leases:
-    """The leases of one tier. Its tier has a lock, and counts the holds."""
-
-    def __init__(self) -> None:
-        self._open: dict[Lease, None] = {}
-        """In the order in which they run out."""
-        self.count = 0
-        """Of one chunk each, those that were not released and have not run out."""
-
-    def add(self, until: float, entries: Sequence[Entry], plain: bool) -> None:
-        """Lease chunks. No lease runs out before one that was added earlier."""
-        lease = Lease(until, entries, plain)
-        self._open[lease] = None
-        self.count += len(entries)
-        for entry in entries:
-            entry.leases.append(lease)
-
-    def release(self, entry: Entry, lease: Lease) -> None:
-        """End one lease of a chunk."""
-        entry.leases.remove(lease)
-        lease.left -= 1
-        if not lease.left:
-            del self._open[lease]
-        self.count -= 1
-
-    def expire(self, now: float) -> list[Entry]:
-        """End those that have run out, and return their chunks, once for each."""
-        ended: list[Entry] = []
-        while self._open and (oldest := next(iter(self._open))).until <= now:
-            del self._open[oldest]
-            left = [entry for entry in oldest.entries if oldest in entry.leases]
-            for entry in left:
-                entry.leases.remove(oldest)
-            ended += left
-        self.count -= len(ended)
-        return ended
+    def __init__(self, entry: Entry, until: float, plain: bool) -> None:
+        """It runs out at the time `until`; `plain` is whether the lookup named no cartridge."""
+        self.entry, self.until, self.plain = entry, until, plain
 
 
 class Loan:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..artifact.cartridge import Place, Segment
-from ..errors import ArtifactError, CartridgeError
+from ..artifact.cartridge import Place
+from ..errors import CartridgeError
 from ..library.catalog import Catalog, Needed
 from ..library.index import ChunkKey
 from ..library.manifest_cache import ManifestCache
@@ -28,10 +28,9 @@ from ..sources.sources import Sources
 from . import tiles
 from .claims import Background, Claim
 from .described import Engine
-from .device import device_bytes, promotions
+from .device import Promotions, device_bytes
 from .layout import ChunkShape, rank_heads
-from .loader import ChunkLoader
-from .loads import LoadRun
+from .loader import CatalogSource, ChunkLoader
 from .loan import Loan, Make
 from .readiness import Readiness
 from .residents import described, residents
@@ -91,10 +90,11 @@ class CartridgeStore:
             self._sources, self.shape._replace(dtype=shape.dtype), heads, engine.layout, self._disk,
             keep_local=settings.disk_local, layers=layers, quantiser=engine.quantiser,
         )  # fmt: skip
+        source = CatalogSource(self._loader, self._catalog)
         self.cpu = MemoryTier(
-            self.shape.size_bytes, settings.cpu_bytes, self._plan, pin_memory=engine.pin_memory,
+            self.shape.size_bytes, settings.cpu_bytes, source, pin_memory=engine.pin_memory,
             lease_s=settings.lease_s, clock=clock, threads=settings.load_threads, slow_threads=settings.s3_connections,
-            is_slow=lambda key: self._catalog.is_remote(key.digest),
+            is_slow=self._catalog.is_remote,
         )  # fmt: skip
         self._catalog.refresh()
         self.trust = trust(settings, self._catalog, self._registry)
@@ -105,7 +105,7 @@ class CartridgeStore:
         budget_bytes = device_bytes(settings, engine, self.shape, self._registry.largest_bytes())
         if budget_bytes >= self.shape.size_bytes:
             self.device = MemoryTier(
-                self.shape.size_bytes, budget_bytes, promotions(self.cpu), device=engine.device,
+                self.shape.size_bytes, budget_bytes, Promotions(self.cpu), device=engine.device,
                 lease_s=settings.lease_s, clock=clock, threads=1,
             )  # fmt: skip
             self._memory = {"device": self.device, "cpu": self.cpu}
@@ -384,26 +384,6 @@ class CartridgeStore:
     def _refusal(self, tag: str) -> Readiness | None:
         error = self._catalog.refusal(tag)
         return None if error is None else Readiness.never(error)
-
-    def _plan(self, key: ChunkKey) -> LoadRun:
-        """Tell the cpu tier how a chunk is loaded."""
-        segments = self._catalog.segments(key.digest)
-        if not segments:
-            raise CartridgeError(f"a cartridge of {key.digest} was quarantined or removed meanwhile")
-        return LoadRun(self._loader.run_of(segments), partial(self._load, key.digest, segments))
-
-    def _load(
-        self, tag: str, segments: Sequence[Segment], chunk: int, outs: Sequence[torch.Tensor]
-    ) -> list[CartridgeError | None]:
-        """Load chunks; quarantine a copy whose bytes are wrong, and load from another place where there is one."""
-        errors, moved = self._loader.load_run(segments, chunk, outs), False
-        for error in errors:
-            if error is not None and isinstance(error, ArtifactError):
-                at = [s.cartridge.location for s in segments if s.cartridge.manifest.digest == error.digest]
-                moved |= self._catalog.quarantine(str(error.digest), str(error), at[0])
-        if moved and (others := self._catalog.segments(tag)):
-            return self._load(tag, others, chunk, outs)
-        return errors
 
     def _keep(self) -> None:
         """Poll the claims in the background and follow changes of the registry, until the store is closed."""

@@ -20,8 +20,8 @@ import torch
 
 from ..errors import CartridgeError, OverBudget
 from ..library.index import ChunkKey, count_digests
-from .loads import LoadThreads, Plan
-from .loan import Entry, Leases, Loan, Make, loans
+from .loads import ChunkSource, LoadThreads
+from .loan import Entry, Lease, Loan, Make, loans
 from .readiness import Readiness
 from .replacement import Replacement
 from .slab import slab
@@ -87,12 +87,12 @@ class MemoryTier:
     """
 
     def __init__(
-        self, slot_bytes: int, budget_bytes: int, plan: Plan, *, device: str = "cpu", pin_memory: bool = False,
+        self, slot_bytes: int, budget_bytes: int, source: ChunkSource, *, device: str = "cpu", pin_memory: bool = False,
         lease_s: float = 300.0, clock: Callable[[], float] = time.monotonic, **loading: Any,
     ) -> None:  # fmt: skip
         """Have memory for `budget_bytes // slot_bytes` chunks on `device`, page-locked with `pin_memory`.
 
-        `plan` tells how a chunk is loaded; `loading` is passed on to `LoadThreads`. Raises `OverBudget` where the budget
+        `source` has the chunks; `loading` is passed on to `LoadThreads`. Raises `OverBudget` where the budget
         has no room for one chunk.
         """
         self.slots, self.slot_bytes = budget_bytes // slot_bytes, slot_bytes
@@ -112,14 +112,16 @@ class MemoryTier:
         self._cartridges: OrderedDict[str, dict[int, Entry]] = OrderedDict()
         """The same entries by digest, least recently used first, and chunk."""
         self._replacement = Replacement(self.slots)
-        self._leases = Leases()
+        self._leases: OrderedDict[Lease, None] = OrderedDict()
+        """Those that were not released, in the order in which they run out."""
         self._dropped: deque[Hold] = deque()
         """Holds that were not closed when the last reference to them went."""
         self._returned: deque[Entry] = deque()
         """One of each loan that ended and is not counted yet: to end one takes no lock."""
         self._lock = threading.RLock()  # re-entrant: `load` lends, and dropped holds are closed
         self._changed = threading.Condition(self._lock)
-        self._threads = LoadThreads(plan, self._loaded, self._lock, clock=clock, **loading)
+        self._threads = LoadThreads(source, self._loaded, self._lock, clock=clock, **loading)
+        self.relieve = self._threads.relieve
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
         # Totals are kept as they change: whoever asks for them must not hold up a hit.
         self._held = self._lent = self._idle = 0
@@ -140,8 +142,10 @@ class MemoryTier:
         """
         with self._lock:
             run = self._keep_run(keys, timeout_s, whole=whole)
-            if run:
-                self._leases.add(self.clock() + self._lease_s, run, plain)
+            until = self.clock() + self._lease_s
+            for entry in run:
+                entry.leases.append(lease := Lease(entry, until, plain))
+                self._leases[lease] = None
             return len(run)
 
     def release(self, key: ChunkKey, plain: bool = False) -> bool:
@@ -152,8 +156,7 @@ class MemoryTier:
                 self._expire()
             if entry is None or (lease := entry.lease(plain)) is None:
                 return False
-            self._leases.release(entry, lease)
-            self._let_go((entry,))
+            self._end_lease(lease)
             return True
 
     def promised(self, keys: Sequence[ChunkKey]) -> bool:
@@ -183,11 +186,7 @@ class MemoryTier:
     def resident(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the leading run of `keys` that is resident now; no side effects."""
         with self._lock:
-            for run, key in enumerate(keys):
-                entry = self._entries.get(key)
-                if entry is None or entry.state != "resident":
-                    return run
-            return len(keys)
+            return len(list(takewhile(_is_resident, map(self._entries.get, keys))))
 
     def evict(self, digest: str) -> int:
         """Drop the chunks of a cartridge, or of a chain, that nobody holds and return how many."""
@@ -210,13 +209,9 @@ class MemoryTier:
             resident = self._promoted - self._evicted
             return TierStats(
                 self._hits, self._misses, self._promoted, self._failed, self._evicted,
-                resident, len(self._entries) - resident, self._held, self._leases.count, self._lent,
+                resident, len(self._entries) - resident, self._held, len(self._leases), self._lent,
                 resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
             )  # fmt: skip
-
-    def relieve(self) -> None:
-        """Do `LoadThreads.relieve`."""
-        self._threads.relieve()
 
     def close(self) -> None:
         """Admit no more chunks and wait for the loads under way. Loans stay valid."""
@@ -267,7 +262,14 @@ class MemoryTier:
     def _expire(self) -> None:
         """Do `_settle`, and end the leases that have run out."""
         self._settle()
-        self._let_go(self._leases.expire(self.clock()))
+        now = self.clock()
+        while self._leases and (oldest := next(iter(self._leases))).until <= now:
+            self._end_lease(oldest)
+
+    def _end_lease(self, lease: Lease) -> None:
+        del self._leases[lease]
+        lease.entry.leases.remove(lease)
+        self._let_go((lease.entry,))
 
     def _grow(self, hold: Hold) -> None:
         """Forget what could not be loaded of a hold, and admit what is missing."""
@@ -366,8 +368,13 @@ class MemoryTier:
         """Whether all of `keys` could be in memory at once, given what is held."""
         self._expire()
         here = list(filter(None, map(self._entries.get, keys)))
-        others = self._idle - sum(map(Entry.is_idle, here))
-        return len(keys) - len(here) <= len(self._free) + self.slots - self._used + others
+        free = len(self._free) + self.slots - self._used + self._idle - sum(map(Entry.is_idle, here))
+        missing = len(keys) - len(here)
+        return missing <= free or missing <= free + sum(e.key not in keys for e in self._unwanted())
+
+    def _unwanted(self) -> list[Entry]:
+        """Return what nobody holds of the chunks that no thread has begun to load."""
+        return [entry for entry in map(self._entries.__getitem__, self._threads.waiting()) if not entry.holds]
 
     def _use(self, uses: dict[str, int], is_here: bool) -> None:
         """Count a use of so many chunks of each cartridge."""
@@ -395,6 +402,10 @@ class MemoryTier:
         if not self._free:
             self._expire()
             self._drop(*islice(victims, 1))
+        if not self._free and not self._closed:
+            for entry in self._unwanted()[:1]:
+                self._threads.take_back(entry.key)
+                self._free_slot(entry)
         return self._free.pop() if self._free else None
 
     def _loaded(self, keys: Sequence[ChunkKey], errors: Sequence[CartridgeError | None]) -> None:
