@@ -330,7 +330,24 @@ def test_loading_torch_would_be_noticed() -> None:
     assert "torch" in _loaded_by("import lmcache_cartridge.memory.layout")
 
 
+def _lines_of(loaded: set[str]) -> int:
+    """Return how many lines of ours are in modules that were loaded."""
+    ours = [path for path in ROOT.rglob("*.py") if _module(path) in loaded]
+    return sum(len(path.read_text().splitlines()) for path in ours)
+
+
 def test_the_connector_is_found_before_lmcache_is() -> None:
     """vLLM imports the connector's module in every process, in some before LMCache may be imported."""
     loaded = _loaded_by("import lmcache_cartridge.engine.connector")
     assert "lmcache" not in loaded
+    assert {room(name) for name in loaded} <= {None, "errors", "settings", "artifact", "memory", "engine"}
+    assert 1000 < _lines_of(loaded) <= 3000
+
+
+def test_the_multiprocess_connector_loads_no_store_and_nothing_that_fetches() -> None:
+    """The store is in LMCache's server: of the library there is the type of a hash alone."""
+    loaded = _loaded_by("import vllm.config\nimport lmcache_cartridge.engine.mp_connector")
+    assert {room(name) for name in loaded} <= {None, "errors", "settings", "artifact", "library", "memory", "engine"}
+    assert f"{PACKAGE}.memory.store" not in loaded
+    assert {name for name in loaded if name.startswith(f"{PACKAGE}.library.")} == {f"{PACKAGE}.library.index"}
+    assert 1000 < _lines_of(loaded) <= 6100

@@ -29,12 +29,11 @@ import torch
 from ..artifact.cartridge import Place
 from ..artifact.model import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
-from ..library.workers import Workers
-from ..memory.claims import Claim
-from ..memory.store import CartridgeStore
 from . import frames, host
 
 if TYPE_CHECKING:
+    from ..memory.claims import Claim
+    from ..memory.store import CartridgeStore
     from .client import ControlClient
 
 logger = logging.getLogger(__name__)
@@ -109,6 +108,8 @@ class _Service:
     """Answers any number of clients, in the server's event loop."""
 
     def __init__(self, store: Callable[[], Any]) -> None:
+        from ..library.workers import Workers
+
         self._store, self._calls = store, Workers("cartridge-call", _MAX_CALLS)
         self._methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS} | {
             "tail": partial(_tail, store),
