@@ -188,9 +188,9 @@ class Made:
         cache, at = DynamicCache(), len(first) + torch.arange(len(second))[None]
         with torch.inference_mode():
             self.model.model(input_ids=torch.tensor([second]), position_ids=at, past_key_values=cache, use_cache=True)
-        planes = (torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values"))
-        there = self.model.planes(*(each.transpose(1, 2) for each in planes))
-        expected = self.model.logits_after(torch.cat([kv, there], dim=2), self.question)[-1].log_softmax(-1)
+        expected = self.model.logits_after(torch.cat([kv, self.model.canonical(cache)], dim=2), self.question)[
+            -1
+        ].log_softmax(-1)
         plain, whole = self.plain("a"), len(first) + len(second)
         figures = {
             "cartridge": _apart(self.after(len(first), "a"), plain),

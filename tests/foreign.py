@@ -12,7 +12,7 @@ import torch
 from peft import CartridgeConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft.tuners.cartridge.utils import prompt_embeddings_from_past_key_values
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
 
@@ -146,3 +146,26 @@ def quiet_load(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.load(path, weights_only=False)
+
+
+def pressed(model: Any, ids: list[int], kept: int | None = None) -> DynamicCache:
+    """Return a cache of `ids` as a press leaves it: of each head the `kept` positions of the largest values, others in each,
+    with their keys as they were rotated."""
+    cache: Any = DynamicCache()
+    with torch.inference_mode():
+        model.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        largest = layer.values.norm(dim=-1).topk(kept or len(ids), dim=-1).indices.sort(dim=-1).values
+        each = largest[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys, layer.values = layer.keys.gather(2, each), layer.values.gather(2, each)
+    return cache
+
+
+def logits_behind(model: Any, cache: DynamicCache, question: list[int], at: int) -> torch.Tensor:
+    """Return transformers' float32 logits of a question at position `at` behind a cache, which grows by it."""
+    places = at + torch.arange(len(question))[None]
+    with torch.inference_mode():
+        out = model.model(
+            input_ids=torch.tensor([question]), position_ids=places, past_key_values=cache, use_cache=True
+        )
+    return out.logits[0].float()

@@ -26,6 +26,7 @@ from waiting import Clock, run_threads, until
 from lmcache_cartridge.cli import bench as command
 from lmcache_cartridge.cli.bench import room_bytes
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.make.bench import load
 from lmcache_cartridge.make.bench.figures import Stats
 from lmcache_cartridge.make.bench.load import WAYS, not_so
@@ -463,6 +464,17 @@ def test_answers_may_have_any_letter_and_no_error(start: Callable[..., Mock], be
     ran = bench(mock, "--c", "1", "--repeat", "1")
     assert ran.status == 0, ran.remarks
     assert {row["equal"] and tuple(row["equal"]) for row in ran.found["rows"]} == {None, (1, 1), (2, 2)}
+
+
+def test_a_stream_is_parted_where_its_events_end_alone(start: Callable[..., Mock]) -> None:
+    mock = start()
+    mock.fault = "odd letters"
+    with Server(mock.url) as server:
+        events = list(server.events("/v1/completions", {"prompt": [1], "max_tokens": 2}))
+        assert [event["choices"][0]["text"] for event in events[:-1]] == ["a\u2028b\u2029c\u0085d"] * 2
+        assert events[-1]["usage"]["completion_tokens"] == 2
+        with pytest.raises(SourceError, match="answered 404"):
+            list(server.events("/nowhere", {}))
 
 
 def test_no_secret_is_shown(

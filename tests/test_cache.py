@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import foreign
 import pytest
 import torch
-from transformers import DynamicCache
 from wards import MODEL, patients, write_ward
 
 from lmcache_cartridge import from_cache
@@ -28,50 +28,24 @@ def ids(model: CausalModel) -> list[int]:
     return write_ward(model, patients(0, 2), "ward", tokens=TOKENS + 32).ids[: TOKENS + 12]
 
 
-def _cached(model: CausalModel, ids: list[int]) -> DynamicCache:
-    cache = DynamicCache()
-    with torch.inference_mode():
-        model.model(input_ids=torch.tensor([ids[:TOKENS]]), past_key_values=cache, use_cache=True)
-    return cache
-
-
-def _pressed(model: CausalModel, ids: list[int], *, next_position: int = TOKENS) -> DynamicCache:
-    """Keep the positions of the largest values, others in each head, with their keys as they were rotated."""
-    cache = _cached(model, ids)
-    for layer in cache.layers:
-        kept = layer.values.norm(dim=-1).topk(KEPT, dim=-1).indices.sort(dim=-1).values
-        each = kept[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
-        layer.keys, layer.values = layer.keys.gather(2, each), layer.values.gather(2, each)
-    return cache
-
-
-def _after(model: CausalModel, cache: DynamicCache, question: list[int], at: int) -> torch.Tensor:
-    places = at + torch.arange(len(question))[None]
-    with torch.inference_mode():
-        out = model.model(
-            input_ids=torch.tensor([question]), position_ids=places, past_key_values=cache, use_cache=True
-        )
-    return out.logits[0].float()
-
-
 def test_answers_are_those_after_the_cache_with_its_keys_where_they_were(
     model: CausalModel, ids: list[int], tmp_path: Path
 ) -> None:
-    cache, question = _pressed(model, ids), ids[TOKENS:]
+    cache, question = foreign.pressed(model, ids[:TOKENS], KEPT), ids[TOKENS:]
     manifest = from_cache(model, cache, tmp_path / "a", cartridge_id="a", version=1, next_position=TOKENS,
                           document_ids=ids[:TOKENS], chunk_tokens=32)  # fmt: skip
     assert (manifest.kind, manifest.positions) == ("trained", KEPT) and manifest.canary is not None
     assert cache.layers[0].keys.shape[2] == KEPT, "it is as it was"
-    expected = _after(model, cache, question, TOKENS)
+    expected = foreign.logits_behind(model, cache, question, TOKENS)
     found = model.logits_after(read_kv(manifest, tmp_path / "a"), question)
     assert (found - expected).abs().max() < 1e-2
-    from_cache(model, _pressed(model, ids), tmp_path / "b", cartridge_id="b", version=1)
+    from_cache(model, foreign.pressed(model, ids[:TOKENS], KEPT), tmp_path / "b", cartridge_id="b", version=1)
     unmoved = model.logits_after(read_kv(manifest, tmp_path / "b"), question)
     assert (unmoved - expected).abs().max() > 0.5, "the control: by keys that were not moved it can be told"
 
 
 def test_a_whole_cache_is_the_kv_of_the_document(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
-    manifest = from_cache(model, _cached(model, ids), tmp_path / "a", cartridge_id="a", version=1)
+    manifest = from_cache(model, foreign.pressed(model, ids[:TOKENS]), tmp_path / "a", cartridge_id="a", version=1)
     assert torch.equal(read_kv(manifest, tmp_path / "a"), next(iter(model.prefill(ids[:TOKENS], TOKENS))))
 
 
@@ -112,7 +86,7 @@ def _shorter(cache: Any) -> None:
 def test_what_does_not_fit_is_refused_and_nothing_left(
     model: CausalModel, ids: list[int], tmp_path: Path, change: Any, told: str
 ) -> None:
-    cache = _pressed(model, ids)
+    cache = foreign.pressed(model, ids[:TOKENS], KEPT)
     change(cache)
     with pytest.raises(ArtifactError) as refused:
         from_cache(model, cache, tmp_path / "a", cartridge_id="a", version=1, next_position=TOKENS)

@@ -15,6 +15,7 @@ from recall.ward import Fact, ask, encode
 from serving import SERVER_ARGS
 from wards import MODEL, Ward, patients, prefill, sure, write_ward
 
+from lmcache_cartridge import from_cache
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.int8 import record
 from lmcache_cartridge.artifact.writing import ArtifactWriter
@@ -27,7 +28,7 @@ from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 64
-P = 512
+P, KEPT = 512, 256
 NOISE = 0.2
 """Largest logprob difference taken for rounding; measured: 0.063 whatever the format, 10 and more for damaged KV."""
 QUESTIONS = 12
@@ -95,6 +96,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ):  # fmt: skip
         assert main([*command, *common, "--id", name, *(["--payload", "int8"] if "int8" in name else [])]) == 0
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
+    for name, moved in (("pressed", P), ("unmoved", None)):
+        from_cache(model, foreign.pressed(model, ward.ids, KEPT), home / name, cartridge_id=name, version=1,
+                   next_position=moved, chunk_tokens=CHUNK)  # fmt: skip
+        Registry(settings.registry_path).register(home / name)
     for name, damage in WRONG_STEPS.items():
         _damage_steps(settings, name, damage)
     launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
@@ -143,6 +148,20 @@ def _apart(found: dict[int, float], expected: torch.Tensor) -> float:
     """Return the largest difference between a top 20 and logits of the same position."""
     logprobs = expected.log_softmax(-1)
     return max(abs(value - float(logprobs[token])) for token, value in found.items())
+
+
+def test_a_compressed_cache_is_answered_from_as_by_transformers(served: Served) -> None:
+    """Half of the positions, others of each head; where keys were not moved the answers are others."""
+    apart = {"pressed": 0.0, "unmoved": 0.0}
+    for fact in served.ward.facts[:QUESTIONS]:
+        cache = foreign.pressed(served.model, served.ward.ids, KEPT)
+        expected = foreign.logits_behind(served.model, cache, encode(ask(fact, 0)), P)[-1]
+        for name in apart:
+            found, cached = served.logprobs(fact, name)
+            assert cached == KEPT
+            apart[name] = max(apart[name], _apart(found, expected))
+    print(apart)
+    assert apart["pressed"] <= NOISE < 1 < apart["unmoved"]
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - set(DAMAGED)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -134,7 +133,7 @@ def ask(server: Server, prompt: str, extra: dict[str, Any]) -> TimedAnswer:
     }  # fmt: skip
     last: dict[str, Any] = {}
     start, first, text = time.perf_counter(), 0.0, ""
-    for _, last in server.events("/v1/completions", json.dumps(body).encode()):
+    for last in server.events("/v1/completions", body):
         first = first or time.perf_counter()
         text += "".join(choice["text"] for choice in last["choices"])
     return TimedAnswer(text.strip(), 1000 * (first - start), last["usage"]["prompt_tokens"] - cached_tokens(last))

@@ -13,6 +13,7 @@ from blake3 import blake3
 from ..artifact.chat import Chat
 from ..artifact.hf_config import reach
 from ..errors import ArtifactError
+from .foreign.ids import check_vocabulary
 from .model import CausalModel
 
 
@@ -76,11 +77,8 @@ def read_ids(model: CausalModel, path: Path) -> Document:
         raise ArtifactError(f"{path} has no token ids")
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ArtifactError(f"{path} is no list of token ids, but {found.dtype} of shape {found.shape}")
-    size = model.fingerprint.vocab_size
-    wrong = found[(found < 0) | (found >= size)]
-    if len(wrong):
-        raise ArtifactError(f"{path} has the token id {wrong[0]}, outside the model's vocabulary of {size}")
     ids = found.tolist()
+    check_vocabulary(model, ids, path)
     check_fits(model, path, ids)
     return Document(path, "", ids, blake3(raw).hexdigest())
 

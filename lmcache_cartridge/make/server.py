@@ -8,9 +8,7 @@ import os
 import re
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import unquote
 
@@ -227,31 +225,25 @@ class Server:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
 
-    def events(self, path: str, body: bytes) -> Iterator[tuple[Mapping[str, str], dict[str, Any]]]:
-        """Post JSON that asks for a stream; yield each event when it comes, with the reply's headers. Blocks between them.
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Post what asks for a stream; yield each event when it comes. Blocks between them.
 
         Raises `SourceError` where the server cannot be reached, refuses, breaks off, or tells an error in the stream.
         """
-        headers = {"content-type": "application/json"}
         try:
-            with self._http.stream("POST", path, content=body, headers=headers) as reply:
+            with self._http.stream("POST", path, json=body) as reply:
                 if not reply.is_success:
                     reply.read()
                     raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
-                lines = _lines(reply.iter_bytes())
-                for line in lines:
+                for line in _lines(reply.iter_bytes()):
                     text = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-                    if text == b"[DONE]":
-                        with suppress(httpx.HTTPError):
-                            deque(lines, maxlen=0)  # to the end of the reply, or the connection cannot be kept
-                        return
-                    if text:
+                    if text and text != b"[DONE]":
                         event = json.loads(text)
                         if not isinstance(event, dict):
                             raise ValueError(f"{event!r:.100}")
                         if event.get("error"):
                             raise SourceError(f"{self.url}{path} broke off: {event['error']!r:.300}")
-                        yield reply.headers, event
+                        yield event
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
         except (ValueError, TypeError) as error:
