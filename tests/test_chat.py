@@ -190,7 +190,7 @@ def test_token_ids_made_elsewhere_are_read_in_each_form(model: CausalModel, tmp_
     ("text", "reason"),
     [
         ("[]", "no token ids"), ("", "no token ids"), ("[1, 640]", "640 is outside the model's vocabulary of 640"),
-        ("1 -1", "-1, outside"), ("a b", "no list"), ("[1.5]", "but float64"), ("[[1], [2]]", "of shape"), ("[1, [2]]", "no list"),
+        ("1 -1", "token id -1 is outside"), ("a b", "no list"), ("[1.5]", "but float64"), ("[[1], [2]]", "of shape"), ("[1, [2]]", "no list"),
         ("[true]", "but bool"), ('["1"]', "but <U1"), ('{"a": 1}', "no list"), ("[1", "no list"), ("5 " * 9000, "9000 tokens"),
         (f"[{1 << 70}]", "but object"),
     ],
