@@ -285,6 +285,11 @@ def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_model_comes_before_vllms_options(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["serve", "--port", "8000", "m", "--home", str(tmp_path), "--print"]) == 1
+    assert "--port: name the model first" in capsys.readouterr().err
+
+
 def test_an_unknown_setting_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["serve", "m", "--home", str(tmp_path), "--set", "on_mis=document", "--print"]) == 1
     assert "on_mis: no such setting" in capsys.readouterr().err

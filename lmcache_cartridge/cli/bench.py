@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
-from .options import ServedChunk, ServerModel, Url, Vllm, command, option, registry_of, settings_of
+from .making import load, maker_of, vllm_args
+from .options import ServedChunk, ServerModel, Url, Vllm, command, option, settings_of
 from .show import bars, is_json, say, show, table
 
 if TYPE_CHECKING:
@@ -85,16 +86,11 @@ def bench(
         raise SettingsError("--vllm is for a server that is started here; leave out --url")
     _check_out(output)
 
-    def load() -> Any:
-        from ..make.model import CausalModel
-
-        return CausalModel(str(model))
-
     with ExitStack() as stack:
         if url is not None:
-            target, maker = _running(stack, url, server_model, load if model else None, chunk_size)
+            target, maker = _running(stack, url, server_model, model, chunk_size)
         else:
-            target, maker = _own(stack, str(model), load(), p, chunk_size, shlex.split(vllm))
+            target, maker = _own(stack, str(model), p, chunk_size, shlex.split(vllm))
         report = _measure(target, maker, cartridge, p, c, repeat, ways, budget_s)
         return _tell(report, page.write(report, output))
 
@@ -116,36 +112,27 @@ def room_bytes(lengths: Sequence[int], context: int | None, token_bytes: int) ->
 
 
 def _running(
-    stack: ExitStack, url: str, server_model: str | None, load: Any, chunk: int
+    stack: ExitStack, url: str, server_model: str | None, model: str | None, chunk: int
 ) -> tuple[Target, Maker | None]:
     """Return a server that somebody else runs, and what makes cartridges for it and takes them away with `stack`."""
-    from ..library.quarantine import Quarantine
     from ..make.bench.target import Target
-    from ..make.ladder.maker import Home
 
     target = stack.enter_context(Target(url, server_model))
-    if load is None:
+    if model is None:
         return target, None
     if not target.has_cartridges:
         raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
                              "leave out --model")  # fmt: skip
-    maker = _maker(
-        load, Home(registry_of(), Quarantine(settings_of().quarantine_dir)), settings_of().cartridges_dir, chunk
-    )
+    maker = _named(maker_of(lambda: load(model), settings_of(), chunk))
     stack.callback(maker.clear)
     return target, maker
 
 
-def _own(
-    stack: ExitStack, model: str, loaded: Any, p: list[int] | None, chunk: int, vllm: list[str]
-) -> tuple[Target, Maker]:
+def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: list[str]) -> tuple[Target, Maker]:
     """Return a server that is started here, and what makes cartridges for it; both end with `stack`."""
-    from ..library.quarantine import Quarantine
-    from ..library.registry import Registry
     from ..make.bench import places
     from ..make.bench.target import Target
-    from ..make.ladder.maker import Home
-    from ..make.ladder.own import OwnServer, eager
+    from ..make.ladder.own import OwnServer
     from ..settings import Settings
 
     class Own(OwnServer):
@@ -155,14 +142,10 @@ def _own(
             return super().settings.model_copy(update={"admin": True, "cpu_bytes": room})
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
-    vllm = vllm or eager()
-    if not any(word.partition("=")[0] == "--dtype" for word in vllm):
-        vllm = [*vllm, "--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
+    loaded = load(model)
     room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
-    server = Own(model, home, chunk=chunk, vllm_args=vllm)
-    registry = Registry(server.settings.registry_path)
-    made = Home(registry, Quarantine(server.settings.quarantine_dir))
-    maker = _maker(lambda: loaded, made, server.settings.cartridges_dir, chunk)
+    server = Own(model, home, chunk=chunk, vllm_args=vllm_args(vllm, loaded))
+    maker = _named(maker_of(lambda: loaded, server.settings, chunk))
     say(f"starting a server of {model} (tens of seconds)")
     stack.callback(server.stop)
     server.start()
@@ -171,12 +154,9 @@ def _own(
     return target, maker
 
 
-def _maker(load: Any, kept: Any, directory: Path, chunk: int) -> Maker:
+def _named(maker: Maker) -> Maker:
     import uuid
 
-    from ..make.ladder.maker import Maker
-
-    maker = Maker(load, kept, directory, chunk=chunk)
     maker.run = f"bench-{uuid.uuid4().hex[:6]}"
     return maker
 

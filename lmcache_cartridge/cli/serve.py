@@ -79,6 +79,8 @@ def serve(
     from ..serve.arguments import Arguments, redacted
     from ..serve.launch import L2_ADAPTERS, plan
 
+    if model.startswith("-"):
+        raise SettingsError(f"{model}: name the model first, and vLLM's options behind it")
     values: dict[str, Any] = {"library": library, "unproven_versions": unproven_versions or None,
                               "accept_weights": accept_weights or None}  # fmt: skip
     for name, value in map(assignment, set):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..errors import SettingsError
+from .making import load, maker_of, vllm_args
 from .options import (
     NAMED,
     ServedChunk,
@@ -173,37 +174,25 @@ class _Setting:
         progress: Any,
     ) -> Ground:
         """Make cartridges for a server that somebody else runs, taken away at the end, or take what it has."""
-        from ..library.quarantine import Quarantine
         from ..make.ladder.ground import Ground, existing
-        from ..make.ladder.maker import Home, Maker
         from ..make.server import Server
 
         client = self._stack.enter_context(Server(url, server_model))
         if not self._models:
             return Ground(client, existing(client, names))
-        maker = Maker(
-            lambda: _load(self._models[0], "auto"), Home(registry_of(), Quarantine(settings_of().quarantine_dir)),
-            settings_of().cartridges_dir, chunk=self._chunk,
-            progress=progress,
-        )  # fmt: skip
+        maker = maker_of(lambda: load(self._models[0]), settings_of(), self._chunk, progress=progress)
         self._stack.callback(maker.clear)
         return Ground(client, maker.three(), maker=maker)
 
     def _own(self, model: str, home: Path, dtype: str) -> tuple[OwnServer, Maker, list[Held]]:
-        from ..library.quarantine import Quarantine
-        from ..library.registry import Registry
-        from ..make.ladder import own
-        from ..make.ladder.maker import Home, Maker
+        from ..make.ladder.own import OwnServer
 
         say(f"making cartridges of generated text with {model}")
-        loaded = _load(model, dtype)
-        args = self._vllm or own.eager()
-        if not any(word.partition("=")[0] == "--dtype" for word in args):
-            args = [*args, "--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
-        server = own.OwnServer(model, home, mode=self._modes[0], chunk=self._chunk, vllm_args=args)
+        loaded = load(model, dtype)
+        args = vllm_args(self._vllm, loaded)
+        server = OwnServer(model, home, mode=self._modes[0], chunk=self._chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
-        kept = Home(Registry(server.settings.registry_path), Quarantine(server.settings.quarantine_dir))
-        maker = Maker(lambda: loaded, kept, server.settings.cartridges_dir, chunk=self._chunk)
+        maker = maker_of(lambda: loaded, server.settings, self._chunk)
         return server, maker, maker.three()
 
 
@@ -214,12 +203,6 @@ def _keep_logs(scratch: Path) -> None:
         for log in logs:
             shutil.copy(log, kept)
         say(f"the servers' logs are in {kept}")
-
-
-def _load(model: str, dtype: str) -> Any:
-    from ..make.model import CausalModel
-
-    return CausalModel(model, dtype=dtype)
 
 
 def _static(*, has_model: bool) -> str:
