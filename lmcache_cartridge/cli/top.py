@@ -206,6 +206,9 @@ def draw(url: str, summary: Mapping[str, Any], problem: str | None = None) -> Re
             name, row["state"], f"{fastest['resident_chunks']}/{fastest['chunks']}",
             "failing" if loading.get("failing") else share, size(row["bytes"]), "yes" if row["pinned"] else "",
         )  # fmt: skip
+    others = summary["served_cartridges"] + summary["refused_cartridges"] - len(cartridges or ())
+    if others > 0:
+        rows.add_row(f"and {others:.0f} more")
     below = rows if cartridges else "no cartridges are registered"
     if cartridges is None:
         below = "the cartridges are shown with the server's API key: $VLLM_API_KEY"
