@@ -561,11 +561,11 @@ def test_a_first_start_says_that_it_goes_on(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
-    for seed, name in enumerate("abc"):
-        home.make(name, seed=seed)
+    for seed in range(30):  # more than two threads read while the first is looked at
+        home.make(f"doc-{seed}", seed=seed)
     with caplog.at_level(logging.INFO, "lmcache_cartridge.library.read_queue"):
         store = opened()
-        until(lambda: len(store.names()) == 3)
+        until(lambda: len(store.names()) == 30)
         store.close()
     said = [record.getMessage() for record in caplog.records]
     assert said[0].endswith("cartridges are still to be read; that goes on in the background")
