@@ -420,7 +420,7 @@ def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(
     asked, ask = [], ground.client.ask
 
     def noted(question: Any, cartridges: Any = (), **fields: Any) -> Reply:
-        asked.append((len(question), list(cartridges)))
+        asked.append((len(question), list(cartridges or ())))
         return ask(question, cartridges, **fields)
 
     maker = SimpleNamespace(model=None, trained=lambda one: one.name)
