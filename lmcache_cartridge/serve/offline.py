@@ -69,8 +69,8 @@ def with_cartridges(
 
     async def prepared() -> Prompt:
         admission = await engine.admission(settings)
-        name = None if lora_request is None else lora_request.lora_name
-        admission.adapters = Adapters({} if lora_request is None else {lora_request.lora_name: lora_request})
+        name = lora_request.lora_name if lora_request else None
+        admission.adapters = Adapters({lora_request.lora_name: lora_request} if lora_request else {})
         selection = await admission.resolve(read_references({"cartridges": list(cartridges)}, None))
         async with admission.admit(selection, partial(check_request, params), name) as claim:
             selection = claim.selection
@@ -123,7 +123,7 @@ class _Engine:
         self._admission: Admission | None = None
         self.vllm_config = llm.llm_engine.vllm_config
         self.model_config = self.vllm_config.model_config
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], partial[Any]] | None] = queue.SimpleQueue()
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Return what the coroutine function `work` returns, which runs in another thread: a notebook has a loop in this one."""
@@ -132,10 +132,11 @@ class _Engine:
             done.add_done_callback(lambda _: self._calls.put(None))
             while (asked := self._calls.get()) is not None:
                 future, call = asked
-                try:
-                    future.set_result(call())
-                except Exception as error:
-                    future.set_exception(error)
+                if future.set_running_or_notify_cancel():  # else nobody waits for it any more
+                    try:
+                        future.set_result(call())
+                    except BaseException as error:  # an interrupt ends the other thread's work too
+                        future.set_exception(error)
             return done.result()
 
     async def admission(self, settings: Settings) -> Admission:
