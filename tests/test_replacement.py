@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +14,7 @@ from chunks import one_by_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check
+from operations import operations
 from waiting import until
 
 from lmcache_cartridge.library.index import ChunkKey
@@ -252,25 +253,6 @@ def test_what_is_remembered_does_not_grow_with_all_cartridges_ever_used(monkeypa
     assert list(replacement.leave()) == ["other", "often"], "and what is used often is known yet"
 
 
-def _operations(call: Callable[[], object]) -> int:
-    """Return how many functions, of Python and of C, and lines of Python a call runs."""
-    count = 0
-
-    def step(*_: object) -> Callable:
-        nonlocal count
-        count += 1
-        return step
-
-    sys.settrace(step)
-    sys.setprofile(step)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-        sys.setprofile(None)
-    return count
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_miss_in_full_memory_costs_the_same_however_much_is_there(whole: bool) -> None:
     costs = []
@@ -283,7 +265,7 @@ def test_a_miss_in_full_memory_costs_the_same_however_much_is_there(whole: bool)
         for claim in claims[:20]:
             until(lambda: claim.poll().ready)  # noqa: B023
             claim.close()
-        costs.append(sum(_operations(claim.poll) for claim in claims[20:]))
+        costs.append(sum(operations(claim.poll) for claim in claims[20:]))
         assert tier.stats().evicted == 40
         for claim in claims:
             claim.close()

@@ -20,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from invariants import check
+from operations import operations
 from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.errors import CorruptChunk, SourceError
@@ -616,23 +617,6 @@ def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier: Callabl
     assert tier.evict("a") == 1, "its lease went on without it"
 
 
-def _steps(call: Callable[[], object]) -> int:
-    """Return how many lines of Python a call runs."""
-    steps = 0
-
-    def trace(*_: object) -> Callable:
-        nonlocal steps
-        steps += 1
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return steps
-
-
 def test_totals_are_right_and_cost_no_walk_over_the_chunks(open_tier: Callable, clock: Clock) -> None:
     few, tier, keys = open_tier(1), open_tier(80), _keys("a", 80)
     assert few.lease(keys[:1], 5) == 1
@@ -645,8 +629,10 @@ def test_totals_are_right_and_cost_no_walk_over_the_chunks(open_tier: Callable, 
         hold.poll()
         stats = tier.stats()
         assert (stats.resident, stats.leased, stats.held, stats.lent) == (80, 15, 4, 2)
-        assert _steps(tier.stats) == _steps(few.stats)
-        assert _steps(tier.resident_by_digest) > _steps(few.resident_by_digest) + 70, "the control: this one walks"
+        assert operations(tier.stats) == operations(few.stats)
+        assert operations(tier.resident_by_digest) > operations(few.resident_by_digest) + 70, (
+            "the control: this one walks"
+        )
     clock.now += 100
     stats = tier.stats()
     assert (stats.leased, stats.held, stats.lent) == (0, 0, 0)
