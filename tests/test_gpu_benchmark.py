@@ -37,13 +37,13 @@ def test_every_section_runs_on_a_bare_machine_and_finds_nothing_wrong(found: dic
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("promotion", "WRONG bytes in the device tier: 1 wrong bytes"),
+        ("promotion", "WRONG bytes in the device tier: 4 wrong bytes"),
         ("injection", "WRONG LBHNC: device tier to blocks, bytes"), ("scale", "WRONG decoded numbers"),
         ("prefill", "WRONG float32 from the CPU's float32"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_ends_with_status_1(found: dict[str, Any], wrong: str, told: str) -> None:
-    """A byte flipped on its way to the device or into the blocks, a scale doubled, other KV."""
+    """A byte of each chunk flipped on its way to the device or into the blocks, a scale doubled, other KV."""
     assert found[wrong]["status"] == 1 and told in found[wrong]["said"], found[wrong]
 
 
