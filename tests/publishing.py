@@ -1,7 +1,6 @@
-"""Publish to a library and remove from it, over and over, as one of several processes: `python publishing.py LOCATION HOME NUMBER COUNT [blind]`.
+"""Publish to a library and remove from it, over and over, as one of several processes: `python publishing.py LOCATION HOME NUMBER COUNT`.
 
-Prints the names of its own that are published at the end. Another process changes those that both share. With `blind` its
-writes have no condition, as those of a publisher that forgot it.
+Prints the names of its own that are published at the end. Another process changes those that both share.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import random
 import sys
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
 
 from making import make_artifact
@@ -18,8 +16,6 @@ from making import make_artifact
 from lmcache_cartridge.errors import CartridgeNotFound
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.published import Library
-from lmcache_cartridge.sources.s3 import S3Source
-from lmcache_cartridge.sources.writers import DirectoryWriter, S3Writer
 
 OWN, SHARED = 12, 3
 
@@ -53,26 +49,8 @@ def change(library: Library, home: Path, number: int, count: int) -> list[str]:
     return sorted(f"{name}@1" for name in there)
 
 
-def forget_the_condition() -> None:
-    """Have this process write whatever is there."""
-
-    def on_s3(self: S3Source, location: str, file: str, data: bytes, known: str | None) -> str:
-        self.upload(location, file, BytesIO(data))
-        return self.revision(location, file)
-
-    def in_directory(self: DirectoryWriter, file: str, data: bytes, known: str | None) -> str:
-        path = self._root / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        return self._source.revision(str(self._root), file)
-
-    S3Source.swap, DirectoryWriter.swap, S3Writer.check = on_s3, in_directory, lambda self: None  # type: ignore[method-assign]
-
-
 def main() -> None:
-    location, home, number, count, *how = sys.argv[1:]
-    if how:
-        forget_the_condition()
+    location, home, number, count = sys.argv[1:]
     settings = Settings(home=Path(home), disk_dir=Path(home), library=location)
     with Library(settings) as library:
         library.registry.begin()

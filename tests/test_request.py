@@ -441,21 +441,25 @@ def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home: Home,
         assert message == "cartridge trained@3 is quarantined: trained@3/payload.safetensors: chunk 1 is z"
 
 
+@pytest.mark.parametrize("by", ["this machine", "another"])
 def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
-    s3_credentials: S3Server, bucket: str, tmp_path: Path
+    by: str, s3_credentials: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever registers it has read it: here its copy is found, elsewhere this machine has none yet."""
+    monkeypatch.setattr("lmcache_cartridge.serve.resolve._REPLACED_S", 0.0)
     location = f"s3://{bucket}/h"
     settings = from_mapping(
         {"home": tmp_path / "home", "s3_endpoint_url": s3_credentials.endpoint, "buckets": [bucket]}
     )
     sources, registry, resolver = Sources(S3Source(**settings.s3)), Registry(settings.registry_path), Resolver(settings)
+    copies = ManifestCache(settings.manifests_dir if by == "this machine" else tmp_path / "elsewhere", sources)
     for version in (1, 2):
         root = tmp_path / str(version)
         made = make_artifact(root, positions=32, cartridge_id="h", version=version, seed=version)
         for file in root.iterdir():
             s3_credentials.client.put_object(Bucket=bucket, Key=f"h/{file.name}", Body=file.read_bytes())
-        registry.register(ManifestCache(settings.manifests_dir, sources).fetch(location, force=True), location)
-        with pytest.raises(NeedsReading) if version == 2 else nullcontext():
+        registry.register(copies.fetch(location, force=True), location)
+        with pytest.raises(NeedsReading) if by == "another" else nullcontext():
             resolver.resolve([Reference(id="h")], {})
         assert resolver.resolve([Reference(id="h")]).tag == made.manifest.digest
         assert resolver.resolve([Reference(id="h")], {}).names == f"h@{version}"

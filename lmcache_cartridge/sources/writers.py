@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -33,20 +33,24 @@ class S3Writer:
         self._location, self._source = location, source
 
     def check(self) -> None:
-        self._source.upload(self._location, _PROBE, BytesIO(uuid.uuid4().bytes))
-        known = self._source.revision(self._location, _PROBE)
+        probe = f"{_PROBE}.{uuid.uuid4().hex}"  # its own, so that none but these writes meet
+        self._source.upload(self._location, probe, BytesIO())
+        known = self._source.revision(self._location, probe)
         try:
             with ThreadPoolExecutor(_WRITES) as threads:
-                writes = [threads.submit(self.swap, _PROBE, uuid.uuid4().bytes, known) for _ in range(_WRITES)]
+                writes = [threads.submit(self.swap, probe, uuid.uuid4().bytes, known) for _ in range(_WRITES)]
                 done = sum(write.result() is not None for write in writes)
         except (SourceDenied, SourceNotFound):
             raise
         except SourceError as error:
             reason = str(error)
         else:
-            if done <= 1:  # none where another publisher asks the same at this moment
+            if done == 1:
                 return
             reason = f"{done} of {_WRITES} at once were told that they were first"
+        finally:
+            with suppress(SourceError):  # who may not delete leaves an object of 16 bytes
+                self._source.delete(self._location, probe)
         raise SourceError(
             f"{self._location} cannot be published to, since its server does not decide between conditional writes "
             f"(If-Match): {reason}. Publish to another server or to a shared directory; cartridges that `publish s3://...` stores here "
