@@ -1,20 +1,21 @@
-"""Transfer: artefacts pushed to and pulled from S3, each whole or not at all."""
+"""Transfer: artefacts pushed to S3, and fetched from S3 or a directory into another, each whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..artifact import files, reading
-from ..artifact.bytesource import read_whole
+from ..artifact.bytesource import ByteSource, FileReader, read_whole
 from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
 from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound
 from ..library.registry import Registry
@@ -22,6 +23,7 @@ from .locks import locked
 from .s3 import S3Source
 
 _WINDOW_BYTES = 64 << 20
+_PARTIAL = ".fetch"
 
 Progress = Callable[[str, int, int], None]
 """Gets what is being done, how much of it, of how much: bytes, or chunks when verifying."""
@@ -114,35 +116,54 @@ def pull(
         if root.exists() and not holds(root, manifest):
             raise CartridgeExists(f"{root} exists with other content; {hint}")
         if changed := not root.exists():
-            _download(manifest, location, source, root, progress)
+            for left in root.parent.glob(f".{root.name}.*{_PARTIAL}"):
+                shutil.rmtree(left, ignore_errors=True)
+            fetch(manifest, location, source, root, progress, nullcontext())
         else:
             verified(root, progress)
         registry.register(root, promote=promote)
     return Pulled(manifest, root, changed)
 
 
-def _download(manifest: Manifest, location: str, source: S3Source, root: Path, progress: Progress) -> None:
-    partial = root.parent / f".{root.name}.pull"
-    shutil.rmtree(partial, ignore_errors=True)
-    free = shutil.disk_usage(root.parent).free
-    if manifest.payload_bytes > free:
-        raise ArtifactError(
-            f"cartridge {manifest.name} needs {manifest.payload_bytes} bytes, {root.parent} has {free} free"
-        )
+def fetch(
+    manifest: Manifest,
+    location: str,
+    source: ByteSource,
+    root: Path,
+    progress: Progress,
+    alone: AbstractContextManager[Any],
+) -> None:
+    """Bring the artefact at `location` to the directory `root`, whole or not at all, every byte checked.
+
+    No change where it is there by then; else it takes the place of what is there. `alone` is held while names change.
+    """
+    partial = root.parent / f".{root.name}.{uuid.uuid4().hex}{_PARTIAL}"
+    replaced = partial.with_suffix(".replaced")
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if manifest.payload_bytes > free:
+            raise ArtifactError(
+                f"cartridge {manifest.name} needs {manifest.payload_bytes} bytes, {root.parent} has {free} free"
+            )
         for file, limit_bytes in reading.id_files(manifest).items():
             files.write(partial / file, [read_whole(source, location, file, limit_bytes)])
         if manifest.payload:
             files.write(partial / manifest.payload.file, _windows(manifest, location, source, progress))
         files.write(partial / reading.MANIFEST, [manifest.encode()])
         verified(partial, progress)
-        partial.rename(root)
+        with alone:
+            if not holds(root, manifest):  # else another was first
+                if root.exists():  # a part of it is missing
+                    root.rename(replaced)
+                partial.rename(root)
+        files.sync_directory(root.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
 
 
-def _windows(manifest: Manifest, location: str, source: S3Source, progress: Progress) -> Iterator[memoryview]:
+def _windows(manifest: Manifest, location: str, source: ByteSource, progress: Progress) -> Iterator[memoryview]:
     """Yield the payload window by window; each is overwritten by the next."""
     file, total = manifest.stored.file, manifest.payload_bytes
     _check_size(manifest, location, source)
@@ -195,7 +216,7 @@ def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
         return False
 
 
-def _check_size(manifest: Manifest, location: str, source: S3Source) -> None:
+def _check_size(manifest: Manifest, location: str, source: FileReader) -> None:
     file = manifest.stored.file
     reading.check_size(manifest, source.size(location, file), f"{location}/{file}", "Push it again")
 

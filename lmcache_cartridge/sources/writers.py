@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -98,27 +97,12 @@ class DirectoryWriter:
 
     def store(self, root: Path, location: str, progress: Progress) -> Manifest:
         """Store the artefact at `root`, whole or not at all, having verified it. No change where it is there already."""
-        manifest = transfer.verified(root, progress)
-        target = Path(location)
-        if transfer.holds(target, manifest):
-            return manifest
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        replaced = partial.with_suffix(".replaced")
+        manifest, target = reading.load_manifest(root), Path(location)
         try:
-            partial.mkdir(parents=True)
-            for name in (*transfer.files_of(manifest), reading.MANIFEST):
-                _copy(root / name, partial / name, progress)
-            with self._locked():
-                if not transfer.holds(target, manifest):  # else another publisher of the same was first
-                    if target.exists():  # a part of it is missing
-                        target.rename(replaced)
-                    partial.rename(target)
-            files.sync_directory(target.parent)
+            if not transfer.holds(target, manifest):
+                transfer.fetch(manifest, str(root), self._source, target, progress, self._locked())
         except OSError as error:
             raise _mapped(target, error) from error
-        finally:
-            for left in (partial, replaced):
-                shutil.rmtree(left, ignore_errors=True)
         return manifest
 
     def close(self) -> None:
@@ -126,15 +110,6 @@ class DirectoryWriter:
 
     def _locked(self) -> AbstractContextManager[int]:
         return locked(self._root / "library.lock", _WAIT_S)
-
-
-def _copy(source: Path, target: Path, progress: Progress) -> None:
-    with source.open("rb") as read, files.create(target) as written:
-        total = os.fstat(read.fileno()).st_size
-        while piece := read.read(8 << 20):
-            written.write(piece)
-            progress(source.name, written.tell(), total)
-        files.sync(written)
 
 
 def _mapped(path: Path, error: OSError) -> CartridgeError:
