@@ -116,13 +116,13 @@ def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkey
     watched.stores[0].pin(digest)
     try:
         with serving(watched) as url:
-            summary = top.summarise(top.read(url))
+            view = next(top.views(url, 0))
     finally:
         watched.stores[0].unpin(digest)
-    shown = [row["id"] for row in summary["cartridges"]]
+    shown = [row["id"] for row in view["cartridges"]]
     assert shown[:2] == ["a", "alien"] and "d" in shown[2:] and len(set(shown)) == len(shown)
     console = Console(file=io.StringIO(), width=80)
-    console.print(top.draw(url, summary))
+    console.print(top.draw(url, view))
     assert f"and {6 - len(shown)} more" in console.file.getvalue()
 
 

@@ -778,10 +778,9 @@ class ApiTests:
         left_s = time.monotonic() - start
 
         def owed() -> dict[str, float]:
-            now = top.summarise(top.read(served.url.rstrip("/")))
-            cpu = now["tiers"]["cpu"]
-            chunks = {name: cpu[f"{name}_chunks"] for name in ("held", "leased", "lent")}
-            return chunks | {name: now[name] for name in ("open_claims", "waiting_claims", "waiting_requests")}
+            now, _ = top.read(served.url.rstrip("/"))
+            chunks = {name: now[name]["cpu"] for name in ("held_chunks", "leased_chunks", "lent_chunks")}
+            return chunks | {name: now[name][""] for name in ("open_claims", "waiting_claims", "waiting_requests")}
 
         for _ in range(120):
             if not any(left := owed().values()):

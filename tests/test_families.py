@@ -29,7 +29,10 @@ from transformers import (
 from lmcache_cartridge.artifact.cartridge import Cartridge
 from lmcache_cartridge.artifact.hf_config import config_fields, of_config
 from lmcache_cartridge.artifact.model import Fingerprint, check_shift, rotating_layers
+from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import model as make_model_module
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.document import check_fits
@@ -198,6 +201,31 @@ def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tm
         "rope factors: long, not short; an engine takes the long ones where its --max-model-len is mor"
     )
     assert not long.fingerprint.differences(CausalModel(str(directory), max_model_len=4096).fingerprint)
+
+
+@pytest.mark.parametrize("compare", [[], ["--no-compare"]])
+@pytest.mark.parametrize(("most", "factors"), [([], "short"), (["--max-model-len", "513"], "long")])
+def test_import_takes_the_factors_that_the_engine_takes(
+    tmp_path: Path, compare: list[str], most: list[str], factors: str
+) -> None:
+    directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())
+    (tmp_path / "ids.json").write_text(str([5 + i for i in range(300)]))
+    words = [
+        "import",
+        str(tmp_path / "ids.json"),
+        "--model",
+        str(directory),
+        "--id",
+        "x",
+        "--home",
+        str(tmp_path / "home"),
+    ]
+    assert main([*words, *most, *compare]) == 0
+    (row,) = Registry(tmp_path / "home" / "registry.sqlite").all()
+    found = load_manifest(row.local_root()).fingerprint
+    expected = CausalModel(str(directory), max_model_len=int(most[1]) if most else None).fingerprint
+    assert found.rope[0].parameters["factors"] == factors
+    assert found.rope[0].inv_freq == expected.rope[0].inv_freq and not found.differences(expected)
 
 
 def test_a_document_too_long_for_the_short_factors_says_how_to_get_the_long_ones(tmp_path: Path) -> None:

@@ -129,14 +129,16 @@ def build(
         return
     version, root = next_version(id, registry)
     if source is not None:
+        from ..artifact.reading import load_manifest
         from ..make.write import compress
 
         with bars() as progress:
             manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
-        finish(registry, manifest, root, promote=not no_promote)
+        before = load_manifest(source).payload_bytes
+        finish(registry, manifest, root, promote=not no_promote, bytes_before=before)
         return
     assert model is not None, "checked"
-    loaded = _config(model, dtype, lora) if no_compare else load_model(model, **options)
+    loaded = load_model(model, weights=not no_compare, **options)
     from ..make import prefill
 
     made |= {"version": version, "canary": canary or prefill.CANARY}
@@ -241,13 +243,6 @@ def _compact(
     )  # fmt: skip
 
 
-def _config(model: str, dtype: str, lora: Path | None) -> CausalModel:
-    """Return what is known of a model and an adapter without weights, for KV of `dtype`."""
-    from ..make.light import ConfigModel
-
-    return ConfigModel(model, dtype=dtype, lora=lora)
-
-
 def _local(registry: Registry, name: str) -> Path:
     """Return the directory of a cartridge. Raises `ArtifactError` for one on S3, or one that was replaced."""
     from ..artifact import reading
@@ -348,6 +343,7 @@ def import_(
     chunk_size: ChunkSize = 256,
     dtype: Dtype = "auto",
     payload: Payload = "plain",
+    max_model_len: MaxModelLen = None,
     no_promote: NoPromote = False,
 ) -> None:  # fmt: skip
     """Register a cartridge where it lies, or make one of KV that PEFT, HazyResearch's code or others trained or saved."""
@@ -370,7 +366,9 @@ def import_(
             found = locate(path)
             foreign = recognise(found, drop_frozen=drop_frozen)
         foreign = foreign._replace(name=None if found == Path(path) else path)
-        loaded = _config(model, dtype, lora) if no_compare else load_model(model, dtype=dtype, device="auto", lora=lora)
+        loaded = load_model(
+            model, weights=not no_compare, dtype=dtype, device="auto", lora=lora, max_model_len=max_model_len
+        )
         version, root = next_version(id, registry)
         with bars() as progress:
             imported = import_(

@@ -229,7 +229,7 @@ def tell(registry: Registry, manifest: Manifest, **more: Any) -> None:
         "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
         "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest, **more,
     }  # fmt: skip
-    show(result, fields(result | {"bytes": size(manifest.payload_bytes)}))
+    show(result, fields({name: size(value) if name.startswith("bytes") else value for name, value in result.items()}))
 
 
 def root_of(location: str) -> Path:
@@ -245,11 +245,20 @@ def root_of(location: str) -> Path:
         return ManifestCache(settings.manifests_dir, sources).fetch(location, force=True)
 
 
-def load_model(model: str, made: Fingerprint | None = None, **options: Any) -> CausalModel:
-    """Return a model for `options` that are not None, or for KV as it was `made`. Loads torch."""
-    with working("load the model"):
-        from ..make.model import CausalModel
+def load_model(model: str, made: Fingerprint | None = None, *, weights: bool = True, **options: Any) -> CausalModel:
+    """Return a model for `options` that are not None, or for KV as it was `made`. Loads torch.
 
+    Without `weights` it is what its config tells, which computes nothing.
+    """
+    with working("load the model"):
         if made is not None:
             options |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
-        return CausalModel(model, **{name: value for name, value in options.items() if value is not None})
+        options = {name: value for name, value in options.items() if value is not None}
+        if not weights:
+            from ..make.light import ConfigModel
+
+            options.pop("device", None)
+            return ConfigModel(model, **options)
+        from ..make.model import CausalModel
+
+        return CausalModel(model, **options)

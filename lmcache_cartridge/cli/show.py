@@ -22,12 +22,17 @@ def is_json() -> bool:
     return FORM.get() == "json"
 
 
-def size(count: float) -> str:
+def size(value: float) -> str:
     """Return a number of bytes for people, in at most 8 characters: `3.0 MiB`."""
-    return scaled(count, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    return _scaled(value, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
 
 
-def scaled(value: float, units: list[str], base: int) -> str:
+def count(value: float) -> str:
+    """Return a number in at most 6 characters: `1.2 k`."""
+    return f"{value:.0f}" if value < 1000 and value == int(value) else _scaled(value, ["", "k", "M", "G", "T"], 1000)
+
+
+def _scaled(value: float, units: list[str], base: int) -> str:
     """Return a number with the largest of `units` that fits, each `base` times the one before; three digits or so."""
     from rich.filesize import pick_unit_and_suffix
 

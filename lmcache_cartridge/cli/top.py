@@ -5,216 +5,118 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
-from ..errors import CartridgeError, SourceError
+from httpx import HTTPError
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import CartridgeError
 from ..make.server import Server
-from ..serve.metrics import PREFIX, RANK_NUMBERS, TIER_NUMBERS
-from .show import scaled, size
+from ..serve.metrics import PREFIX
+from .show import count, size
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_TIERS = ("device", "cpu", "disk", "source")
-_STATES = ("loading", "resident", "quarantined", "refused")
-"""In the order in which cartridges are listed: what moves comes first."""
-_FLOWS = {
-    "hits": "hits",
-    "misses": "miss",
-    "evicted": "evict",
-    "loads": "loads",
-    "failed": "fail",
-    "read_bytes": "read",
-}
-"""Counters of a tier, and their columns."""
+_COLUMNS = {"used": "resident_bytes", "budget": "budget_bytes", "hits": "hits_total", "miss": "misses_total", "read": "read_bytes_total",
+            "evict": "evicted_total", "loads": "load_seconds_count", "fail": "failed_total"}  # fmt: skip
+Numbers = dict[str, dict[str, float]]
+"""By a metric's name, without our prefix, and by its tier or outcome, or the empty text; of all ranks together."""
 
 
-class Reading(NamedTuple):
-    """What a server said at one moment."""
-
-    at_s: float
-    """By a clock of the reader's."""
-    samples: dict[str, list[tuple[dict[str, str], float]]]
-    """Labels and values by a metric's name, without our prefix."""
-    cartridges: list[dict[str, Any]] | None
-    """As `/v1/cartridges` lists them: its first page, and all that are active. None where it takes another API key."""
-
-
-def read(url: str, *, clock: Callable[[], float] = time.monotonic) -> Reading:
-    """Ask a server. Blocks. Raises `CartridgeError` where none answers, or none with cartridges."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    samples = defaultdict(list)
+def read(url: str) -> tuple[Numbers, list[dict[str, Any]] | None]:
+    """Return a server's numbers and, unless they take another API key, the cartridges that it lists first or has active.
+    Blocks. Raises `CartridgeError` where no server with cartridges answers."""
+    numbers: Numbers = defaultdict(dict)
     with Server(url, "any", 10.0) as server:
-        reply = _get(server, "/metrics")
-        at_s = clock()
+        reply = server.send("GET", "/metrics")
         try:
-            for family in text_string_to_metric_families(reply.content.decode()):
-                for sample in family.samples:
-                    if sample.name.startswith(PREFIX):
-                        samples[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
-        except ValueError:
-            raise CartridgeError(f"{url}/metrics is no Prometheus text; is it a vLLM server?") from None
-        if not samples:
-            raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
-        if (reply := _get(server, "/v1/cartridges", 401, 403)).status_code != 200:
-            return Reading(at_s, dict(samples), None)
-        try:
-            listed = {(row["id"], row["version"]): row for row in reply.json()["data"]}
+            for family in text_string_to_metric_families(reply.raise_for_status().content.decode()):
+                for sample in family.samples if family.name.startswith(PREFIX) else ():
+                    found = numbers[sample.name.removeprefix(PREFIX)]
+                    key = sample.labels.get("tier") or sample.labels.get("outcome", "")
+                    # Ranks share the registry and the disk tier's directory: each tells of all of it.
+                    is_shared = family.type == "gauge" and key in ("disk", "")
+                    found[key] = (max if is_shared else sum)((found.get(key, 0.0), sample.value))
+            if not numbers:
+                raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
+            if (reply := server.send("GET", "/v1/cartridges")).status_code in (401, 403):
+                return numbers, None
+            rows = reply.json()["data"]
             if reply.json()["has_more"]:
-                active = _get(server, "/v1/cartridges?active=true").json()["data"]
-                listed |= {(row["id"], row["version"]): row for row in active}
-        except (ValueError, KeyError, TypeError):
-            raise CartridgeError(f"{url}/v1/cartridges is no list of cartridges") from None
-    return Reading(at_s, dict(samples), list(listed.values()))
+                rows += server.send("GET", "/v1/cartridges?active=true").json()["data"]
+            return numbers, list({(row["id"], row["version"]): row for row in rows}.values())
+        except (ValueError, KeyError, TypeError, HTTPError):
+            raise CartridgeError(f"{reply.url} answers {reply.status_code}, not as vLLM with cartridges does") from None
 
 
-def _get(server: Server, path: str, *allowed: int) -> Any:
-    try:
-        reply = server.send("GET", path)
-    except SourceError as error:
-        raise CartridgeError(f"{server.url}{path} does not answer: {error.__cause__}") from None
-    if reply.status_code not in (200, *allowed):
-        status = f"{reply.status_code} {reply.reason_phrase}"
-        raise CartridgeError(f"{server.url}{path} answers {status}; is it a vLLM server with cartridges?")
-    return reply
+def views(url: str, interval_s: float) -> Iterator[dict[str, Any]]:
+    """Yield what there is to show, every `interval_s`: `numbers`, their `rates`, `cartridges` and `problem`. Does not end.
+    Raises `CartridgeError` where the first reading fails; later that is the `problem`, and the last numbers stay."""
+    view, before_s = dict[str, Any](), time.monotonic()
+    while True:
+        try:
+            (numbers, cartridges), at_s = read(url), time.monotonic()
+            gained = rates(numbers, view["numbers"], at_s - before_s) if view else None
+            before_s, view = at_s, {"numbers": numbers, "rates": gained, "cartridges": cartridges, "problem": None}
+        except CartridgeError as error:
+            if not view:
+                raise
+            view |= {"problem": str(error)}
+        yield view
+        time.sleep(interval_s)
 
 
-def summarise(now: Reading, before: Reading | None = None) -> dict[str, Any]:
-    """Return a reading as plain values, ranks summed up; with an earlier one of the same server also rates.
+def rates(now: Numbers, before: Numbers, elapsed_s: float) -> Numbers | None:
+    """Return what each counter gained in a second between two readings; None where one went back: it started again."""
+    counters = {name: of for name, of in now.items() if name.endswith(("_total", "_count"))}
+    gained = {name: {key: (value - before.get(name, {}).get(key, 0.0)) / elapsed_s for key, value in of.items()}
+              for name, of in counters.items()}  # fmt: skip
+    return gained if all(value >= 0 for of in gained.values() for value in of.values()) else None
 
-    A rate is None without an earlier reading, and where a counter went back: the server was started again.
-    """
-    elapsed_s = now.at_s - before.at_s if before else 0.0
 
-    def values(name: str, of: Reading = now, /, **wanted: str) -> list[float]:
-        return [value for labels, value in of.samples.get(name, ()) if wanted.items() <= labels.items()]
-
-    def count(name: str, **labels: str) -> dict[str, float | None]:
-        total = sum(values(name, **labels))
-        gained = total - sum(values(name, before, **labels)) if before else -1.0
-        return {"total": total, "per_s": gained / elapsed_s if elapsed_s > 0 and gained >= 0 else None}
-
-    tiers: dict[str, dict[str, Any]] = {}
-    for tier in _TIERS:
-        found: dict[str, Any] = {}
-        for number in TIER_NUMBERS:
-            if number.kind == "counter" and values(f"{number.name}_total", tier=tier):
-                found[number.name] = count(f"{number.name}_total", tier=tier)
-            elif number.kind == "gauge" and (held := values(number.name, tier=tier)):
-                # The disk tier's ranks share one directory, and each tells of all of it.
-                found[number.name] = max(held) if tier == "disk" else sum(held)
-        if values("load_seconds_count", tier=tier):
-            found["loads"] = count("load_seconds_count", tier=tier)
-        if found:
-            tiers[tier] = found
-    outcomes = dict.fromkeys(labels["outcome"] for labels, _ in now.samples.get("requests_total", ()))
-    return {
-        "ranks": len({labels["rank"] for labels, _ in now.samples.get("served_cartridges", ())}),
-        "status_age_seconds": max(values("status_age_seconds"), default=0.0),
-        **{number.name: max(values(number.name), default=0) for number in RANK_NUMBERS},
-        "waiting_requests": sum(values("waiting_requests")),
-        "requests": {outcome: count("requests_total", outcome=outcome) for outcome in outcomes},
-        "lost_prompts": count("lost_prompts_total"),
-        "positions": count("positions_total"),
-        "tiers": tiers,
-        "cartridges": now.cartridges,
-    }
+def draw(url: str, view: dict[str, Any]) -> Group:
+    """Return a view for a terminal of 80 columns. Counters are shown by the second, or as totals without rates yet."""
+    shown, cartridges = defaultdict(lambda: {"": 0.0}, view["numbers"] | (view["rates"] or {})), view["cartridges"]
+    s = "/s" if view["rates"] else ""
+    now = [f"{shown[f'{kind}_cartridges']['']:.0f} {kind}" for kind in ("served", "refused", "quarantined", "pinned")]
+    flow = {name: ", ".join(f"{key} {count(n)}{s}".strip() for key, n in of.items()) for name, of in shown.items()}
+    old_s, waiting, claims = (shown[name][""] for name in ("status_age_seconds", "waiting_requests", "open_claims"))
+    lines = [
+        f"cartridges: {', '.join(now)}  {url}",
+        view["problem"] or (f"the workers' numbers are {old_s:.0f} s old" if old_s > 5 else ""),
+        f"requests: {flow.get('requests_total', '')}, {waiting:.0f} waiting, {claims:.0f} claims",
+        f"positions {flow.get('positions_total')}, lost prompts: {flow.get('lost_prompts_total')}",
+    ]
+    titles = (title + s * name.endswith(("_total", "_count")) for title, name in _COLUMNS.items())
+    tiers = Table("tier", *titles, box=None, pad_edge=False)
+    for tier in filter(None, shown["resident_bytes"] | shown["read_bytes_total"]):
+        found = ((size if "bytes" in name else count, shown[name].get(tier)) for name in _COLUMNS.values())
+        tiers.add_row(tier, *("-" if n is None else show(n) for show, n in found))
+    rows = Table("cartridge", "state", "chunks", "size", "pin", box=None, pad_edge=False)
+    for row in sorted(cartridges or (), key=lambda row: (not row["loading"], row["state"] == "cold")):
+        name, pin = Text(f"{row['id']:.24}@{row['version']}"), "yes" if row["pinned"] else ""
+        state = "failing" if (row["loading"] or {}).get("failing") else row["state"]
+        chunks = "{resident_chunks}/{chunks}".format_map(max(row["tiers"].values(), key=itemgetter("resident_chunks")))
+        rows.add_row(name, state, chunks, size(row["bytes"]), pin)
+    if (others := shown["served_cartridges"][""] + shown["refused_cartridges"][""] - rows.row_count) > 0:
+        rows.add_row(f"and {others:.0f} more")
+    below = "the cartridges are shown with the server's API key: $VLLM_API_KEY" if cartridges is None else rows
+    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines if line), "", tiers, "", below)
 
 
 def run(url: str, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Show a server until interrupted, or once; as JSON one line each time. Blocks.
-
-    Raises `CartridgeError` where the first reading fails; later failures are shown, and the server is asked again.
-    """
-    from rich.console import Console
-    from rich.live import Live
-
-    url = url.rstrip("/").removesuffix("/metrics")
-    found = islice(views(url, interval_s, read(url)), 1 if once else None)
-    console = Console()
-    if as_json:
-        for summary, problem in found:
-            print(json.dumps(summary if problem is None else {"error": problem}), flush=True)
-    elif once or not console.is_terminal:
-        console = console if console.is_terminal else Console(width=80, no_color=True)
-        for summary, problem in found:
-            console.print(draw(url, summary, problem))
-    else:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            for summary, problem in found:
-                live.update(draw(url, summary, problem), refresh=True)
-
-
-def views(url: str, interval_s: float, first: Reading) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Yield what to show, and what is wrong, every `interval_s`; does not end. A lost server's last numbers stay."""
-    now, summary = first, summarise(first)
-    yield summary, None
-    while True:
-        time.sleep(interval_s)
-        problem = None
-        try:
-            now, before = read(url), now
-            summary = summarise(now, before)
-        except CartridgeError as error:
-            problem = str(error)
-        yield summary, problem
-
-
-def draw(url: str, summary: Mapping[str, Any], problem: str | None = None) -> RenderableType:
-    """Return a summary for a terminal of 80 columns. Counters are shown by the second, or as totals without rates yet."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    tiers, cartridges, s = summary["tiers"], summary["cartridges"], ""
-    if any(
-        flow.get("per_s") is not None for tier in tiers.values() for flow in tier.values() if isinstance(flow, dict)
-    ):
-        s = "/s"
-
-    def shown(flow: Mapping[str, Any], show: Callable[[float], str] = _count) -> str:
-        value = flow.get("per_s" if s else "total")
-        return "-" if value is None else show(value)
-
-    if problem is None and summary["status_age_seconds"] > 5:
-        problem = f"the workers' numbers are {summary['status_age_seconds']:.0f} s old"
-    states = ", ".join(
-        f"{summary[f'{name}_cartridges']:.0f} {name}" for name in ("served", "refused", "quarantined", "pinned")
-    )
-    requests = ", ".join(f"{name} {shown(flow)}{s}" for name, flow in summary["requests"].items())
-    lines = [
-        f"{summary['ranks']} ranks, cartridges: {states}  {url}", problem, f"requests: {requests}",
-        f"positions {shown(summary['positions'])}{s}, lost prompts {shown(summary['lost_prompts'])}{s}, requests waiting "
-        f"{summary['waiting_requests']:.0f}, claims {summary['open_claims']:.0f}",
-    ]  # fmt: skip
-    table = Table("tier", "used", "budget", *(f"{title}{s}" for title in _FLOWS.values()), box=None, pad_edge=False)
-    for name, tier in tiers.items():
-        held = (size(tier[key]) if key in tier else "" for key in ("resident_bytes", "budget_bytes"))
-        flows = (shown(tier.get(key, {}), size if key == "read_bytes" else _count) for key in _FLOWS)
-        table.add_row(name, *held, *flows)
-    rows = Table("cartridge", "state", "chunks", "loading", "size", "pin", box=None, pad_edge=False)
-    for row in sorted(cartridges or (), key=lambda row: (*_STATES, row["state"]).index(row["state"])):
-        fastest = max(row["tiers"].values(), key=lambda tier: tier["resident_chunks"])
-        loading = row["loading"] or {}
-        share = f"{100 * loading['resident_chunks'] / loading['chunks']:.0f} %" if loading.get("chunks") else ""
-        name = Text(f"{row['id']}@{row['version']}", overflow="ellipsis", no_wrap=True)
-        name.truncate(28, overflow="ellipsis")
-        rows.add_row(
-            name, row["state"], f"{fastest['resident_chunks']}/{fastest['chunks']}",
-            "failing" if loading.get("failing") else share, size(row["bytes"]), "yes" if row["pinned"] else "",
-        )  # fmt: skip
-    others = summary["served_cartridges"] + summary["refused_cartridges"] - len(cartridges or ())
-    if others > 0:
-        rows.add_row(f"and {others:.0f} more")
-    below = rows if cartridges else "no cartridges are registered"
-    if cartridges is None:
-        below = "the cartridges are shown with the server's API key: $VLLM_API_KEY"
-    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines if line), "", table, "", below)
-
-
-def _count(value: float) -> str:
-    """Return a number in at most 6 characters."""
-    return f"{value:.0f}" if value < 1000 and value == int(value) else scaled(value, ["", "k", "M", "G", "T"], 1000)
+    """Show a server until interrupted, or once; as JSON one line each time. Blocks. Raises as `views`."""
+    url, console = url.rstrip("/").removesuffix("/metrics"), Console()
+    is_live = console.is_terminal and not once and not as_json
+    with Live(console=console, screen=True, auto_refresh=False) if is_live else nullcontext() as live:
+        for view in islice(views(url, interval_s), 1 if once else None):
+            if live:
+                live.update(draw(url, view), refresh=True)
+            else:
+                print(json.dumps(view), flush=True) if as_json else console.print(draw(url, view))

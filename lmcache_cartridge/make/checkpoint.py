@@ -10,11 +10,20 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
 from ..artifact.hf_config import ALIKE
+from ..artifact.weights import model_directory
 from ..errors import UnsupportedModel
 
 ARGUMENTS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """For every `from_pretrained`. Without the second transformers asks whoever sits there, and runs the code on a y."""
 _CONFIGS: dict[str, Any] = {"deepseek_v3": DeepseekV3Config}
+
+
+def locate_model(name: str) -> tuple[Path, str]:
+    """Return where a model lies and what cartridges call it. Raises `UnsupportedModel` where it is not on this machine."""
+    directory = model_directory(name)
+    if directory is None:
+        raise UnsupportedModel(f"{name} is neither a directory nor a model in the local Hub cache; download it first")
+    return directory, directory.name if Path(name).is_dir() else name
 
 
 def read_config(directory: Path) -> Any:

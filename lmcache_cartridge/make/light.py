@@ -8,12 +8,19 @@ from typing import Any
 import msgspec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..artifact.hf_config import config_fields, engine_pairing, of_config, rope_kinds, rope_parameters
+from ..artifact.hf_config import (
+    config_fields,
+    engine_pairing,
+    of_config,
+    rope_kinds,
+    rope_parameters,
+    takes_long_factors,
+)
 from ..artifact.model import Fingerprint
-from ..artifact.weights import adapter_digest, model_directory, weights_digest
+from ..artifact.weights import adapter_digest, weights_digest
 from ..errors import UnsupportedModel
 from ..memory.rope import default_frequencies
-from .checkpoint import read_config, read_tokenizer
+from .checkpoint import locate_model, read_config, read_tokenizer
 from .model import CausalModel
 
 _HALF = ("llama", "mistral", "qwen2", "qwen3")
@@ -26,17 +33,14 @@ class ConfigModel(CausalModel):
     Of the model types in `_HALF` it is known how keys rotate; a cartridge of any other stands first in a chain.
     """
 
-    def __init__(self, name: str, *, dtype: str = "auto", lora: Path | None = None) -> None:
+    def __init__(
+        self, name: str, *, dtype: str = "auto", lora: Path | None = None, max_model_len: int | None = None
+    ) -> None:
         """Reads the config, the tokenizer and a few MiB of the weights' file. Raises `UnsupportedModel` as `CausalModel`."""
-        directory = model_directory(name)
-        if directory is None:
-            raise UnsupportedModel(
-                f"{name} is neither a directory nor a model in the local Hub cache; download it first"
-            )
-        self.name = directory.name if Path(name).is_dir() else name
+        directory, self.name = locate_model(name)
         self._config: Any = read_config(directory)
         self.tokenizer: Any = read_tokenizer(directory)
-        self.lora = lora
+        self.lora, self.max_model_len = lora, max_model_len
         found = self._described(directory, dtype)
         self.fingerprint = msgspec.structs.replace(found, lora=None if lora is None else adapter_digest(lora))
 
@@ -60,11 +64,12 @@ class ConfigModel(CausalModel):
         if kinds:
             kind, frequencies[None] = rope_parameters(fields)["rope_type"], (default_frequencies(fields), 1.0)
             if kind != "default":
-                inverse, factor = ROPE_INIT_FUNCTIONS[kind](text, device="cpu")
+                tokens = self.max_model_len if takes_long_factors(fields, self.max_model_len) else None
+                inverse, factor = ROPE_INIT_FUNCTIONS[kind](text, device="cpu", seq_len=tokens)
                 frequencies[None] = inverse.tolist(), factor
         found = of_config(
             fields, dtype=saved if dtype == "auto" else dtype, frequencies=frequencies,
-            weights=weights_digest(directory),
+            weights=weights_digest(directory), max_model_len=self.max_model_len,
         )  # fmt: skip
         replace, every = msgspec.structs.replace, tuple(range(found.layers))
         if fields.get("model_type") not in _HALF:

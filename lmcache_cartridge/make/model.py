@@ -33,11 +33,11 @@ from ..artifact.hf_config import (
 )
 from ..artifact.manifest import Provenance
 from ..artifact.model import Fingerprint, Pairing, Rope, rotating_layers, rotation_of
-from ..artifact.weights import adapter_digest, model_directory, weights_digest
+from ..artifact.weights import adapter_digest, weights_digest
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import default_frequencies, rotate
-from .checkpoint import ARGUMENTS, read_config, read_tokenizer
+from .checkpoint import ARGUMENTS, locate_model, read_config, read_tokenizer
 from .lora import add_adapter
 
 ROWS_BYTES = 512 << 20
@@ -84,13 +84,8 @@ class CausalModel:
         there is no such model or adapter here, or its KV cannot be a cartridge.
         """
         digest = None if lora is None else adapter_digest(lora)
-        directory = model_directory(name)
-        if directory is None:
-            raise UnsupportedModel(
-                f"{name} is neither a directory nor a model in the local Hub cache; download it first"
-            )
+        directory, self.name = locate_model(name)
         logging.disable_progress_bar()
-        self.name = directory.name if Path(name).is_dir() else name
         own = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(own if device == "auto" else device)
         options = self._checked_options(directory)  # before the weights are read, which may take minutes

@@ -1,0 +1,222 @@
+"""Top: what it reads from a server, the rates it computes, what it draws on 80 columns, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from starlette.responses import Response
+from watching import CHUNK_BYTES, CPU_CHUNKS, DISK_CHUNKS, RANKS, Watched, listening, serving
+
+from lmcache_cartridge.cli import top
+from lmcache_cartridge.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+KEY = "sk-test"
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    watched = Watched(tmp_path_factory.mktemp("home"), device=False)
+    watched.look_up(watched.make("a"), "a")
+    watched.make("cold", seed=1)
+    yield watched
+    watched.close()
+
+
+@pytest.fixture(scope="module")
+def url(watched: Watched) -> Iterator[str]:
+    with serving(watched, KEY) as url:
+        yield url
+
+
+def _view(url: str, **change: Any) -> dict[str, Any]:
+    return next(top.views(url, 0)) | change
+
+
+def _drawn(view: dict[str, Any], url: str = "http://localhost:8000") -> str:
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(top.draw(url, view))
+    return console.file.getvalue()
+
+
+def test_a_reading_sums_ranks_but_not_what_they_share(watched: Watched, url: str) -> None:
+    view = _view(url)
+    numbers = view["numbers"]
+    assert numbers["misses_total"]["cpu"] == 4 * RANKS
+    assert numbers["budget_bytes"] == {
+        "cpu": RANKS * CPU_CHUNKS * CHUNK_BYTES, "disk": DISK_CHUNKS * CHUNK_BYTES,
+    }  # fmt: skip
+    assert numbers["resident_bytes"]["cpu"] >= RANKS * 4 * CHUNK_BYTES
+    assert numbers["served_cartridges"] == {"": 2}
+    assert view["rates"] is None
+    assert {row["id"]: row["state"] for row in view["cartridges"]} == {"a": "resident", "cold": "cold"}
+    drawn = [line.split()[0] for line in _drawn(view).splitlines() if line]
+    assert drawn[-6:] == ["cpu", "disk", "source", "cartridge", "a@1", "cold@1"], (
+        "the fastest tier and what is active first"
+    )
+
+
+def test_rates_are_what_happened_between_two_readings(watched: Watched, url: str) -> None:
+    made = watched.make("rated", seed=7)
+    watched.look_up(made, "rated")
+    before, _ = top.read(url)
+    watched.look_up(made, "rated")
+    watched.requests.injected(400)
+    now, _ = top.read(url)
+    rates = top.rates(now, before, 4.0)
+    assert rates["hits_total"]["cpu"] == 4 * RANKS / 4
+    assert rates["misses_total"]["cpu"] == rates["read_bytes_total"]["source"] == 0
+    assert rates["positions_total"][""] == 100
+    assert top.rates(before, now, 4.0) is None, "a server that was started again has no rates below zero"
+
+
+def test_what_is_drawn_fits_eighty_columns(watched: Watched, url: str) -> None:
+    view = _view(url)
+    assert _drawn(view).count("\n") < 24 and "hits/s" not in _drawn(view)
+    loading = {"resident_chunks": 3, "chunks": 4, "eta_s": 12.5, "failing": False}
+    rows = []
+    for row in view["cartridges"]:
+        rows += [row | {"id": "a-very-long-name-" * 8, "state": "quarantined", "version": 10**6}]
+        rows += [row | {"id": "[bold]x[/nope]", "state": "loading", "loading": loading}]
+    huge = {name: {key: value * 2**36 for key, value in of.items()} for name, of in view["numbers"].items()}
+    for numbers in (view["numbers"], huge):
+        view = {"numbers": numbers, "rates": top.rates(numbers, {}, 1.0), "cartridges": rows, "problem": None}
+        text = _drawn(view, "https://" + "very-long-host." * 9 + "example.org")
+        assert max(map(len, text.splitlines())) <= 80
+        assert "hits/s" in text and "a-very-long-name-a-very-@1000000" in text and "[bold]x[/nope]@1" in text
+        for line in text.splitlines():
+            if line.split()[:1] in (["tier"], ["cpu"], ["disk"], ["source"], ["[bold]x[/nope]@1"]):
+                assert "…" not in line, "a number that is cut is a wrong number"
+
+
+def test_old_numbers_are_said(url: str) -> None:
+    view = _view(url)
+    assert "s old" not in _drawn(view)
+    assert "63 s old" in _drawn(view | {"numbers": view["numbers"] | {"status_age_seconds": {"": 63.0}}})
+
+
+def test_a_server_that_goes_is_said_and_asked_again(watched: Watched) -> None:
+    with serving(watched) as other:
+        views = top.views(other, 0.01)
+        assert (next(views)["problem"], next(views)["problem"]) == (None, None)
+    lost = next(views)
+    assert "Connection refused" in lost["problem"] and lost["problem"] in " ".join(_drawn(lost).split())[:200]
+    assert lost["cartridges"] and next(views)["numbers"], "the last numbers stay on the screen"
+
+
+@pytest.mark.parametrize("key", [KEY, "", "wrong"])
+def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    assert main(["top", "--url", url + "/", "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "cpu" in out and ("$VLLM_API_KEY" not in out) == ("a@1" in out) == (key == KEY)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [(200, b"# TYPE x gauge\nx 1\n", "serves no cartridges"), (200, b"<html>hello there</html>", "not as vLLM"),
+     (200, b"\xff\xfe", "not as vLLM"), (404, b"", "404"), (500, b"", "500"), (200, b"", "serves no cartridges"),
+     (401, b"", "401")],
+)  # fmt: skip
+def test_what_is_no_cartridge_server_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], status: int, body: bytes, said: str
+) -> None:
+    with listening(Response(body, status)) as url:  # an ASGI app of its own
+        assert main(["top", "--url", url, "--once"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error and url in error
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "protocol"), ("http://", "/metrics: "),
+     ("http://x:y", "is no URL of a server"), ("file:///etc/passwd", "protocol")],
+)  # fmt: skip
+@pytest.mark.parametrize("once", [[], ["--once"]])
+def test_a_url_where_no_server_answers_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], url: str, why: str, once: list[str]
+) -> None:
+    assert main(["top", "--url", url, *once]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert why in error
+
+
+@pytest.mark.parametrize("interval", ["0", "nan", "1e9"])
+def test_an_interval_that_makes_no_sense_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--interval", interval]) == 2
+    assert "--interval" in capsys.readouterr().err
+
+
+@contextmanager
+def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.Popen, int]]:
+    """Run the command on a terminal of its own, or into a pipe; lend the process and what to read from."""
+    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "top", "--url", url, *arguments]
+    terminal = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    environment = os.environ | terminal | {"PYTHONPATH": str(ROOT), "VLLM_API_KEY": KEY}
+    environment.pop("PYTHONUNBUFFERED", None)  # as users have it
+    reader, writer = os.openpty() if tty else os.pipe()
+    with subprocess.Popen(
+        command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible
+    ) as process:
+        os.close(writer)
+        try:
+            yield process, reader
+        finally:
+            process.kill()
+            os.close(reader)
+
+
+def _interruptible() -> None:
+    """Let Ctrl-C reach a process, though shells begin what they run in the background with it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _read_until(reader: int, wanted: str) -> str:
+    text, deadline = "", time.monotonic() + 30
+    while wanted not in text:
+        assert time.monotonic() < deadline
+        text += os.read(reader, 4096).decode(errors="replace")
+    return text
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_ctrl_c_ends_it_cleanly(url: str, tty: bool) -> None:
+    with _running(url, "--interval", "0.1", tty=tty) as (process, reader):
+        seen = _read_until(reader, "hits/s")
+        process.send_signal(signal.SIGINT)
+        rest = ""
+        while tty and "\x1b[?1049l" not in rest:
+            rest += os.read(reader, 4096).decode(errors="replace")
+        assert process.wait(60) == 130
+        assert process.stderr.read() == ""
+    assert ("\x1b[?1049h" in seen) == tty, "the terminal's other screen, which leaves what was there"
+    assert ("\x1b" in seen) == tty, "no control characters in a pipe"
+
+
+def test_json_is_a_line_a_refresh_and_there_before_the_next_is_made(url: str) -> None:
+    with _running(url, "--format", "json", "--interval", "5", tty=False) as (_, reader):
+        lines = _read_until(reader, "}\n")
+    first = json.loads(lines)
+    assert first["rates"] is None and first["numbers"]["misses_total"]["cpu"] > 0
+    assert {row["id"] for row in first["cartridges"]} >= {"a", "cold"}
