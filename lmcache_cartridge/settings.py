@@ -53,8 +53,8 @@ class Settings(BaseModel):
     """Directory of the registry and of cartridges built here; by default `$LMCACHE_CARTRIDGE_HOME`, or `lmcache-cartridge`
     under `$XDG_DATA_HOME` or `~/.local/share`."""
     device_bytes: Bytes | None = None
-    """Budget of the device tier, in the accelerator's memory; 0 switches it off. The default is the least of eight times
-    the largest cartridge, 1 GiB and half of the free memory. A CPU engine has no device tier; on a GPU it was never run."""
+    """Budget of the device tier, in the accelerator's memory; 0 switches it off. The default is 1 GiB, or a quarter
+    of what vLLM's own cache leaves free where that is less; more than is free is refused. A CPU engine has no device tier; on a GPU it was never run."""
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier: the host's memory for chunks, in each worker."""
     disk_bytes: Bytes = 16 << 30

@@ -19,6 +19,7 @@ from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.errors import RegistryError
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.library.workers import noted
 from lmcache_cartridge.settings import Settings
 
 # What is registered while serving.
@@ -413,35 +414,38 @@ def test_a_registry_that_is_locked_is_a_complaint_and_no_more(home: Home, opened
     assert store.names() == ["doc@1", "later@1"]
 
 
-def test_the_keeper_complains_once_and_goes_on(home: Home, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_keeper_complains_now_and_then_and_goes_on(home: Home, caplog: pytest.LogCaptureFixture) -> None:
     home.make(seed=1)
     store = home.open(settings={"reload_s": 0.01})
-    looks, refresh = [], store.refresh
-    store.refresh = lambda: (looks.append(None), refresh())
     away = home.registry.path.rename(home.path / "away")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.memory.store"):
-        until(lambda: len(looks) > 4)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"changes are not followed: registry {home.registry.path} is gone"
-    ]
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.workers"):
+        before = noted()
+        until(lambda: noted() > before + 8)
+    assert 3 <= len(caplog.records) <= 5  # of nine and more
+    assert caplog.records[0].getMessage() == f"cartridge-keeper goes on: registry {home.registry.path} is gone"
     away.rename(home.registry.path)
     home.make("later", seed=2)
     until(lambda: store.names() == ["doc@1", "later@1"])
 
 
-def test_the_keeper_outlives_an_error_that_nobody_thought_of(home: Home) -> None:
+@pytest.mark.parametrize("place", ["refresh", "poll", "relieve"])
+def test_the_keeper_outlives_an_error_that_nobody_thought_of(
+    home: Home, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = home.open(settings={"reload_s": 0.01})
-    refresh, failures = catalog_of(store).refresh, [ZeroDivisionError("a bug")]
+    part = {"refresh": catalog_of(store), "poll": store._background, "relieve": store.cpu}[place]
+    work, failures, before = getattr(part, place), [ZeroDivisionError("a bug")], store.numbers()["background_errors"]
 
     def broken() -> list[str]:
         if failures:
             raise failures.pop()
-        return refresh()
+        return work()
 
-    catalog_of(store).refresh = broken
+    monkeypatch.setattr(part, place, broken)
     until(lambda: not failures)
     home.make()
     until(lambda: store.names() == ["doc@1"])
+    assert store.numbers()["background_errors"] == before + 1
 
 
 def test_an_older_backup_put_back_is_followed(home: Home, opened: Callable) -> None:

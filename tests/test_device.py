@@ -13,7 +13,7 @@ from invariants import check
 from making import Made, make_fingerprint
 from waiting import run_threads, until
 
-from lmcache_cartridge.errors import CartridgeError
+from lmcache_cartridge.errors import CartridgeError, OverBudget
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import device as device_module
 from lmcache_cartridge.memory.loan import Loan
@@ -59,6 +59,27 @@ def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> 
     tiers = _open(home, cpu=4, device=2).tiers()
     assert list(tiers) == ["device", "cpu", "disk", "source"]
     assert tiers["device"]["budget_bytes"] == 2 * CHUNK_BYTES
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "size"),
+    [
+        (None, 80 * GIB, GIB), (None, 2 * GIB, GIB // 2), (0, 2 * GIB, 0), (2 * GIB, 2 * GIB, 2 * GIB),
+        (2 * GIB + 1, 2 * GIB, "2147483649, and cuda:0 has 2147483648 bytes free"),
+    ],
+)  # fmt: skip
+def test_on_a_gpu_it_is_a_part_of_what_is_free_and_never_more(
+    monkeypatch: pytest.MonkeyPatch, wanted: int | None, free: int, size: int | str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+    if isinstance(size, int):
+        assert device_module.device_bytes(wanted, "cuda:0") == size
+    else:
+        with pytest.raises(OverBudget, match=size):
+            device_module.device_bytes(wanted, "cuda:0")
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])

@@ -490,13 +490,6 @@ def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(tmp
         reader.changes(1)
 
 
-def test_the_largest_payload_is_known(registry: Registry, tmp_path: Path) -> None:
-    assert registry.largest_bytes() == 0
-    for name in "ab":
-        registry.register(_make(tmp_path, name))
-    assert registry.largest_bytes() == max(row.bytes for row in registry.all()) > 0
-
-
 def test_warm_labels_give_each_cartridge_once(registry: Registry, tmp_path: Path) -> None:
     for name in "abc":
         registry.register(_make(tmp_path, name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -28,13 +27,6 @@ class ChunkKey(NamedTuple):
     digest: str
     """The cartridge's digest, or the digests of a chain joined by dots."""
     chunk: int
-
-
-def count_digests(keys: Sequence[ChunkKey]) -> dict[str, int]:
-    """Return how many of these keys of a prompt are of each digest."""
-    if keys and keys[0].digest == keys[-1].digest:  # mostly they are of one, and a Counter takes longer than the rest
-        return {keys[0].digest: len(keys)}
-    return Counter(key.digest for key in keys)
 
 
 class KeyIndex:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from .registry import RegistryEntry
-from .workers import Workers
+from .workers import Workers, go_on, note
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +93,7 @@ class ReadQueue:
 
     def later(self, work: Callable[[], None]) -> None:
         """Have something else done in the background."""
-
-        def run() -> None:
-            try:
-                work()
-            except Exception:
-                logger.exception("something was not done in the background")
-
-        self._workers.submit(run, run)
+        self._workers.submit(object(), lambda: go_on(work))
 
     def close(self) -> None:
         """Stop reading. Waits for what is being read, but not for what hangs."""
@@ -115,6 +108,6 @@ class ReadQueue:
         try:
             self._read(request)
         except Exception as error:  # whatever it is, the others must be read
-            logger.exception("cartridge %s was not read", request.name)
+            note(error)
             if self.holds(request):
                 self.put_back(request, str(error) or type(error).__name__)

@@ -284,11 +284,6 @@ class Registry:
         """Return the cartridges that warm labels point at."""
         return self._select("WHERE (id, version) IN (SELECT id, version FROM labels WHERE warm) ORDER BY id, version")
 
-    def largest_bytes(self) -> int:
-        """Return the size of the largest payload, 0 without any."""
-        with self._connect() as db:
-            return db.execute("SELECT coalesce(max(bytes), 0) FROM cartridges").fetchone()[0]
-
     def labels(self) -> dict[str, str]:
         """Return every label with the `id@version` it points at."""
         with self._connect() as db:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -17,6 +18,29 @@ _IDLE_S = 5.0
 """Threads that have nothing to do for so long end."""
 _MOST_STALLED = 64
 """Threads that may be stalled before no others take their place."""
+_noted: Counter[str] = Counter()
+"""Errors that ended no thread, by the thread's name."""
+
+
+def noted() -> int:
+    """Return how many errors were noted in this process."""
+    return _noted.total()
+
+
+def go_on(run: Callable[[], object]) -> None:
+    """Run a part of what a thread in the background does. What it raises is logged and counted, and ends nothing."""
+    try:
+        run()
+    except Exception as error:
+        note(error)
+
+
+def note(error: Exception) -> None:
+    """Count an error that ends nothing, and log it the thread's first, second, fourth, eighth time and so on."""
+    name = threading.current_thread().name
+    _noted[name] += 1
+    if _noted[name].bit_count() == 1:
+        logger.warning("%s goes on: %s", name, error, exc_info=True)
 
 
 class _Job(NamedTuple):
@@ -115,7 +139,7 @@ class Workers:
         return None
 
     def _work(self) -> None:
-        self._begin()
+        go_on(self._begin)
         me = threading.current_thread()
         while True:
             with self._changed:

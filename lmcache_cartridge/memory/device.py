@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import CartridgeError
+from ..errors import CartridgeError, OverBudget
 from ..library.index import ChunkKey
-from ..settings import Settings
-from .described import Engine
-from .layout import ChunkShape
 from .loads import ChunkSource, copy_and_wait
 from .tier import MemoryTier
 
+_MOST_BYTES = 1 << 30
 _PROMOTE_S = 30.0
 """How long a chunk on its way to the device may take from the cpu tier."""
 
 
-def device_bytes(settings: Settings, engine: Engine, shape: ChunkShape, largest_bytes: int) -> int:
-    """Return the budget of the device tier: none without CUDA unless it was set. `largest_bytes` has a cartridge."""
-    if settings.device_bytes is not None:
-        return settings.device_bytes
-    if torch.device(engine.device).type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(engine.device)
-    share = shape.layers / engine.fingerprint.layers / engine.world
-    return min(8 * int(largest_bytes * share), 1 << 30, free // 2)
+def device_bytes(wanted: int | None, device: str) -> int:
+    """Return the budget of the device tier: what was set, else none without CUDA, and a part of what is free with it.
+
+    vLLM has its cache by now, and takes more from what is free for each step. Raises `OverBudget` for more than is free.
+    """
+    if torch.device(device).type != "cuda":
+        return wanted or 0
+    free, _ = torch.cuda.mem_get_info(device)
+    if wanted is None:
+        return min(_MOST_BYTES, free // 4)
+    if wanted > free:
+        raise OverBudget(
+            f"device_bytes is {wanted}, and {device} has {free} bytes free beside vLLM's cache: set less, or a smaller "
+            "--gpu-memory-utilization"
+        )
+    return wanted
 
 
 class Promotions(ChunkSource):

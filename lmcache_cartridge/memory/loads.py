@@ -15,7 +15,7 @@ from torch._C import set_num_threads
 
 from ..errors import CartridgeError
 from ..library.index import ChunkKey
-from ..library.workers import STALLED_S, Workers
+from ..library.workers import STALLED_S, Workers, go_on
 from ..sources.cores import use_all_cores
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class LoadThreads:
         self._end(list(self._chunks.values()), CartridgeError("this engine stops"))
 
     def _begin(self, digest: str, job: Callable[[], None]) -> None:
-        self._workers[-self._is_slow(digest)].submit(object(), job, (digest,))
+        self._workers[-self._is_slow(digest)].submit(object(), lambda: go_on(job), (digest,))
 
     def _plan(self, digest: str) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from ..library.index import ChunkKey
 from ..library.manifest_cache import ManifestCache
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
-from ..library.workers import Workers
+from ..library.workers import Workers, go_on, noted
 from ..settings import Settings
 from ..sources.disk_cache import DiskCache
 from ..sources.published import follower_of
@@ -35,8 +34,6 @@ from .loan import Loan, Make
 from .readiness import Readiness
 from .residents import described, residents
 from .tier import Hold, MemoryTier
-
-logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often claims in the background are polled."""
@@ -102,7 +99,7 @@ class CartridgeStore:
         self.begin_trials = self.trust.begin_trials
         self.device: MemoryTier | None = None
         self._memory = {"cpu": self.cpu}
-        budget_bytes = device_bytes(settings, engine, self.shape, self._registry.largest_bytes())
+        budget_bytes = device_bytes(settings.device_bytes, engine.device)
         if budget_bytes >= self.shape.size_bytes:
             self.device = MemoryTier(
                 self.shape.size_bytes, budget_bytes, Promotions(self.cpu), device=engine.device,
@@ -341,6 +338,7 @@ class CartridgeStore:
             "loading": len(waiting),
             "untried": len(self.trust.wanted),
             "claims": len(started_at),
+            "background_errors": noted(),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
         } | residents(self._memory.values(), self._catalog, waiting, self._settings.resident_names)
@@ -387,18 +385,10 @@ class CartridgeStore:
 
     def _keep(self) -> None:
         """Poll the claims in the background and follow changes of the registry, until the store is closed."""
-        refreshed_at, complaint = self._clock(), None
+        refreshed_at = self._clock()
         while not self._stopping.wait(_POLL_S):
-            for tier in self._memory.values():
-                tier.relieve()
-            self._background.poll()
+            for step in (*(tier.relieve for tier in self._memory.values()), self._background.poll):
+                go_on(step)
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
-                try:
-                    self.refresh()
-                    complaint = None
-                except Exception as error:  # whatever it is, later changes must be followed
-                    if str(error) != complaint:
-                        is_bug = not isinstance(error, CartridgeError)
-                        logger.warning("changes are not followed: %s", error, exc_info=is_bug)
-                    complaint = str(error)
+                go_on(self.refresh)

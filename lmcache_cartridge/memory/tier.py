@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from ..errors import CartridgeError, OverBudget
-from ..library.index import ChunkKey, count_digests
+from ..library.index import ChunkKey
 from .loads import ChunkSource, LoadThreads
 from .loan import Entry, Lease, Loan, Make, loans
 from .readiness import Readiness
@@ -285,7 +285,7 @@ class MemoryTier:
             hold._is_counted = True
             hits = sum(key in self._entries and self._entries[key].state == "resident" for key in hold.keys)
             self._hits, self._misses = self._hits + hits, self._misses + len(hold.keys) - hits
-            self._use(count_digests(hold.keys), hits == len(hold.keys))
+            self._use(_count(hold.keys), hits == len(hold.keys))
         if len(hold._entries) < len(hold.keys):
             if now >= hold._retry_at:
                 self._admit(hold)
@@ -296,7 +296,7 @@ class MemoryTier:
         """Keep the longest leading run of `keys` that is resident in time, and return it."""
         self._settle()
         here: list[Any] = list(map(self._entries.get, keys))
-        uses = count_digests(keys)
+        uses = _count(keys)
         is_used = here and (here[0] is None or here[0].holds == len(here[0].leases))
         # A claimed chunk was counted when it was claimed. So a chunk is not counted while somebody copies it.
         if self._are_resident(here):
@@ -340,7 +340,7 @@ class MemoryTier:
         # What is here is kept first, so that loading its neighbours cannot evict it.
         self._add(hold, filter(None, here))
         admitted = here if all(here) else self._load_missing(hold)
-        for digest in count_digests(hold.keys[: len(admitted)]):
+        for digest in _count(hold.keys[: len(admitted)]):
             self._cartridges.move_to_end(digest)
         return admitted
 
@@ -444,3 +444,10 @@ class MemoryTier:
 
 def _is_resident(entry: Entry | None) -> bool:
     return entry is not None and entry.state == "resident"
+
+
+def _count(keys: Sequence[ChunkKey]) -> dict[str, int]:
+    """Return how many of these keys of a prompt are of each digest."""
+    if keys and keys[0].digest == keys[-1].digest:  # mostly they are of one, and a Counter takes longer than the rest
+        return {keys[0].digest: len(keys)}
+    return Counter(key.digest for key in keys)

@@ -35,24 +35,24 @@ class Number(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     key: str = ""
-    """Where it stands in a worker's status; where that is not there, neither is the metric."""
+    """Where it stands in a worker's status, if not under its name; where that is not there, neither is the metric."""
 
 
 TIER_NUMBERS = (
-    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk cache, one rank's part of them.", "hits"),
-    Number("misses", "counter", "Chunks asked of a tier that it did not hold, or not yet. Hit rate: hits / (hits + misses).", "misses"),
-    Number("promoted", "counter", "Chunks that came into a tier. promoted - evicted = resident in device and cpu.", "promoted"),
-    Number("evicted", "counter", "Chunks dropped from a tier: to make room, or on request. Many a second: too small a budget.", "evicted"),
-    Number("failed", "counter", "Loads into device or cpu, or reads of a source, that failed. They are tried again.", "failed"),
-    Number("reads", "counter", "Reads of a source, each of one rank's part of a chunk.", "reads"),
-    Number("read_bytes", "counter", "Bytes read from a tier.", "read_bytes"),
-    Number("written_bytes", "counter", "Bytes written to a tier.", "written_bytes"),
-    Number("read_seconds", "counter", "Time spent in reads of a source and their checks, all threads together.", "read_seconds"),
+    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk cache, one rank's part of them."),
+    Number("misses", "counter", "Chunks asked of a tier that it did not hold, or not yet. Hit rate: hits / (hits + misses)."),
+    Number("promoted", "counter", "Chunks that came into a tier. promoted - evicted = resident in device and cpu."),
+    Number("evicted", "counter", "Chunks dropped from a tier: to make room, or on request. Many a second: too small a budget."),
+    Number("failed", "counter", "Loads into device or cpu, or reads of a source, that failed. They are tried again."),
+    Number("reads", "counter", "Reads of a source, each of one rank's part of a chunk."),
+    Number("read_bytes", "counter", "Bytes read from a tier."),
+    Number("written_bytes", "counter", "Bytes written to a tier."),
+    Number("read_seconds", "counter", "Time spent in reads of a source and their checks, all threads together."),
     Number("corrupt_copies", "counter", "Copies from a source, or from the disk tier before it, whose checksum was wrong. Any is worth a look.", "corrupt"),
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
-    Number("resident_bytes", "gauge", "Bytes a tier holds now, never above its budget. The disk tier's ranks share one directory: take max, not sum.", "resident_bytes"),
-    Number("budget_bytes", "gauge", "Bytes a tier may hold. The disk tier's ranks share one directory: take max, not sum.", "budget_bytes"),
-    Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in. What nobody relies on makes room for more.", "free_bytes"),
+    Number("resident_bytes", "gauge", "Bytes a tier holds now, never above its budget. The disk tier's ranks share one directory: take max, not sum."),
+    Number("budget_bytes", "gauge", "Bytes a tier may hold. The disk tier's ranks share one directory: take max, not sum."),
+    Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in. What nobody relies on makes room for more."),
     Number("loading_chunks", "gauge", "Loads into a tier in flight or queued.", "loading"),
     Number("held_chunks", "gauge", "Chunks that may not be evicted now: claimed by a request, pin or preload, leased, or lent.", "held"),
     Number("leased_chunks", "gauge", "Leases of chunks, promised to the scheduler for a request that has not come for them yet.", "leased"),
@@ -67,6 +67,7 @@ RANK_NUMBERS = (
     Number("waiting_claims", "gauge", "Cartridges and chains that are claimed and not whole in memory yet.", "loading"),
     Number("open_claims", "gauge", "Claims that requests have on cartridges and chains, so that these stay in memory.", "claims"),
     Number("oldest_claim_seconds", "gauge", "Age of the oldest of these claims; far above the longest answer: a leak.", "oldest_claim_s"),
+    Number("background_errors", "counter", "Errors of background threads, which went on; the log has each. Its process's, so take max, not sum."),
 )  # fmt: skip
 """By rank."""
 LOADS = Number("load_seconds", "histogram", "Time a load of one chunk into a tier took, failed ones too.")
@@ -156,20 +157,18 @@ class StatusCollector:
         if self._updated_at is not None:
             age.add_metric([], self._clock() - self._updated_at)
         yield age
-        known = self._library()
-        for row in LIBRARY_NUMBERS:
+        for row, value in zip(LIBRARY_NUMBERS, _of_library(self._library()), strict=True):
             number = GaugeMetricFamily(PREFIX + row.name, row.help)
-            if known is not None and (value := _of_library(row.name, known)) is not None:
+            if value is not None:
                 number.add_metric([], value)
             yield number
 
 
-def _of_library(name: str, known: Following) -> float | None:
-    if name == "library_position":
-        return known.position
-    if name == "library_failing":
-        return known.problem is not None
-    return None if known.seen_s is None else max(0.0, time.time() - known.seen_s)
+def _of_library(known: Following | None) -> tuple[float | None, ...]:
+    if known is None:
+        return None, None, None
+    age_s = None if known.seen_s is None else max(0.0, time.time() - known.seen_s)
+    return known.position, age_s, known.problem is not None
 
 
 def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> list[Metric]:
@@ -188,13 +187,13 @@ def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> li
     for status in ranks:
         rank = str(status["rank"])
         for row, metric in by_rank:
-            if (value := status.get(row.key)) is not None:
+            if (value := status.get(row.key or row.name)) is not None:
                 metric.add_metric([rank], float(value) if isinstance(value, int | float) else len(value))
         for tier, counters in status["tiers"].items():
             if "budget_bytes" in counters:
                 counters = counters | {"free_bytes": counters["budget_bytes"] - counters["resident_bytes"]}
             for row, metric in by_tier:
-                if (value := counters.get(row.key)) is not None:
+                if (value := counters.get(row.key or row.name)) is not None:
                     metric.add_metric([tier, rank], float(value))
             if counts := counters.get("load_counts"):
                 buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,13 +16,12 @@ from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, CartridgeExists, CartridgeNotFound, SettingsError, SourceNotFound
 from ..library.published import Published
 from ..library.registry import check_same
+from ..library.workers import note
 from ..settings import Settings
 from .s3 import S3Source
 from .sources import Sources
 from .transfer import Progress, files_of
 from .writers import DirectoryWriter, S3Writer
-
-logger = logging.getLogger(__name__)
 
 _SHARE = 0.9
 """Part of `reload_s` within which one look does for all processes of a machine."""
@@ -105,7 +103,7 @@ class Follower:
         location = _location(settings)
         timeout_s = min(_LOOK_S, settings.s3_timeout_s)
         self._source = Sources(S3Source(**settings.s3 | {"connections": 1, "timeout_s": timeout_s}))
-        self._every_s, self._complaint = settings.reload_s, ""
+        self._every_s = settings.reload_s
         self._library = Published(settings.registry_path, location, self._source)
         known = self._library.following().position > 0
         try:
@@ -114,7 +112,7 @@ class Follower:
             if not known and (not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)):
                 self._source.close()
                 raise
-            self._complain(error)
+            note(error)
         self.latest = self._library.following()
         """How far the library is followed, as of the last look of this process."""
         self._stopping = threading.Event()
@@ -133,17 +131,11 @@ class Follower:
         while not self._stopping.wait(self._every_s):
             try:
                 self._library.follow(max_age_s=_SHARE * self._every_s)
-                self.latest, self._complaint = self._library.following(), ""
+                self.latest = self._library.following()
             except Exception as error:  # whatever it is, later changes must be followed
                 if not self._stopping.is_set():
-                    self._complain(error)
+                    note(error)
                     self.latest = self.latest._replace(problem=str(error))
-
-    def _complain(self, error: Exception) -> None:
-        if str(error) != self._complaint:
-            is_bug = not isinstance(error, CartridgeError)
-            logger.warning("what is known of the library is served on: %s", error, exc_info=is_bug)
-        self._complaint = str(error)
 
 
 def look(settings: Settings) -> None:

@@ -253,7 +253,7 @@ class _Transient(SourceError):
     """A request failed in a way that may pass."""
 
 
-class _CallEnded(Exception):
+class _CallEnded(CartridgeError):
     """The call that a thread works for has ended."""
 
 
