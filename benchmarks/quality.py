@@ -37,8 +37,9 @@ from lmcache_cartridge.make.train.trainer import Recipe
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 32
-SEEDS = [f"short {n}" for n in range(3, 9)]
-"""Lists, notes and both, with sentences between the facts and without."""
+SEEDS = {f"short {n}": 512 for n in (9, 10, 12, 13, 14)} | {"long 1": 1024}
+"""Sheets that nothing was chosen by (short 3 to 8 were), and their tokens: lists, notes and both, with sentences between
+the facts and without."""
 WAYS = [
     *(f"compact {n}x{asked}" for asked in ("", ", no questions") for n in (4, 8, 16)),
     "train 4x",
@@ -55,15 +56,15 @@ class Sheet(NamedTuple):
     asked: list[Question]
 
 
-def sheets_of(file: Path | None, tokens: int) -> Iterator[Sheet]:
-    """Yield the sheets in a file, or those of the shipped model, of at least so many tokens."""
+def sheets_of(file: Path | None, smoke: bool) -> Iterator[Sheet]:
+    """Yield the sheets in a file, or those of the shipped model, whole or for a smoke test."""
     if file is not None:
         for row in json.loads(file.read_text(encoding="utf-8")):
             first, second, third = ([Question(*pair) for pair in wording] for wording in row["questions"])
             yield Sheet(row["name"], row["text"], [*first, *third], second)
         return
-    for seed in SEEDS:
-        document = write_document(random.Random(seed), tokens)
+    for seed, tokens in SEEDS.items():
+        document = write_document(random.Random(seed), 200 if smoke else tokens)
         facts = [fact._asdict() for fact in document.facts]
         first, second, third = ([Question(text.format(**f), f["value"]) for f in facts] for text in QUESTIONS)
         yield Sheet(seed, document.text, [*first, *third], second)
@@ -111,15 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--ways", nargs="*", default=WAYS, help="what to make (default: all by defaults)")
     options = bench.start(arguments)
     torch.set_num_threads(1)
-    tokens, most, steps, ways = 512, None, Recipe().steps, options.ways
+    most, steps, ways = None, Recipe().steps, options.ways
     if options.smoke:
-        tokens, most, steps, ways = 200, 1, 2, ["compact 4x", "train 4x"]
+        most, steps, ways = 1, 2, ["compact 4x", "train 4x"]
     model = options.model.name
     figure = partial(report.Figure.share, what="exact answers", model=model)
     found: list[report.Figure] = []
     total: dict[str, list[tuple[int, int]]] = {}
     took: dict[str, list[float]] = {}
-    for sheet in list(sheets_of(options.sheets, tokens))[:most]:
+    for sheet in list(sheets_of(options.sheets, options.smoke))[:most]:
         for way in ways:
             with tempfile.TemporaryDirectory() as place:
                 measured, seconds = made(str(options.model), sheet, way, Path(place), steps)

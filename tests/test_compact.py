@@ -104,7 +104,7 @@ def test_the_document_read_again_asks_for_every_token_once(sheet: Sheet) -> None
 
 
 def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = references_of(sheet.model, sheet.ids, Wanted(P4, sheet.questions))
+    examples = references_of(sheet.model, sheet.ids, Wanted(P16, sheet.questions))
     answers = sum(len(example.answer) for example in examples)
     monkeypatch.setattr(references, "MOST_QUERIES", answers + 7)
     found = collect(sheet.model, sheet.kv, examples)
@@ -114,9 +114,9 @@ def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet: Sheet, mo
 
 
 def test_an_answer_is_asked_for_and_its_end_is_not(sheet: Sheet) -> None:
-    asked = references_of(
-        sheet.model, sheet.ids, Wanted(P4, [Question("ward of Mora?", "7"), Question("blood of Mora?")])
-    )
+    questions = [Question("ward of Mora?", "7"), Question("blood of Mora?")]
+    asked = references_of(sheet.model, sheet.ids, Wanted(P16, questions))
+    assert references_of(sheet.model, sheet.ids, Wanted(P4, questions)) == [*asked, *repeated(sheet.ids)], "p has room"
     seven, end = sheet.model.encode("7", special=False), sheet.model.end_ids[:1]
     assert [example.answer for example in asked] == [seven, end], (
         "what is asked at the end of a question needs no answer"
