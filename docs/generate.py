@@ -7,11 +7,10 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from lmcache_cartridge.cli.main import COMMANDS
 from lmcache_cartridge.engine.versions import LEVELS, MATRIX
 from lmcache_cartridge.serve import metrics as exported
 from lmcache_cartridge.settings import Settings
@@ -20,7 +19,6 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 
 import figures  # noqa: E402
-import reference_tables  # noqa: E402
 import sizes as sizes_of_models  # noqa: E402
 
 START, END = "<!-- made by docs/generate.py: change the code, then `make docs` -->", "<!-- end -->"
@@ -87,35 +85,6 @@ def _default(name: str, field: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else format(value, 'g') if isinstance(value, float) else value}`"
 
 
-def commands() -> str:
-    """Return a chapter on every command, from what Typer was told."""
-    verbs = dict(_verbs(COMMANDS))
-    shared = [param for param in verbs["list"].params if param.name in ("home", "form")]
-    chapters = [f"All take these:\n\n{_options(shared)}"]
-    for name, verb in verbs.items():
-        example = str(verb.epilog).removeprefix("example: ")
-        parts = [f"## {name}", " ".join(str(verb.help).split()), f"```sh\n{example}\n```"]
-        if own := [param for param in verb.params if param.name not in ("home", "form")]:
-            parts.append(_options(own))
-        chapters.append("\n\n".join(parts))
-    return "\n\n".join(chapters)
-
-
-def _verbs(group: Any, before: str = "") -> Iterable[tuple[str, Any]]:
-    """Return every command, those of a group as `fleet serve`."""
-    for name, verb in group.commands.items():
-        yield from _verbs(verb, f"{before}{name} ") if hasattr(verb, "commands") else [(before + name, verb)]
-
-
-def _options(params: Iterable[Any]) -> str:
-    context = COMMANDS.context_class(COMMANDS)
-    rows = []
-    for param in params:
-        usage, text = param.get_help_record(context)
-        rows.append((f"`{usage}`", text.removesuffix("  [required]") + " (required)" * text.endswith("[required]")))
-    return figures.table(("option", ""), rows)
-
-
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
     """Return name, kind, labels and help of everything exported, with the names as queries have them."""
     rows: list[tuple[Any, tuple[str, ...]]] = [
@@ -154,11 +123,6 @@ def sizes() -> str:
     return sizes_of_models.markdown(sizes_of_models.rows())
 
 
-def references() -> str:
-    """Return what the reference systems publish beside what was measured here."""
-    return reference_tables.text(figures.Results())
-
-
 BENCHMARKS = (
     "ttft",
     "retrieval",
@@ -189,12 +153,10 @@ def saves() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings,
-    "cli.md": commands,
     "metrics.md": metrics,
     "versions.md": versions,
     "models.md": models,
     "memory.md": sizes,
-    "reference-tables.md": references,
     "benchmarks.md": measured,
     "../README.md": saves,
 }

@@ -25,8 +25,8 @@ from lmcache_cartridge.serve.processes import SMALL
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {"cli.md", "tutorial.md"}
-"""Made from `--help`, whose examples `test_cli` reads; typed from top to bottom by `test_tutorial`."""
+ELSEWHERE = {"tutorial.md"}
+"""Typed from top to bottom by `test_tutorial`."""
 
 BY_OTHERS = {
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "

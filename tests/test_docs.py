@@ -1,8 +1,7 @@
-"""The tables of settings, commands and metrics in `docs/` are what the code has."""
+"""The tables of settings and metrics in `docs/` are what the code has."""
 
 from __future__ import annotations
 
-import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,3 @@ def test_a_new_setting_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_setting_has_a_docstring() -> None:
     assert set(GENERATE["docstrings"](Settings)) == set(Settings.model_fields)
-
-
-def test_the_benchmarks_take_what_the_page_says_would_measure_a_row() -> None:
-    page = (DOCS / "reference-tables.md").read_text(encoding="utf-8")
-    options = (DOCS.parent / "benchmarks" / "ttft.py").read_text(encoding="utf-8")
-    told = {option for command in re.findall("`python benchmarks/ttft.py ([^`]*)`", page) for option in command.split()}
-    assert all(f'"{option}"' in options for option in told if option.startswith("--"))
