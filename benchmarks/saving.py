@@ -66,8 +66,6 @@ def stock(launch: Launch) -> Launch:
     transfer["kv_connector"] = "LMCacheMPConnector"
     del transfer["kv_connector_module_path"], transfer["kv_connector_extra_config"]["cartridge.control"]
     command[command.index("--kv-transfer-config") + 1] = json.dumps(transfer)
-    at = command.index("--worker-extension-cls")
-    del command[at : at + 2]
     own = {key: value for key, value in launch.environment.items() if key != "LMCACHE_CONFIG_FILE"}
     return launch._replace(lmcache=lmcache, command=command, environment=own | {"VLLM_PLUGINS": ""})
 

@@ -39,8 +39,7 @@ LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-por
 #    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.
 VLLM_PLUGINS=cartridges LMCACHE_CONFIG_FILE=$YAML VLLM_NO_USAGE_STATS=1 \
 python -m vllm.entrypoints.launchers.api_server.entry --model "$MODEL" --enable-prompt-tokens-details \
-  --worker-extension-cls lmcache_cartridge.engine.control.CartridgeWorker --kv-cache-memory-bytes 1073741824 \
-  --disable-hybrid-kv-cache-manager \
+  --kv-cache-memory-bytes 1073741824 --disable-hybrid-kv-cache-manager \
   --kv-transfer-config '{"kv_connector": "CartridgeMPConnector",
     "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
     "kv_role": "kv_both", "kv_load_failure_policy": "fail",

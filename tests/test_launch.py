@@ -51,12 +51,11 @@ def test_servers_with_other_settings_do_not_overwrite_each_others_yaml(tmp_path:
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_command_names_connector_policy_and_worker_extension(tmp_path: Path, policy: str) -> None:
+def test_the_command_names_connector_and_policy(tmp_path: Path, policy: str) -> None:
     command = plan("model", from_mapping({"home": tmp_path}), on_load_failure=policy, vllm_args=["--port", "1"]).command
     transfer = json.loads(_option(command, "--kv-transfer-config"))
     assert transfer["kv_connector"] == "CartridgeConnector"
     assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_consumer", policy)
-    assert _option(command, "--worker-extension-cls").endswith("CartridgeWorker")
     assert command[-2:] == ["--port", "1"]
 
 
@@ -147,7 +146,7 @@ REFUSED = {
     "-sc {}": "by no method", "--spec-model x": "by no method", "--spec-method eagle3": "suffix, draft_model",
     "--kv-cache-dtype fp8_per_token_head": "use one of fp8, fp8_e4m3, fp8_e5m2", "--kv_cache_dtype=nvfp4": "quantised",
     "--data-parallel-size 2": "--mode multiprocess", "-dp 2": "--mode multiprocess", "-dp=2": "second engine",
-    "--worker-extension-cls a.B": "needs that place", "--kv-offloading-size 4": "another connector",
+    "--kv-offloading-size 4": "another connector",
     '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
     '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_role 'kv_producer'",
     "--kv-transfer-config.kv_role kv_producer": "kv_role",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import msgspec
@@ -134,9 +135,7 @@ class CartridgeBackend(StoragePluginInterface):
         try:
             if keys and self._store is not None:
                 tags = keys[0].tags  # LMCache asks for the chunks of one request, and a request has one set of tags
-                hashes = [key.chunk_hash for key in keys if key.tags == tags]
-                if len(hashes) < len(keys):
-                    hashes = hashes[: next(at for at, key in enumerate(keys) if key.tags != tags)]
+                hashes = [key.chunk_hash for key in takewhile(lambda key: key.tags == tags, keys)]
                 found = self._store.lend_run(hashes, _tag(keys[0]), self._objects.over)
         except Exception:
             found = _failed([])

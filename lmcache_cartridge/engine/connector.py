@@ -22,7 +22,6 @@ from .whole import InjectsWhole, Whole, positions_to_inject
 
 if TYPE_CHECKING:
     import torch
-    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -49,13 +48,14 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         from . import host, host_inprocess
         from .describe import check_vllm, without_draft
         from .forms import configure
+        from .inject import EngineWriteConnector
 
         configure(vllm_config.kv_transfer_config)
         host.start("in-process")
         kv_cache_config = without_draft(kv_cache_config) or kv_cache_config
         check_vllm(vllm_config, kv_cache_config)
         check_api(vllm_config, role)
-        with host_inprocess.cpu_connector(_unbound_injector, in_worker=role == KVConnectorRole.WORKER):
+        with host_inprocess.own_connector(EngineWriteConnector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._lmcache = host_inprocess.InProcess(self)
@@ -81,7 +81,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         from ..errors import UnsupportedEngine
         from . import host
         from .backend import CartridgeBackend
-        from .control import CartridgeWorker, offer
+        from .control import offer, own_path
 
         if self._lmcache.engine is None:
             raise UnsupportedEngine(f"LMCache did not start: {self._lmcache.failure}")
@@ -98,20 +98,17 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         self._check_sleep()
         self._lmcache.ask_first(CartridgeBackend)
         offer()
-        self.tell_socket(self._config, CartridgeWorker().cartridge_control)
+        self.tell_socket(self._config, own_path)
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
         from . import host
         from .backend import stores
         from .describe import computed_dtype, own_layers, saves
-        from .inject import EngineWriteConnector
 
         engine = self._lmcache.engine
         layers, planes, tokens, heads, head_size = engine.metadata.kv_shape
         dtype = str(engine.metadata.kv_dtype).removeprefix("torch.")
-        if not isinstance(engine.gpu_connector, EngineWriteConnector):
-            engine.gpu_connector = EngineWriteConnector()
         shape = ChunkShape(heads, layers, tokens, head_size, dtype, planes)
         is_stage = self._config.parallel_config.pipeline_parallel_size > 1
         first = own_layers(self._config).start if is_stage else 0
@@ -189,12 +186,6 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             return matched, is_async
         self._lmcache.promise(request.request_id, num_computed_tokens, found, until)
         return until - num_computed_tokens, False
-
-
-def _unbound_injector() -> GPUConnectorInterface:
-    from .inject import EngineWriteConnector
-
-    return EngineWriteConnector()
 
 
 def check_api(config: VllmConfig, role: KVConnectorRole) -> None:

@@ -28,10 +28,8 @@ REQUEST_API = "cartridge.request_api"
 """Key in `kv_connector_extra_config`: "off" for a server on which no request may name cartridges."""
 API_PLUGIN = "cartridges"
 """The name of our entry point among vLLM's endpoint plugins."""
-WORKER_EXTENSION = "lmcache_cartridge.engine.control.CartridgeWorker"
-"""The value of `--worker-extension-cls`."""
 CONTROL_METHOD = "cartridge_control"
-"""The method that it adds to vLLM's workers: it returns the path of a worker's control socket."""
+"""The method that our connectors add to vLLM's workers: it returns the path of a worker's control socket."""
 NULL_BLOCK = 0
 """The block that vLLM gives all requests for positions that a window has left behind: what is in it is nobody's."""
 WINDOWS_RECOMPUTED = (

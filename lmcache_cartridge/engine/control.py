@@ -10,15 +10,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import os
 import resource
 import shutil
-import stat
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,43 +34,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFIX, _SOCKET = "lmcache-cartridge-control-", "control"
-_STARTING_S = 60.0
-"""A directory younger than this may be that of a server which does not listen yet."""
 _METHODS = (
     "pin", "unpin", "evict", "tried", "untried", "refresh", "status", "numbers", "chunks_by_tier", "described",
 )  # fmt: skip
 """Those of a store that a client may call as they are."""
 _MAX_CALLS = 64
 """Calls at once that are no claims; others wait."""
-_BACKLOG = 1024
 
 
-class ControlServer:
+class ControlServer(frames.FrameServer):
     """Answers calls for the store of this process, in threads of its own, until the process ends."""
 
     def __init__(self, store: Callable[[], Any]) -> None:
         """Listen at `path`, which no other user may open. `store` is asked at every call for the `CartridgeStore`, or for
         what has its methods.
-
-        Removes what servers left whose process was killed.
         """
         # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
         parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
-        _remove_left(Path(parent))
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-control-", dir=parent))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        self.path = str(directory / _SOCKET)
+        self.path = str(directory / "control")
 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each claim is a connection
-        self._loop, self._service = frames.loop("cartridge-control"), _Service(store)
-        starting = asyncio.start_unix_server(self._service.answer, self.path, backlog=_BACKLOG)
-        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
-
-    def close(self) -> None:
-        """Listen no more; connections that are open go on."""
-        self._loop.call_soon_threadsafe(self._server.close)
+        super().__init__(self.path, _Service(store).answer)
 
 
 def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
@@ -124,9 +107,7 @@ class _Service:
         held: list[Claim] = []
         try:
             while True:
-                method, *arguments = msgspec.msgpack.decode(
-                    await frames.read(reader, frames.MAX_QUESTION_BYTES), type=list
-                )
+                method, *arguments = msgspec.msgpack.decode(await frames.read(reader), type=list)
                 if method == "claim":  # which waits for nothing
                     answer = frames.result(partial(self._claim, held, *arguments), logger, "a claim")
                 else:
@@ -158,35 +139,26 @@ class _Service:
         return self._methods[method](*arguments)
 
 
-class CartridgeWorker:
-    """The method that vLLM mixes into its worker class, through `--worker-extension-cls`."""
-
-    def cartridge_control(self) -> str:
-        """Return the path of this worker's control socket. Raises `UnsupportedEngine` if the plugin is not there."""
-        global _server
-        if _adapter_path is not None:
-            return _adapter_path
-        _only_store()
-        with _server_lock:
-            if _server is None:
-                _server = ControlServer(_only_store)
-            return _server.path
-
-
-_adapter_path: str | None = None
-"""The control socket of this rank's store where that is in LMCache's server."""
 _server: ControlServer | None = None
 _server_lock = threading.Lock()
 
 
 def offer(adapter_path: str | None = None) -> None:
-    """Have vLLM's workers answer `cartridge_control` without `--worker-extension-cls` too.
+    """Have vLLM's workers say where this rank's store answers.
 
-    `adapter_path` is the control socket of this rank's store where LMCache's server has the store.
+    `adapter_path` is its control socket where LMCache's server has the store; without one it is a server of this process.
     """
-    global _adapter_path
-    _adapter_path = adapter_path
-    host.add_to_workers(CartridgeWorker.cartridge_control)
+    host.add_to_workers(lambda worker: adapter_path or own_path())
+
+
+def own_path() -> str:
+    """Return the path of the control socket of this process. Raises `UnsupportedEngine` if the plugin is not there."""
+    global _server
+    _only_store()
+    with _server_lock:
+        if _server is None:
+            _server = ControlServer(_only_store)
+        return _server.path
 
 
 def _only_store() -> CartridgeStore:
@@ -196,25 +168,6 @@ def _only_store() -> CartridgeStore:
     if len(found) != 1:
         raise UnsupportedEngine(f"this worker has {len(found)} cartridge stores; there must be one")
     return found[0]
-
-
-def _remove_left(parent: Path) -> None:
-    """Remove our own directories whose socket nobody listens at any more."""
-    for directory in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            found = directory.lstat()
-            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if ours and found.st_mtime < time.time() - _STARTING_S and not _listened_at(directory / _SOCKET):
-                (directory / _SOCKET).unlink(missing_ok=True)
-                directory.rmdir()
-
-
-def _listened_at(path: Path) -> bool:
-    try:
-        frames.connect(str(path)).close()
-    except (FileNotFoundError, ConnectionRefusedError):
-        return False
-    return True
 
 
 def _places(places: Mapping[str, Sequence[str]]) -> dict[str, Place]:

@@ -7,15 +7,15 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from ..errors import CartridgeError
 
-MAX_QUESTION_BYTES = 64 << 20
 _TIMEOUT_S = 30.0
+_BACKLOG = 1024
 
 
 def connect(path: str) -> socket.socket:
@@ -41,26 +41,16 @@ def peer_uid(connection: socket.socket) -> int:
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
 
 
-def send(connection: socket.socket, message: Any) -> None:
-    """Send one message. Blocks; raises `OSError`."""
+def ask(connection: socket.socket, message: Any) -> Any:
+    """Send one message and return the answer. Blocks; raises `ValueError` when the other side is gone, and `OSError`."""
     connection.sendall(encode(message))
+    with connection.makefile("rb") as answers:
+        return msgspec.msgpack.decode(answers.read(int.from_bytes(answers.read(4), "little")))
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """Return one frame, None when the other side is gone. Blocks; raises `OSError`, for a frame of no sane size too."""
-    head = _receive_exactly(connection, 4)
-    return None if head is None else _receive_exactly(connection, _size(head, MAX_QUESTION_BYTES))
-
-
-async def read(reader: asyncio.StreamReader, most_bytes: int = 1 << 32) -> bytes:
-    """Return one frame. Raises `IncompleteReadError` when the other side is gone, and other `OSError`s, for too large a frame too."""
-    return await reader.readexactly(_size(await reader.readexactly(4), most_bytes))
-
-
-def _size(head: bytes, most_bytes: int) -> int:
-    if (size := int.from_bytes(head, "little")) > most_bytes:
-        raise OSError(f"a frame of {size} bytes")
-    return size
+async def read(reader: asyncio.StreamReader) -> bytes:
+    """Return one frame. Raises `EOFError` when the other side is gone, and other `OSError`s."""
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
 
 
 def loop(name: str) -> asyncio.AbstractEventLoop:
@@ -75,6 +65,21 @@ def loop(name: str) -> asyncio.AbstractEventLoop:
     return made
 
 
+class FrameServer:
+    """Listens at a Unix socket, and has every client answered in an event loop of its own."""
+
+    def __init__(
+        self, path: str, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    ) -> None:
+        self._loop = loop("cartridge-control")
+        starting = asyncio.start_unix_server(answer, path, backlog=_BACKLOG)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+
+    def close(self) -> None:
+        """Listen no more; connections that are open go on."""
+        self._loop.call_soon_threadsafe(self._server.close)
+
+
 def result(call: Callable[[], Any], logger: logging.Logger, what: str) -> list[Any]:
     """Return `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged as `what` too."""
     try:
@@ -84,13 +89,3 @@ def result(call: Callable[[], Any], logger: logging.Logger, what: str) -> list[A
     except Exception as error:
         logger.exception("%s failed", what)
         return [f"{type(error).__name__}: {error}", None]
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)

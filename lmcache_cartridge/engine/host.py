@@ -79,11 +79,10 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def add_to_workers(method: Callable[[Any], str]) -> None:
-    """Give vLLM's worker class our method, unless `--worker-extension-cls` did."""
+    """Give vLLM's worker class our method."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    if not hasattr(WorkerBase, CONTROL_METHOD):
-        setattr(WorkerBase, CONTROL_METHOD, method)
+    setattr(WorkerBase, CONTROL_METHOD, method)
 
 
 def current_vllm_config() -> VllmConfig | None:
@@ -310,7 +309,6 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "transformers.modeling_rope_utils:ROPE_INIT_FUNCTIONS": lambda kinds: "llama3" in kinds,
     },
     "in-process": {
-        "lmcache:torch_device_type": lambda kind: isinstance(kind, str),
         "lmcache.v1.gpu_connector:CreateGPUConnector": callable,
         "lmcache.integration.vllm.utils:ENGINE_NAME": lambda name: isinstance(name, str),
         "lmcache.v1.cache_engine:LMCacheEngineBuilder.get": lambda get: get("nobody") is None,
@@ -319,6 +317,9 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         ),
         "lmcache.v1.memory_management:TensorMemoryObj": _is_memory_object,
         "lmcache.v1.storage_backend.local_cpu_backend:LocalCPUBackend.batched_submit_put_task": _puts_one_by_one,
+        "lmcache:device_ops": lambda ops: callable(ops.multi_layer_kv_transfer),
+        "lmcache.lmcache_native:EngineKVFormat": lambda kind: kind.NL_X_NB_BS_HS,
+        "lmcache.lmcache_native:TransferDirection": bool,
         "vllm.distributed.parallel_state:get_tp_group": callable,
     },
     "multiprocess": {

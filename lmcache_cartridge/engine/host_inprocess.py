@@ -173,20 +173,23 @@ def hasher(engine: Any) -> Callable[[list[int]], list[int]]:
     return hashes
 
 
-@contextmanager
-def cpu_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]:
-    """Let LMCache build its engine on CPU while this is active, with the connector that `make` returns.
+def transfer_kernel() -> tuple[Callable[..., None], Any, Any]:
+    """Return the call by which LMCache moves chunks of all layers, its names of layouts, and of directions."""
+    from lmcache import device_ops
+    from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 
-    LMCache 0.5.6 has none for CPU: `CreateGPUConnector` raises there. LMCache looks it up at each call, so it is
-    replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it. On other
-    devices nothing changes.
+    return device_ops.multi_layer_kv_transfer, EngineKVFormat, TransferDirection
+
+
+@contextmanager
+def own_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]:
+    """Let LMCache build its engine while this is active, with the connector to the engine's blocks that `make` returns.
+
+    LMCache 0.5.6 has none for CPU, and those for GPUs write wrong KV. It looks `CreateGPUConnector` up at each call, so
+    that is replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it.
     """
-    from lmcache import torch_device_type
     from lmcache.v1 import gpu_connector
 
-    if torch_device_type != "cpu":
-        yield
-        return
     with replaced(gpu_connector, "CreateGPUConnector", make) as calls:
         yield
     if in_worker and not calls:

@@ -37,11 +37,12 @@ from ..memory.store import CartridgeStore
 from ..memory.tiles import WORD, has_blocks, is_tiled
 from ..settings import from_mapping
 from . import host
+from .contract import CONTROL
 from .control import ControlServer
 from .l1_copies import L1Copies
 from .l2_tasks import Acknowledgements, Task, Tasks
-from .report import HASH, HashChecks, Report, ReportServer, check_ids
-from .salts import tag_part, tag_salt
+from .report import HASH, Report, ReportServer, check_ids
+from .salts import is_check, tag_part, tag_salt
 from .trust import Trust
 from .versions import check_versions
 
@@ -92,7 +93,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._present: Counter[tuple[str, int]] = Counter()
         """How many processes there are that have reported as a rank."""
         self._tags: Lru[str, str] = Lru(_MAX_TAGS)
-        self._checks = HashChecks()
+        self._checks: Lru[str, int] = Lru(1 << 10)
+        """By which hash LMCache's server was seen to name the chunk of each check whose report has not come."""
         self._lock = threading.Lock()
         self._stores = Acknowledgements()
         self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
@@ -107,8 +109,16 @@ class CartridgeL2Adapter(L2AdapterInterface):
 
         Raises `CartridgeError` if it must be served nothing.
         """
-        (ours,) = _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens))
-        self._checks.compare(check, ours)
+        if (seen := self._checks.pop(check)) is None:
+            raise UnsupportedEngine(
+                "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
+                f"lmcache.mp.port and {CONTROL} must be those of one"
+            )
+        if [seen] != _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens)):
+            raise UnsupportedEngine(
+                f"LMCache's server names chunks by another algorithm than {HASH}, by which cartridges are found: every lookup "
+                "would miss. Start LMCache's server without --hash-algorithm"
+            )
         with self._lock:
             rank = self._ranks.get(report.key)
             if rank is None:
@@ -186,7 +196,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
-        if keys and self._checks.see(keys[0].cache_salt, _hash(keys[0])):  # here: other lookups may have all threads
+        if keys and is_check(keys[0].cache_salt):  # here: other lookups may have all threads
+            self._checks.put(keys[0].cache_salt, _hash(keys[0]))
             return self._lookups.submit(len(keys), lambda _: None)
         return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
 

@@ -141,8 +141,8 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         Tiles have no rows of tokens, as which LMCache would move them. It is shown one head of words, so that a block of a
         layer is one run of bytes.
         """
-        layout, caches = written_layout(kv_caches, layers, rules=rules), kv_caches.values()
-        if not tiles.is_tiled(layout) or not all(map(_has_words, caches)) or host.maps_caches(self._config):
+        layout = written_layout(kv_caches, layers, rules=rules)
+        if not tiles.is_tiled(layout) or host.maps_caches(self._config):
             return layout, kv_caches
         layout = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
         shown = {
@@ -308,12 +308,6 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         self._waiting.discard(request.request_id)
         self._turns.answered(request.request_id, found=False)
         return super().request_finished(request, block_ids)
-
-
-def _has_words(cache: torch.Tensor) -> bool:
-    """Whether a cache, `[blocks, heads, block, 2 * size]`, can be viewed as blocks of rows of words."""
-    row, before = cache.shape[1] * cache.shape[3], cache.storage_offset()
-    return cache.is_contiguous() and not any(count * cache.itemsize % tiles.WORD.itemsize for count in (row, before))
 
 
 class _Keys(NamedTuple):

@@ -7,14 +7,11 @@ is the path of the control socket of its rank's store. Who has not reported gets
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import logging
 import os
 import socket
-import socketserver
 import stat
-import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,20 +20,17 @@ from typing import Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from ..artifact.lru import Lru
 from ..artifact.model import Fingerprint
 from ..errors import UnsupportedEngine
+from ..library.workers import Workers
 from ..memory.quantise import Quantiser
 from . import frames
 from .contract import CONTROL
-from .salts import is_check
 
 logger = logging.getLogger(__name__)
 
 HASH = "blake3"
 """By which LMCache's server must name chunks: its default, and of its algorithms the one that has no seed."""
-_MAX_CHECKS = 1 << 10
-"""Checks whose report has not come."""
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,10 +111,10 @@ def confirm(path: str, report: Report, check: str) -> Confirmed:
     try:
         if frames.peer_uid(connection) != os.geteuid():
             raise UnsupportedEngine(f"another user listens at {path}")
-        frames.send(connection, [msgspec.to_builtins(report, builtin_types=(bytes,)), check])
-        if (frame := frames.receive(connection)) is None:
-            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked")
-        problem, result = msgspec.msgpack.decode(frame)
+        try:
+            problem, result = frames.ask(connection, [msgspec.to_builtins(report, builtin_types=(bytes,)), check])
+        except ValueError:
+            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked") from None
         if problem is not None:
             raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
     except BaseException:
@@ -129,43 +123,8 @@ def confirm(path: str, report: Report, check: str) -> Confirmed:
     return Confirmed(result, connection)
 
 
-class HashChecks:
-    """By which hash LMCache's server was seen to name the chunk of each check."""
-
-    def __init__(self) -> None:
-        self._seen: Lru[str, int] = Lru(_MAX_CHECKS)
-
-    def see(self, salt: str, chunk_hash: int) -> bool:
-        """Remember the hash in a key if its salt is a check's; False, and no change, for any other key."""
-        if not is_check(salt):
-            return False
-        self._seen.put(salt, chunk_hash)
-        return True
-
-    def compare(self, salt: str, ours: int) -> None:
-        """Raise `UnsupportedEngine` unless the server named the chunk of a check as we do: every lookup would miss."""
-        seen = self._seen.pop(salt)
-        if seen is None:
-            raise UnsupportedEngine(
-                "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
-                f"lmcache.mp.port and {CONTROL} must be those of one"
-            )
-        if seen != ours:
-            raise UnsupportedEngine(
-                f"LMCache's server names chunks by {_servers_hash()}, cartridges are found by {HASH}: every lookup "
-                "would miss. Start LMCache's server without --hash-algorithm"
-            )
-
-
-def _servers_hash() -> str:
-    """Return what the command line of LMCache's server, which is this process, says of `--hash-algorithm`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--hash-algorithm", default="another algorithm")
-    return parser.parse_known_args(sys.argv[1:])[0].hash_algorithm
-
-
-class ReportServer:
-    """Takes reports at a Unix socket that no other user may open, in threads of its own."""
+class ReportServer(frames.FrameServer):
+    """Takes reports at a Unix socket that no other user may open."""
 
     def __init__(self, path: Path, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
         """`accept` takes a report and its check, and returns the path of a control socket or raises `CartridgeError`.
@@ -174,44 +133,37 @@ class ReportServer:
         Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
         """
         _take_place(path)
-
-        class Connection(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                _answer(self.request, accept, gone)
-
-        self._path = path
-        self._server = socketserver.ThreadingUnixStreamServer(str(path), Connection)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="cartridge-reports", daemon=True)
-        self._thread.start()
+        self._path, self._accept, self._gone = path, accept, gone
+        self._calls = Workers("cartridge-report", 8)
+        super().__init__(str(path), self._answer)
 
     def close(self) -> None:
         """Take no more reports."""
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
         self._path.unlink(missing_ok=True)
 
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take one report and wait until whoever sent it goes."""
+        accepted: list[Report] = []
 
-def _answer(connection: Any, accept: Callable[[Report, str], str], gone: Callable[[Report], None]) -> None:
-    """Take one report and wait until whoever sent it goes."""
-    accepted: list[Report] = []
+        def take(frame: bytes) -> str:
+            report, check = _report(frame)
+            control = self._accept(report, check)
+            accepted.append(report)
+            return control
 
-    def take(frame: bytes) -> str:
-        report, check = _report(frame)
-        control = accept(report, check)
-        accepted.append(report)
-        return control
-
-    try:
-        if (frame := frames.receive(connection)) is not None:
-            frames.send(connection, frames.result(partial(take, frame), logger, "taking a report"))
-            while accepted and frames.receive(connection) is not None:
-                pass
-    except OSError as error:
-        logger.debug("a report broke off: %s", error)
-    finally:
-        for report in accepted:
-            gone(report)
+        try:
+            call = partial(frames.result, partial(take, await frames.read(reader)), logger, "taking a report")
+            writer.write(frames.encode(await asyncio.wrap_future(self._calls.submit(object(), call))))
+            await writer.drain()
+            if accepted:
+                await reader.read()
+        except (OSError, EOFError) as error:
+            logger.debug("a report broke off: %s", error)
+        finally:
+            for report in accepted:
+                self._gone(report)
+            writer.close()
 
 
 _decode_report = msgspec.msgpack.Decoder(tuple[Report, str]).decode

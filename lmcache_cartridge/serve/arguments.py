@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from ..engine import refusals
-from ..engine.contract import WORKER_EXTENSION
 from ..errors import SettingsError, UnsupportedEngine
 
 TRANSFER = "kv-transfer-config"
@@ -27,7 +26,6 @@ _SHORT = {
     "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size", "sc": "speculative-config",
 }  # fmt: skip
 _NEVER = {
-    "worker-extension-cls": f"`serve` needs that place for {WORKER_EXTENSION}",
     "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ..artifact.reading import MANIFEST, load_manifest
-from ..engine.contract import API_PLUGIN, CONTROL, PUBLISHED, WORKER_EXTENSION
+from ..engine.contract import API_PLUGIN, CONTROL, PUBLISHED
 from ..engine.forms import EXTRA, SKIP_SAVING, saves_nowhere, with_forms
 from ..engine.lmcache_file import VARIABLE, as_parameters, lmcache_yaml, yaml_path
 from ..engine.refusals import ONE_GROUP
@@ -140,15 +140,12 @@ def plan(
                 CONTROL: control_path(port),
             },
         }
-    engine: dict[str, Any] = {
-        "kv_transfer_config": _merged(transfer, given),
-        "worker_extension_cls": WORKER_EXTENSION,
-    }
+    engine: dict[str, Any] = {"kv_transfer_config": _merged(transfer, given)}
     rest, moved = arguments.without_secrets()
     environment |= moved
     command = [
         *server_command(model), f"--{TRANSFER}", json.dumps(engine["kv_transfer_config"]),
-        "--enable-prompt-tokens-details", "--worker-extension-cls", engine["worker_extension_cls"],
+        "--enable-prompt-tokens-details",
     ]  # fmt: skip
     if not in_process and arguments.get(ONE_GROUP) is None:  # in-process vLLM itself does that for our connector
         command.append(f"--{ONE_GROUP}")
