@@ -34,7 +34,7 @@ from lmcache_cartridge.make.model import CausalModel  # noqa: E402
 from lmcache_cartridge.make.prefill import run_canary  # noqa: E402
 from lmcache_cartridge.memory import codec  # noqa: E402
 from lmcache_cartridge.memory.device import Promotions  # noqa: E402
-from lmcache_cartridge.memory.layout import DTYPES, HELD, ChunkShape, heads_view  # noqa: E402
+from lmcache_cartridge.memory.layout import DTYPES, HELD, VIEWS, ChunkShape  # noqa: E402
 from lmcache_cartridge.memory.loads import ChunkSource  # noqa: E402
 from lmcache_cartridge.memory.tier import MemoryTier  # noqa: E402
 
@@ -202,7 +202,6 @@ def blocks(bench: Bench) -> None:
         target = torch.empty_like(flat)
         starts = [number * shape.tokens for number in range(len(tiers.keys))]
         ends = [start + shape.tokens for start in starts]
-        expected = torch.cat([heads_view(raw, shape) for raw in tiers.expected], dim=2)
         for layout, order in LAYOUTS.items():
             sizes = (shape.layers, count + 8, shape.heads, BLOCK, 2 * shape.head_size)
             memory = torch.empty(
@@ -213,6 +212,12 @@ def blocks(bench: Bench) -> None:
             layers = {name: SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=_write)) for name in caches}
             connector = EngineWriteConnector()
             connector.bind(caches, layers, shape)
+            expected = torch.cat([VIEWS[connector.layout](raw, shape) for raw in tiers.expected], dim=2)
+            print(
+                f"{layout}: chunks by",
+                "LMCache's kernel" if connector.layout == "fused" else "each layer's op",
+                flush=True,
+            )
             slots = torch.randperm(count + 8)[:count, None] * BLOCK + torch.arange(BLOCK)
             slots = slots.flatten().to(bench.device)
             for name, tier, copied in (("device", tiers.device, flat), ("cpu", tiers.cpu, pinned)):

@@ -46,6 +46,7 @@ def quietly() -> Iterator[None]:
 
 
 with quietly():
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
     from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention import Attention
@@ -67,6 +68,14 @@ def vllm_config(model: Path = MODEL_DIR, transfer: dict[str, Any] | None = None,
     with quietly():
         transfer_config = KVTransferConfig(**CARTRIDGES | (transfer or {}))
         return EngineArgs(str(model), kv_transfer_config=transfer_config, **given | arguments).create_engine_config()
+
+
+def memory_object(raw: torch.Tensor) -> MemoryObj:
+    """Wrap flat bytes as a backend does; nobody but the connector looks at it, and that at the bytes only."""
+    size = raw.shape
+    metadata = MemoryObjMetadata(size, torch.uint8, 0, raw.numel(), 1, fmt=MemoryFormat.KV_2LTD, shapes=[size],
+                                 dtypes=[torch.uint8])  # fmt: skip
+    return TensorMemoryObj(raw, metadata, None)
 
 
 class Blocks:

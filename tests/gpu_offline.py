@@ -64,15 +64,15 @@ def promoted_wrong() -> Iterator[None]:
 def injected_wrong() -> Iterator[None]:
     from lmcache_cartridge.engine.inject import EngineWriteConnector
 
-    right = EngineWriteConnector._write
+    right = EngineWriteConnector.batched_to_gpu
 
-    def wrong(self: Any, pieces: Any) -> None:
-        right(self, pieces)
+    def wrong(self: Any, *chunks: Any, slot_mapping: Any) -> None:
+        right(self, *chunks, slot_mapping=slot_mapping)
         for _, cache in self.layers:
-            block, token = divmod(int(pieces[0].slots[0]), cache.shape[2])
+            block, token = divmod(int(slot_mapping[0]), cache.shape[2])
             cache[block, 0, token, 0] *= -1
 
-    with patch.object(EngineWriteConnector, "_write", wrong):
+    with patch.object(EngineWriteConnector, "batched_to_gpu", wrong):
         yield
 
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from lmcache_cartridge.fleet.envoy import LIMITS
 from lmcache_cartridge.fleet.service import Fleet
-from lmcache_cartridge.fleet.web import LIMITS, app
+from lmcache_cartridge.fleet.web import app
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_section_runs_on_a_bare_machine_and_finds_nothing_wrong(found: dict[str, Any]) -> None:
     sound = found["sound"]
-    assert (sound["status"], sound["said"]) == (0, "")
+    assert sound["status"] == 0 and not {"WRONG", "FAILED"} & set(sound["said"].split())
     units = {what: figure["unit"] for what, figure in sound["figures"].items()}
     compared = [what for what, unit in units.items() if unit == "wrong bytes" and sound["figures"][what]["n"] > 1]
     assert len(compared) == 6, "the device tier, two layouts from two tiers, int8"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Blocks, vllm_config
+from blocks import Blocks, memory_object, vllm_config
 from inprocess import CHUNK, lmcache_config, lmcache_metadata
 from lmcache.utils import EngineType
 from lmcache.v1 import gpu_connector
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-from lmcache_cartridge.engine.host_inprocess import cpu_connector
+from lmcache_cartridge.engine.host_inprocess import own_connector
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.memory import tiles
@@ -50,14 +50,6 @@ def _kv(blocks: Blocks, tokens: int, seed: int = 1) -> torch.Tensor:
     return kv.to(DTYPES[shape.dtype])
 
 
-def _memory_object(raw: torch.Tensor) -> MemoryObj:
-    """Wrap flat bytes as a backend does; nobody but the connector looks at it, and that at the bytes only."""
-    size = raw.shape
-    metadata = MemoryObjMetadata(size, torch.uint8, 0, raw.numel(), 1, fmt=MemoryFormat.KV_2LTD, shapes=[size],
-                                 dtypes=[torch.uint8])  # fmt: skip
-    return TensorMemoryObj(raw, metadata, None)
-
-
 def _chunks(
     blocks: Blocks, kv: torch.Tensor, connector: EngineWriteConnector
 ) -> tuple[list[MemoryObj], list[int], list[int]]:
@@ -67,7 +59,7 @@ def _chunks(
     for canonical, part in zip(kv.split(CHUNK, dim=2), parts, strict=True):
         tiles.pack(canonical, part, shape, connector.layout)
     starts = list(range(0, kv.shape[2], CHUNK))
-    return [_memory_object(part) for part in parts], starts, [start + CHUNK for start in starts]
+    return [memory_object(part) for part in parts], starts, [start + CHUNK for start in starts]
 
 
 def _whole(blocks: Blocks, tokens: int) -> torch.Tensor:
@@ -139,7 +131,7 @@ def test_a_chunk_of_another_size_is_not_written(
     blocks: Blocks, connector: EngineWriteConnector, bytes_: Callable[[int], int]
 ) -> None:
     before, size = blocks.kv(), blocks.shape(CHUNK).size_bytes
-    strange = _memory_object(torch.zeros(bytes_(size), dtype=torch.uint8))
+    strange = memory_object(torch.zeros(bytes_(size), dtype=torch.uint8))
     with pytest.raises(UnsupportedEngine, match="another shape"):
         connector.to_gpu(strange, 0, CHUNK, slot_mapping=_scattered(blocks, CHUNK))
     assert torch.equal(blocks.kv(), before)
@@ -171,14 +163,14 @@ def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyP
         connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=cached)
     assert not calls
     connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=33)
-    assert len(calls) == len(blocks.layers)
+    assert len(calls) == 2 * len(blocks.layers)
     whole = _whole(blocks, 2 * CHUNK)
     swapped = whole.clone()
     swapped[[37, 38]] = whole[[38, 37]]
     for slots in (whole.roll(1), whole.flip(0), swapped, _scattered(blocks, 2 * CHUNK)):
         calls.clear()
         connector.batched_to_gpu(*chunks, slot_mapping=slots)
-        assert len(calls) == len(blocks.layers)
+        assert len(calls) == 2 * len(blocks.layers)
 
 
 @pytest.mark.parametrize("order", ["0123", "3210", "0213", "0246", "0145", "7", "2031", "66", "0167"])
@@ -194,7 +186,7 @@ def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: s
     slots = _whole(blocks, len(raws) * CHUNK)
     before = {name: cache.clone() for name, cache in blocks.caches.items()}
     connector.batched_to_gpu(
-        list(map(_memory_object, raws)), starts, [start + CHUNK for start in starts], slot_mapping=slots,
+        list(map(memory_object, raws)), starts, [start + CHUNK for start in starts], slot_mapping=slots,
         vllm_cached_tokens=cached,
     )  # fmt: skip
     numbers = (slots[:: blocks.block] // blocks.block).tolist()
@@ -206,14 +198,13 @@ def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: s
         assert torch.equal(now[others], was.view(torch.uint8)[others])
 
 
-@pytest.mark.parametrize("offset", [2, 8])
-def test_chunks_that_are_not_aligned_are_written_all_the_same(offset: int) -> None:
+def test_chunks_that_are_not_aligned_are_written_all_the_same() -> None:
     blocks = Blocks(vllm_config(), 12)
     connector, kv, slots = _bound(blocks), _kv(blocks, CHUNK), _whole(blocks, CHUNK)
     (chunk,), starts, ends = _chunks(blocks, kv, connector)
     memory = torch.zeros(chunk.raw_data.numel() + 16, dtype=torch.uint8)
-    moved = memory[offset : offset + chunk.raw_data.numel()].copy_(chunk.raw_data)
-    connector.batched_to_gpu([_memory_object(moved)], starts, ends, slot_mapping=slots)
+    moved = memory[8 : 8 + chunk.raw_data.numel()].copy_(chunk.raw_data)
+    connector.batched_to_gpu([memory_object(moved)], starts, ends, slot_mapping=slots)
     assert torch.equal(blocks.kv()[:, :, slots], kv)
 
 
@@ -370,17 +361,17 @@ def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path: Path
     with pytest.raises(RuntimeError, match="No supported cpu connector"):
         create()
     original = gpu_connector.CreateGPUConnector
-    with cpu_connector(EngineWriteConnector, in_worker=True):
+    with own_connector(EngineWriteConnector, in_worker=True):
         assert isinstance(create(), EngineWriteConnector)
         assert create() is not create()
     assert gpu_connector.CreateGPUConnector is original
-    with pytest.raises(KeyError), cpu_connector(EngineWriteConnector, in_worker=True):
+    with pytest.raises(KeyError), own_connector(EngineWriteConnector, in_worker=True):
         raise KeyError
     assert gpu_connector.CreateGPUConnector is original
-    with cpu_connector(EngineWriteConnector, in_worker=False):
+    with own_connector(EngineWriteConnector, in_worker=False):
         pass  # the scheduler builds none
     with (
         pytest.raises(UnsupportedEngine, match="CreateGPUConnector"),
-        cpu_connector(EngineWriteConnector, in_worker=True),
+        own_connector(EngineWriteConnector, in_worker=True),
     ):
         pass

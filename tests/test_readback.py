@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.memory import tiles
-from lmcache_cartridge.memory.layout import DTYPES, heads_view
+from lmcache_cartridge.memory.layout import DTYPES
 
 with quietly():
     from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
@@ -55,17 +55,14 @@ def _memory(blocks: Blocks, chunks: int, rounded_up: int = 64) -> list[MemoryObj
     return [one() for _ in range(chunks)]
 
 
-def _slots(blocks: Blocks, tokens: int, where: str) -> torch.Tensor:
-    noise = torch.Generator().manual_seed(2)
-    if where == "scattered":
-        return torch.randperm(blocks.slots, generator=noise)[:tokens]
-    order = torch.randperm(blocks.slots // blocks.block, generator=noise)
+def _slots(blocks: Blocks, tokens: int) -> torch.Tensor:
+    order = torch.randperm(blocks.slots // blocks.block, generator=torch.Generator().manual_seed(2))
     return (order[:, None] * blocks.block + torch.arange(blocks.block)).flatten()[:tokens]
 
 
-def _compare(blocks: Blocks, where: str) -> EngineWriteConnector:
+def _compare(blocks: Blocks) -> EngineWriteConnector:
     """Have the engine's op write three chunks, read the last two, compare each byte, and write them elsewhere."""
-    connector, kv, slots = _bound(blocks), _kv(blocks, 3 * CHUNK), _slots(blocks, 3 * CHUNK, where)
+    connector, kv, slots = _bound(blocks), _kv(blocks, 3 * CHUNK), _slots(blocks, 3 * CHUNK)
     _engine_writes(blocks, kv, slots)
     before = {name: cache.clone() for name, cache in blocks.caches.items()}
     chunks, starts = _memory(blocks, 2), [CHUNK, 2 * CHUNK]
@@ -85,14 +82,10 @@ def _compare(blocks: Blocks, where: str) -> EngineWriteConnector:
     return connector
 
 
-@pytest.mark.parametrize("where", ["whole blocks", "scattered"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [16, 32, 64, 128, 512])
-def test_every_block_size_and_dtype_is_read_back(block: int, dtype: str, where: str) -> None:
-    """A chunk is many blocks, one, or half of one, which no copy of blocks can read."""
-    blocks = Blocks(vllm_config(block_size=block, dtype=dtype), 1024 // block)
-    connector = _compare(blocks, where)
-    assert tiles.is_tiled(connector.layout) == (block <= CHUNK)
+@pytest.mark.parametrize("block", [16, 32, 128, 256])
+def test_every_block_size_and_dtype_is_read_back(block: int, dtype: str) -> None:
+    _compare(Blocks(vllm_config(block_size=block, dtype=dtype), 1024 // block))
 
 
 @pytest.mark.parametrize(
@@ -109,15 +102,12 @@ def test_every_number_of_heads_and_head_size_is_read_back(
         architectures=["LlamaForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    for where in ("whole blocks", "scattered"):
-        _compare(Blocks(vllm_config(tmp_path, block_size=block, skip_tokenizer_init=True), 1024 // block), where)
+    _compare(Blocks(vllm_config(tmp_path, block_size=block, skip_tokenizer_init=True), 1024 // block))
 
 
 @pytest.mark.parametrize("window", [64, 1000])
 def test_layers_with_a_window_are_read_back(window: int) -> None:
-    blocks = Blocks(vllm_config(), 32, window=window)
-    for where in ("whole blocks", "scattered"):
-        _compare(blocks, where)
+    _compare(Blocks(vllm_config(), 32, window=window))
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
@@ -125,12 +115,15 @@ def test_every_instruction_set_is_read_back(isa: str) -> None:
     blocks = Blocks(vllm_config(), 32)
     for layer in blocks.layers.values():
         layer.isa = isa
-    assert _compare(blocks, "whole blocks").layout.startswith("amx" if isa == "amx" else "vec")
+    assert _compare(blocks).layout.startswith("amx" if isa == "amx" else "vec")
 
 
-def test_a_packing_that_nobody_knows_is_read_back_by_the_engines_own_op() -> None:
-    blocks = Blocks(vllm_config(), 32)
-    for layer in blocks.layers.values():
+@pytest.mark.parametrize("why", ["an unknown packing", "blocks larger than a chunk"])
+def test_what_nothing_can_read_back_is_not_saved(why: str) -> None:
+    """The engine's own op can write it, so without saving it is served."""
+    block = 32 if why == "an unknown packing" else 512
+    blocks = Blocks(vllm_config(block_size=block), 1024 // block)
+    for layer in blocks.layers.values() if block == 32 else ():
         own = layer.impl.do_kv_cache_update
 
         def write(layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor, own: Any = own) -> None:
@@ -139,14 +132,17 @@ def test_a_packing_that_nobody_knows_is_read_back_by_the_engines_own_op() -> Non
             cache.copy_(unlike.flip(2))
 
         layer.impl.do_kv_cache_update = write
-    connector = _compare(blocks, "whole blocks")
+    with pytest.raises(UnsupportedEngine, match="LMCache cannot save.*--no-save.*--block-size"):
+        _bound(blocks)
+    connector, (chunk,) = _bound(blocks, saves=False), _memory(blocks, 1)
     assert connector.layout == "heads"
+    with pytest.raises(UnsupportedEngine, match="cannot be read"):
+        connector.from_gpu(chunk, 0, CHUNK, slot_mapping=torch.arange(CHUNK))
 
 
-@pytest.mark.parametrize("block", [32, 512])
-def test_two_heads_swapped_on_the_way_back_are_noticed(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """The control: the inverse of another packing turns the comparison red, whichever way the bytes are read."""
-    blocks = Blocks(vllm_config(block_size=block), 1024 // block)
+def test_two_heads_swapped_on_the_way_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the inverse of another packing turns the comparison red."""
+    blocks = Blocks(vllm_config(), 32)
     read = EngineWriteConnector.batched_from_gpu
 
     def swapped(self: EngineWriteConnector, chunks: list[MemoryObj], *args: Any, **kwargs: Any) -> None:
@@ -154,15 +150,11 @@ def test_two_heads_swapped_on_the_way_back_are_noticed(monkeypatch: pytest.Monke
         shape = blocks.shape(CHUNK)
         for chunk in chunks:
             raw = chunk.raw_data[: shape.size_bytes]
-            if self.layout == "heads":
-                kv = tiles.VIEWS["heads"](raw, shape).clone()
-            else:
-                kv = tiles.unpack(raw, shape, self.layout)
-            tiles.pack(kv.flip(3), raw, shape, self.layout)
+            tiles.pack(tiles.unpack(raw, shape, self.layout).flip(3), raw, shape, self.layout)
 
     monkeypatch.setattr(EngineWriteConnector, "batched_from_gpu", swapped)
     with pytest.raises(AssertionError):
-        _compare(blocks, "whole blocks")
+        _compare(blocks)
 
 
 def test_an_op_that_puts_two_numbers_in_one_place_is_refused() -> None:
@@ -175,40 +167,8 @@ def test_an_op_that_puts_two_numbers_in_one_place_is_refused() -> None:
         cache.flatten(1)[:, 7] = cache.flatten(1)[:, 8]
 
     blocks.layers[name].impl.do_kv_cache_update = write
-    with pytest.raises(UnsupportedEngine, match="cannot be read back"):
+    with pytest.raises(UnsupportedEngine, match="other KV into its cache"):
         probe.places(name, cache, blocks.layers[name])
-
-
-def test_blocks_whose_tokens_lie_before_their_heads_are_read_back() -> None:
-    """As on GPUs: K beside V, and in memory the tokens of a block before its heads."""
-    blocks = Blocks(vllm_config(), 32)
-
-    class Beside:
-        class impl:
-            @staticmethod
-            def do_kv_cache_update(
-                layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor
-            ) -> None:
-                assert cache.stride(1) < cache.stride(2)
-                cache[slots // 32, :, slots % 32] = torch.cat([keys, values], -1)
-
-    blocks.caches = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
-    blocks.layers = dict.fromkeys(blocks.layers, Beside)
-    connector, kv, slots = _bound(blocks), _kv(blocks, 2 * CHUNK), _slots(blocks, 2 * CHUNK, "scattered")
-    assert connector.layout == "heads"
-    _engine_writes(blocks, kv, slots)
-    chunks, shape = _memory(blocks, 2), blocks.shape(CHUNK)
-    connector.batched_from_gpu(chunks, [0, CHUNK], [CHUNK, 2 * CHUNK], slot_mapping=slots)
-    assert torch.equal(
-        torch.cat([heads_view(chunk.raw_data[: shape.size_bytes], shape) for chunk in chunks], dim=2), kv
-    )
-
-
-def test_an_injector_that_was_not_bound_to_save_reads_nothing_it_cannot_copy() -> None:
-    blocks = Blocks(vllm_config(block_size=512), 2)
-    connector, chunks = _bound(blocks, saves=False), _memory(blocks, 1)
-    with pytest.raises(UnsupportedEngine, match="not bound to read"):
-        connector.from_gpu(chunks[0], 0, CHUNK, slot_mapping=torch.arange(CHUNK))
 
 
 @pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK + 1])

@@ -1,4 +1,4 @@
-"""EngineWriteConnector: brings chunks into vLLM's own blocks and reads them back, as copies of whole blocks or by its op."""
+"""EngineWriteConnector: brings chunks into vLLM's own blocks and reads them back, by LMCache's kernel or as copies of blocks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from ..memory import tiles
 from ..memory.layout import ChunkShape
 from ..memory.quantise import Quantiser, quantiser
 from . import host
-from .probe import Written, check_writes, places, written_layout, written_rules
+from .kernel import TransferKernel, proven
+from .probe import Written, places, written_layout, written_rules
 from .whole import write_layers
 
 logger = logging.getLogger(__name__)
 
-_GATHER_BYTES = 16 << 20, 1 << 20
-"""How much of one layer is written by one call on a GPU, where most of its cost is the start of kernels, and on a CPU: enough to
-make the call worth its cost, little enough to stay cached."""
 _WORD = torch.complex128
 """What blocks and rows are copied as: the widest element there is, 16 bytes."""
 
 
 class _Piece(NamedTuple):
-    """What is to be written or read of one chunk: all of it but its first `skip` tokens, in `slots`."""
+    """What is to be written or read of one chunk: all of it but its first `skip` tokens; `slots` are those of all."""
 
     raw: torch.Tensor
     skip: int
@@ -39,16 +37,16 @@ class _Piece(NamedTuple):
 class EngineWriteConnector(GPUConnectorInterface):
     """Writes resident chunks into the engine's blocks, and reads what LMCache saves back in the same layout.
 
-    Every vLLM attention backend implements `impl.do_kv_cache_update` for its own block layout, so this one path is right
-    on CPU (whose blocks are packed for the instruction set), on CUDA and on ROCm, for any layout and for partial blocks.
-    On CPU most of its time is the packing. Where the layers are seen to pack blocks in a way that is known, chunks are
-    packed so when they are loaded, and whole blocks are copied. LMCache 0.5.6 has no connector for CPU and writes wrong KV
-    into vLLM >= 0.26's fused layout (LMCache#4463).
+    One of three ways, which `bind` settles by what the layers' own ops are seen to write: LMCache's kernel where K lies beside
+    V (`kernel`; on GPUs), copies of whole blocks where they are packed in a way that is known (`tiles`; on CPU), else each
+    layer's op, `impl.do_kv_cache_update`, which is right for any layout and for partial blocks, and cannot read.
     """
 
     def __init__(self) -> None:
         self.layout = "heads"
-        """The layout that chunks must have: a key of `layout.VIEWS`, or one of `tiles`. Settled by `bind`."""
+        """The layout that chunks must have: a key of `layout.VIEWS`, `fused` for LMCache's kernel, or one of `tiles`. Settled by
+        `bind`.
+        """
         self.quantiser: Quantiser | None = None
         """How the engine writes its numbers where its caches are quantised. Settled by `bind`."""
         self.device = "cpu"
@@ -56,9 +54,7 @@ class EngineWriteConnector(GPUConnectorInterface):
         self.layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         """Each with its cache, in the order of the model. Settled by `bind`."""
         self._shape: ChunkShape | None = None
-        self._computed = torch.bfloat16
-        self._gathered = 1
-        self._offsets: list[torch.Tensor] = []
+        self._kernel: TransferKernel | None = None
 
     def bind(
         self,
@@ -97,26 +93,39 @@ class EngineWriteConnector(GPUConnectorInterface):
         if shape.dtype == "uint8" and computed is not None:
             rules = written_rules(kv_caches, layers, computed)
             self.quantiser = quantiser([rules[name].rule for name in names])
-        else:
-            check_writes(kv_caches, layers)
-        self._offsets = []
-        for name in names if saves else ():
-            found = _offsets(places(name, kv_caches[name], layers[name], computed if rules else None), kv_caches[name])
-            same = self._offsets and torch.equal(found, self._offsets[-1])
-            self._offsets.append(self._offsets[-1] if same else found)
+        self.layout, self._kernel = "heads", None
         self.layers = [(layers[name], kv_caches[name]) for name in names]
         self.device = str(kv_caches[names[0]].device)
-        self._shape, self._computed = shape, computed or torch.bfloat16
-        self.layout, caches = "heads", list(kv_caches.values())
         try:
-            seen = written_layout(kv_caches, layers, in_blocks=True, rules=rules)
-            if self.device == "cpu" and all(map(_is_aligned, caches)) and not caches[0][0].nbytes % _WORD.itemsize:
-                if not tiles.fits(shape, seen):
-                    raise UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
-                self.layout = seen
+            self.layout = self._faster({name: kv_caches[name] for name in names}, layers, shape, rules)
         except UnsupportedEngine as error:
-            logger.info("chunks will be written by vLLM's op: %s", error)
-        self._gathered = max(1, _GATHER_BYTES[self.device == "cpu"] * shape.layers // shape.size_bytes)
+            if saves:
+                raise UnsupportedEngine(
+                    f"LMCache cannot save what this engine computes, since nothing reads it back: {error}. Serve with --no-save "
+                    '("kv_role": "kv_consumer"), or with a --block-size that divides the chunk size'
+                ) from error
+            for name in () if rules else names:
+                places(name, kv_caches[name], layers[name])
+            logger.warning("chunks will be written by vLLM's op: %s", error)
+        self._shape, self._computed = shape, computed or torch.bfloat16
+
+    def _faster(
+        self,
+        caches: dict[str, torch.Tensor],
+        layers: Mapping[str, Any],
+        shape: ChunkShape,
+        rules: Mapping[str, Written],
+    ) -> str:
+        """Return the layout of chunks that are moved without the layers' ops. Raises `UnsupportedEngine` where none can be."""
+        if written_layout(caches, layers, rules=rules) == "fused":
+            self._kernel = proven(caches, layers, rules)
+            return "fused"
+        layout = written_layout(caches, layers, in_blocks=True, rules=rules)
+        if not all(_is_aligned(cache) and not cache[0].nbytes % _WORD.itemsize for cache in caches.values()):
+            raise UnsupportedEngine(f"blocks that are not aligned to {_WORD.itemsize} bytes")
+        if not tiles.fits(shape, layout):
+            raise UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
+        return layout
 
     @torch.inference_mode()
     def batched_to_gpu(self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
@@ -125,30 +134,35 @@ class EngineWriteConnector(GPUConnectorInterface):
         Returns when the bytes are in the engine's blocks, so that the chunks' memory may be reused.
         """
         slots, cached = kwargs["slot_mapping"], kwargs.get("vllm_cached_tokens", 0)
-        pieces = []
-        for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
-            skip = min(max(cached - start, 0), end - start)
-            if skip < end - start:
-                pieces.append(_Piece(_bytes(chunk), skip, slots[start + skip : end]))
-                self._check(pieces[-1])
+        pieces = self._pieces(memory_objs, starts, ends, slots, cached)
         blocks = self._whole_blocks(pieces)
         if blocks is not None:
             self._copy(pieces, blocks)
             return
-        for first in range(0, len(pieces), self._gathered):
-            self._write(pieces[first : first + self._gathered])
+        for piece in pieces:
+            if self._kernel:
+                self._kernel.load(piece.raw, piece.slots, piece.skip)
+            else:
+                self._write(piece)
         if slots.is_cuda:
             torch.cuda.current_stream(slots.device).synchronize()
 
-    def _check(self, piece: _Piece) -> None:
+    def _pieces(
+        self, chunks: list[MemoryObj], starts: list[int], ends: list[int], slots: torch.Tensor, cached: int = 0
+    ) -> list[_Piece]:
+        """Return what is to be moved of each chunk, once all are seen to fit."""
+        pieces, shape = [], self._bound()
+        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+            skip = min(max(cached - start, 0), end - start)
+            if skip < end - start:
+                pieces.append(_Piece(_bytes(chunk), skip, slots[start:end]))
         # No assertions: under `python -O` they would let a wrong chunk into a live cache.
-        shape = self._bound()
-        if piece.raw.numel() != shape.size_bytes:
-            raise UnsupportedEngine(f"a chunk of another shape: {piece.raw.numel()} bytes, not {shape.size_bytes}")
-        if len(piece.slots) != shape.tokens - piece.skip:
-            raise UnsupportedEngine(
-                f"a chunk of another length: {shape.tokens - piece.skip} tokens for {len(piece.slots)} slots"
-            )
+        for raw, _, own in pieces:
+            if raw.numel() != shape.size_bytes:
+                raise UnsupportedEngine(f"a chunk of another shape: {raw.numel()} bytes, not {shape.size_bytes}")
+            if len(own) != shape.tokens:
+                raise UnsupportedEngine(f"a chunk of another length: {shape.tokens} tokens for {len(own)} slots")
+        return pieces
 
     def _bound(self) -> ChunkShape:
         if self._shape is None:
@@ -162,11 +176,11 @@ class EngineWriteConnector(GPUConnectorInterface):
         block = self.layers[0][1].shape[2]
         if any(piece.skip % block or not _is_aligned(piece.raw) for piece in pieces):
             return None
-        slots = torch.cat([piece.slots for piece in pieces]).view(-1, block)
+        slots = torch.cat([piece.slots[piece.skip :] for piece in pieces]).view(-1, block)
         numbers = slots[:, 0] // block
         if not torch.equal(slots, numbers[:, None] * block + torch.arange(block)):
             return None
-        return list(numbers.split([len(piece.slots) // block for piece in pieces]))
+        return list(numbers.split([(len(piece.slots) - piece.skip) // block for piece in pieces]))
 
     def _copy(self, pieces: Sequence[_Piece], blocks: Sequence[torch.Tensor]) -> None:
         """Copy the blocks of some chunks, a layer of as many chunks as possible by one call, which uses all threads."""
@@ -185,20 +199,12 @@ class EngineWriteConnector(GPUConnectorInterface):
                 )
                 kv_cache.view(len(kv_cache), -1).view(_WORD)[numbers] = source
 
-    def _kv_of(self, piece: _Piece) -> torch.Tensor:
-        """Return the KV `[2, L, T, H, D]` of a piece as the engine's op is given it, on the engine's device."""
-        shape, raw = self._bound(), piece.raw.to(piece.slots.device, non_blocking=True)
-        kv = tiles.unpack(raw, shape, self.layout)[:, :, piece.skip :]
-        return self.quantiser.numbers(kv, self._computed) if self.quantiser else kv
-
-    def _write(self, pieces: Sequence[_Piece]) -> None:
-        """Write some chunks together: to gather a layer of several costs less than a call of the op for each."""
-        found = list(map(self._kv_of, pieces))
-        slots = torch.cat([piece.slots for piece in pieces])
-        for layer in range(len(self.layers)):
-            planes = [kv[:, layer : layer + 1].transpose(2, 3) for kv in found]
-            kv = (torch.cat(planes, dim=3) if len(planes) > 1 else planes[0]).transpose(2, 3)
-            write_layers(self.layers[layer : layer + 1], kv, slots)
+    def _write(self, piece: _Piece) -> None:
+        """Have each layer's op write its part of a chunk."""
+        kv = tiles.unpack(piece.raw.to(piece.slots.device), self._bound(), self.layout)[:, :, piece.skip :]
+        if self.quantiser:
+            kv = self.quantiser.numbers(kv, self._computed)
+        write_layers(self.layers, kv, piece.slots[piece.skip :])
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Write one chunk; see `batched_to_gpu`."""
@@ -211,36 +217,22 @@ class EngineWriteConnector(GPUConnectorInterface):
         Returns when the bytes are there, in the layout in which `batched_to_gpu` takes them.
         """
         slots = kwargs["slot_mapping"]
-        pieces = [_Piece(_bytes(chunk), 0, slots[s:e]) for chunk, s, e in zip(memory_objs, starts, ends, strict=True)]
-        for piece in pieces:
-            self._check(piece)
+        pieces = self._pieces(memory_objs, starts, ends, slots)
         blocks = self._whole_blocks(pieces)
+        if pieces and not (blocks or self._kernel):
+            raise UnsupportedEngine(f"chunks in layout {self.layout} cannot be read from these slots")
         for i, piece in enumerate(pieces):
-            if blocks is None:
-                self._read(piece)
-            else:
+            if self._kernel:
+                self._kernel.save(piece.raw, piece.slots)
+            elif blocks:
                 self._copy_back(piece, blocks[i])
+        if slots.is_cuda:
+            torch.cuda.current_stream(slots.device).synchronize()
 
     def _copy_back(self, piece: _Piece, numbers: torch.Tensor) -> None:
         rows = piece.raw.view(_WORD).view(len(self.layers), len(numbers), -1)
         for row, (_, kv_cache) in zip(rows, self.layers, strict=True):
             torch.index_select(kv_cache.view(len(kv_cache), -1).view(_WORD), 0, numbers, out=row)
-
-    def _read(self, piece: _Piece) -> None:
-        """Read one chunk element by element, from the places to which the engine's op was seen to write."""
-        shape = self._bound()
-        if not self._offsets:
-            raise UnsupportedEngine("the injector was not bound to read the engine's blocks")
-        block = self.layers[0][1].shape[2]
-        number, token, read = piece.slots[:, None] // block, piece.slots % block, []
-        last, where = None, piece.slots
-        for (_, kv_cache), offsets in zip(self.layers, self._offsets, strict=True):
-            if offsets is not last:  # as a rule all layers have the same, and finding the places is most of the work
-                last, where = offsets, (number * kv_cache.stride(0) + offsets[token]).flatten()
-            size = 1 + sum((n - 1) * stride for n, stride in zip(kv_cache.shape, kv_cache.stride(), strict=True))
-            read.append(kv_cache.as_strided((size,), (1,)).index_select(0, where))
-        kv = torch.stack(read).view(shape.layers, shape.tokens, 2, shape.heads, shape.head_size)
-        tiles.pack(kv.permute(2, 0, 1, 3, 4).cpu(), piece.raw, shape, self.layout)
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Read one chunk; see `batched_from_gpu`."""
@@ -259,13 +251,6 @@ class EngineWriteConnector(GPUConnectorInterface):
 def _bytes(chunk: MemoryObj) -> torch.Tensor:
     """Return a chunk's bytes, without those that LMCache's allocator rounds up to."""
     return chunk.raw_data[: chunk.get_size()]
-
-
-def _offsets(place: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-    """Return how far, for each token of a block, its numbers are from the block's first in memory: `[block, 2 * H * D]`."""
-    inside = torch.unravel_index(place.flatten(1), kv_cache.shape[1:])
-    far = sum(index * stride for index, stride in zip(inside, kv_cache.stride()[1:], strict=True))
-    return torch.as_tensor(far).to(kv_cache.device)
 
 
 def _is_aligned(memory: torch.Tensor) -> bool:

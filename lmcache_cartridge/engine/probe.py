@@ -38,23 +38,6 @@ def written_layout(
     return found.pop()
 
 
-def check_writes(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedEngine` unless every layer's op writes each element of K and V it is given, in whatever order.
-
-    Tells no layout, and so holds for those that are not known, on any device.
-    """
-    for name, cache in kv_caches.items():
-        if cache.dim() != 4:
-            raise UnsupportedEngine(f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed")
-        kv = _some_kv(cache)
-        try:
-            written = _write(cache, layers[name], kv)
-        except Exception as error:
-            raise UnsupportedEngine(f"layer {name} cannot write to its KV cache: {error}") from error
-        if not torch.equal(_elements(written), _elements(kv)):
-            raise UnsupportedEngine(f"layer {name} writes other KV into its cache than it is given")
-
-
 class Written(NamedTuple):
     """How a layer is seen to write a quantised cache."""
 
@@ -96,7 +79,7 @@ def _rule(name: str, cache: torch.Tensor, layer: Any, dtype: torch.dtype) -> Rul
         seen = _write(cache, layer, kv.view(1, 1, -1, heads, size).expand(2, -1, -1, -1, -1)).flatten(1)[:, where]
         codes.append(seen.transpose(0, 2).transpose(1, 2).flatten(1)[:, : len(given)])  # [2, all that was given]
     keys, values = torch.cat(codes, dim=1).numpy()
-    rule, kv = Rule(keys.tobytes(), values.tobytes()), _some_kv(cache, dtype)
+    rule, kv = Rule(keys.tobytes(), values.tobytes()), some_kv(cache, dtype)
     seen = _write(cache, layer, kv).flatten(1)[:, where].transpose(0, 2).transpose(1, 2)
     if not torch.equal(seen.flatten(1), rule(kv).flatten(1)):
         raise UnsupportedEngine(
@@ -110,8 +93,8 @@ def places(name: str, cache: torch.Tensor, layer: Any, dtype: torch.dtype | None
     """Return where a layer's op puts each number of one block: its place in `cache[i].flatten()`, as `[block, 2, H, D]`.
 
     With `dtype`, that of KV, the cache is quantised: then all that is known is that 0 stays 0 and the largest number does
-    not become it. Tells how to read a block back, whatever its layout and device. Raises `UnsupportedEngine` where the op does not
-    give every number a place of its own, the same in every block.
+    not become it. Holds for any layout and device. Raises `UnsupportedEngine` where the op does not give every number a place of
+    its own, the same in every block.
     """
     _, heads, block, double = cache.shape
     count = block * heads * double
@@ -124,20 +107,14 @@ def places(name: str, cache: torch.Tensor, layer: Any, dtype: torch.dtype | None
         found += (seen if dtype is None else seen != 0).to(torch.int64) << digit
     place = found.argsort(dim=1)
     if not torch.equal(found.sort(dim=1).values, torch.arange(count).expand(2, -1)) or not torch.equal(*place):
-        raise UnsupportedEngine(f"layer {name} writes its KV cache in a way that cannot be read back")
+        raise UnsupportedEngine(f"layer {name} writes other KV into its cache than it is given")
     return place[0].view(number.shape)
 
 
-def _elements(kv: torch.Tensor) -> torch.Tensor:
-    """Return the elements as numbers, sorted: equal for tensors with the same bytes in another order."""
-    parts = kv.contiguous().view(torch.uint8).view(-1, kv.itemsize).long()
-    return (parts * 256 ** torch.arange(kv.itemsize)).sum(1).sort().values
-
-
-def _some_kv(cache: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return random KV of two blocks, `[2, 1, T, H, D]`."""
+def some_kv(cache: torch.Tensor, dtype: torch.dtype | None = None, seed: int = 1) -> torch.Tensor:
+    """Return random KV of two blocks of a cache, `[2, 1, T, H, D]`, of its dtype unless another is given."""
     _, heads, block, double = cache.shape
-    kv = torch.randn((2, 1, 2 * block, heads, double // 2), generator=torch.Generator().manual_seed(1))
+    kv = torch.randn((2, 1, 2 * block, heads, double // 2), generator=torch.Generator().manual_seed(seed))
     return kv.to(dtype or cache.dtype)
 
 
@@ -152,7 +129,7 @@ def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool, w
         raise UnsupportedEngine(f"the blocks of layer {name} are not in one run of memory")
     _, heads, block, double = cache.shape
     shape = ChunkShape(heads, 1, 2 * block, double // 2, str(cache.dtype).removeprefix("torch."))
-    kv = _some_kv(cache, written and written.dtype)
+    kv = some_kv(cache, written and written.dtype)
     seen = _write(cache, layer, kv)
     if written:
         kv = written.rule(kv)
@@ -163,7 +140,7 @@ def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool, w
     if len(matching) != 1:
         raise UnsupportedEngine(
             f"{layer.impl.__class__.__name__} writes KV in a layout that is not known (block {block}, head size "
-            f"{shape.head_size}, {shape.dtype}), so prepared KV cannot be given to it; use --mode in-process"
+            f"{shape.head_size}, {shape.dtype}), which is filled in-process only, by its own op"
         )
     return matching[0]
 
@@ -173,7 +150,10 @@ def _write(cache: torch.Tensor, layer: Any, kv: torch.Tensor) -> torch.Tensor:
     blocks, block = torch.zeros_like(cache[:2]), cache.shape[2]
     slots = torch.cat([torch.arange(block, 2 * block), torch.arange(block)]).to(cache.device)
     keys, values = (plane.contiguous().to(cache.device) for plane in kv[:, 0])
-    host.write_kv(layer, keys, values, blocks, slots)
+    try:
+        host.write_kv(layer, keys, values, blocks, slots)
+    except Exception as error:
+        raise UnsupportedEngine(f"{type(layer.impl).__name__} cannot write to its KV cache: {error}") from error
     return blocks.flip(0).cpu()
 
 

@@ -1,0 +1,250 @@
+"""Chunks through LMCache's kernel land in blocks of the layouts of GPUs as the layers' op writes them, or the op is used.
+
+The tensors are real and on the CPU, where LMCache's platform layer has a version of the call in torch; the op is a stand-in with
+the effect of vLLM's for CUDA, `reshape_and_cache_flash`. What only the CUDA kernel can do has a stand-in that is made after its
+source (`_cuda`). No GPU has run any of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from blocks import memory_object, quietly
+
+with quietly():
+    from lmcache import device_ops
+    from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+
+    from lmcache_cartridge.engine.inject import EngineWriteConnector
+from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.memory import tiles
+from lmcache_cartridge.memory.layout import ChunkShape
+
+CHUNK, BLOCK, LAYERS, SIZE = 64, 16, 3, 32
+ORDERS = {
+    "NHD": (0, 1, 3, 2, 4),
+    "HND": (0, 1, 2, 3, 4),
+    "blocks first": (1, 0, 3, 2, 4),
+    "blocks first, HND": (1, 0, 2, 3, 4),
+}
+"""Of layer, block, head, token and K beside V in memory: FlashAttention's and Triton's, FlashInfer's, and those of vLLM's
+`VLLM_KV_CACHE_LAYOUT` in which a block of all layers is one run."""
+KERNEL = type(device_ops).multi_layer_kv_transfer
+
+
+def _op(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    kv = torch.cat([keys, values], dim=-1)
+    if cache.dtype == torch.uint8:  # as vLLM's ops for CUDA quantise: rounded to the nearest
+        kv = (kv.float() / layer.scale).nan_to_num(0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    cache[slots // cache.shape[2], :, slots % cache.shape[2]] = kv
+
+
+class Engine(NamedTuple):
+    """Attention layers with their caches, full of noise, as one run of memory."""
+
+    memory: torch.Tensor
+    caches: dict[str, torch.Tensor]
+    layers: dict[str, Any]
+
+    def connector(self, computed: torch.dtype | None = None, **given: Any) -> EngineWriteConnector:
+        connector = EngineWriteConnector()
+        connector.bind(self.caches, self.layers, self.shape, computed=computed, **given)
+        return connector
+
+    @property
+    def shape(self) -> ChunkShape:
+        heads, dtype = self.caches["model.layers.0.attn"].shape[1], str(self.memory.dtype).removeprefix("torch.")
+        return ChunkShape(heads, LAYERS, CHUNK, SIZE, dtype)
+
+    def by_op(self, kv: torch.Tensor, slots: torch.Tensor) -> Engine:
+        for layer, (name, cache) in enumerate(self.caches.items()):
+            _op(self.layers[name], kv[0, layer], kv[1, layer], cache, slots)
+        return self
+
+
+def _engine(order: str = "NHD", dtype: torch.dtype = torch.bfloat16, heads: int = 2, block: int = BLOCK) -> Engine:
+    sizes, axes = (LAYERS, 384 // block, heads, block, 2 * SIZE), ORDERS[order]
+    memory = torch.randint(0, 100, [sizes[axis] for axis in axes], generator=torch.Generator().manual_seed(5)).to(dtype)
+    seen = memory.permute([axes.index(axis) for axis in range(5)])
+    caches = {f"model.layers.{number}.attn": cache for number, cache in enumerate(seen)}
+    impl = SimpleNamespace(do_kv_cache_update=_op)
+    return Engine(memory, caches, {name: SimpleNamespace(impl=impl, scale=0.1 + i) for i, name in enumerate(caches)})
+
+
+def _kv(tokens: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(2, LAYERS, tokens, heads, SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _objects(kv: torch.Tensor, engine: Engine, layout: str) -> tuple[list[Any], list[int], list[int]]:
+    made = []
+    for part in kv.split(CHUNK, dim=2):
+        out = torch.empty(engine.shape.size_bytes, dtype=torch.uint8)
+        tiles.pack(part, out, engine.shape, layout)
+        made.append(memory_object(out))
+    starts = list(range(0, kv.shape[2], CHUNK))
+    return made, starts, [start + CHUNK for start in starts]
+
+
+SLOTS = torch.randperm(384, generator=torch.Generator().manual_seed(2))[: 2 * CHUNK]
+
+
+def _cuda(
+    rows: torch.Tensor, pointers: torch.Tensor, slots: torch.Tensor, device: Any, page: int, direction: Any, layout: Any, *,
+    block_size: int, head_size: int, skip_prefix_n_tokens: int, block_stride_elems: int,
+) -> None:  # fmt: skip
+    """Move rows as `mem_kernels.cu` does: NHD by the row, whole or strided blocks; HND by the head of two planes."""
+    _, _, tokens, width = rows.shape
+    step, double = block_stride_elems or block_size * width, 2 * head_size
+    at, numbers = slots[skip_prefix_n_tokens:, None], torch.arange(width)
+    places = at // block_size * step
+    if layout == EngineKVFormat.NL_X_NB_NH_BS_CS:
+        places = places + numbers // double * block_size * double + at % block_size * double + numbers % double
+    else:
+        assert layout in (EngineKVFormat.NL_X_NB_BS_NH_CS, EngineKVFormat.NL_X_NB_BS_HS)
+        assert layout == EngineKVFormat.NL_X_NB_BS_NH_CS or not block_stride_elems
+        places = places + at % block_size * width + numbers
+    size = (page // block_size - 1) * step + block_size * width
+    for layer, pointer in enumerate(pointers.tolist()):
+        memory = torch.frombuffer((ctypes.c_char * (size * rows.itemsize)).from_address(pointer), dtype=rows.dtype)
+        if direction == TransferDirection.H2D:
+            memory[places] = rows[0, layer, skip_prefix_n_tokens:]
+        else:
+            rows[0, layer, skip_prefix_n_tokens:] = memory[places]
+
+
+@pytest.mark.parametrize("cached", [0, 1, 16, 63, 64, 100, 127, 128])
+def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached: int) -> None:
+    ours, theirs = _engine(), _engine()
+    connector, kv = ours.connector(), _kv(2 * CHUNK)
+    assert connector.layout == "fused"
+    assert torch.equal(ours.memory, theirs.memory), "the probe wrote into the engine's blocks"
+    connector.batched_to_gpu(*_objects(kv, ours, "fused"), slot_mapping=SLOTS, vllm_cached_tokens=cached)
+    theirs.by_op(kv[:, :, cached:], SLOTS[cached:])
+    assert torch.equal(ours.memory, theirs.memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "block"), [(1, 16), (2, 128), (8, 32)])
+def test_what_the_op_wrote_is_saved_and_written_again(dtype: torch.dtype, heads: int, block: int) -> None:
+    """A block may be larger than a chunk: rows are moved one by one."""
+    engine, kv = _engine(dtype=dtype, heads=heads, block=block), _kv(2 * CHUNK, heads, dtype)
+    connector = engine.connector(saves=True)
+    engine.by_op(kv, SLOTS)
+    before = engine.memory.clone()
+    expected, starts, ends = _objects(kv, engine, "fused")
+    saved = [memory_object(torch.zeros(engine.shape.size_bytes, dtype=torch.uint8)) for _ in starts]
+    connector.batched_from_gpu(saved, starts, ends, slot_mapping=SLOTS)
+    assert all(torch.equal(a.raw_data, b.raw_data) for a, b in zip(saved, expected, strict=True))
+    assert torch.equal(engine.memory, before)
+    engine.memory.zero_()
+    connector.batched_to_gpu(saved, starts, ends, slot_mapping=SLOTS)
+    assert torch.equal(engine.memory, _zeroed(before, engine, SLOTS))
+    assert torch.equal(connector.canonical(saved[0]), kv[:, :, :CHUNK])
+
+
+def _zeroed(memory: torch.Tensor, engine: Engine, slots: torch.Tensor) -> torch.Tensor:
+    """Return memory as it is where `slots` are, and 0 elsewhere."""
+    kept = torch.zeros_like(engine.memory)
+    for cache in kept.permute(0, 1, 3, 2, 4):
+        cache[slots // cache.shape[2], :, slots % cache.shape[2]] = 1
+    return memory * kept
+
+
+def test_bytes_for_a_quantised_cache_are_those_of_the_op() -> None:
+    ours, theirs, kv = _engine(dtype=torch.uint8), _engine(dtype=torch.uint8), _kv(CHUNK)
+    connector = ours.connector(computed=torch.bfloat16)
+    assert connector.layout == "fused"
+    plain, raw = torch.empty(kv.nbytes, dtype=torch.uint8), torch.empty(ours.shape.size_bytes, dtype=torch.uint8)
+    tiles.pack(kv, plain, ours.shape._replace(dtype="bfloat16"), "heads")
+    connector.quantiser.quantise(plain, raw, ours.shape)
+    fused = torch.empty_like(raw)
+    tiles.pack(tiles.unpack(raw, ours.shape, "heads"), fused, ours.shape, "fused")
+    connector.to_gpu(memory_object(fused), 0, CHUNK, slot_mapping=SLOTS)
+    assert torch.equal(ours.memory, theirs.by_op(kv, SLOTS[:CHUNK]).memory)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_vllms_goes_through_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", _cuda, raising=False)
+    ours, theirs, kv = _engine(order), _engine(order), _kv(2 * CHUNK)
+    connector = ours.connector(saves=True)
+    assert connector.layout == "fused"
+    objects = _objects(kv, ours, "fused")
+    connector.batched_to_gpu(*objects, slot_mapping=SLOTS, vllm_cached_tokens=5)
+    assert torch.equal(ours.memory, theirs.by_op(kv[:, :, 5:], SLOTS[5:]).memory)
+    saved = memory_object(torch.zeros(ours.shape.size_bytes, dtype=torch.uint8))
+    connector.from_gpu(saved, CHUNK, 2 * CHUNK, slot_mapping=SLOTS)
+    assert torch.equal(saved.raw_data, objects[0][1].raw_data)
+
+
+def _swapped(rows: torch.Tensor, *rest: Any, head_size: int, **given: Any) -> None:
+    turned = rows.unflatten(-1, (-1, 2, head_size)).flip(-2).flatten(-3).contiguous()
+    KERNEL(device_ops, turned, *rest, head_size=head_size, **given)
+    rows.copy_(turned.unflatten(-1, (-1, 2, head_size)).flip(-2).flatten(-3))
+
+
+def _moved(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Callable[..., None]:
+    def kernel(rows: torch.Tensor, pointers: Any, slots: torch.Tensor, *rest: Any, **given: Any) -> None:
+        KERNEL(device_ops, rows, pointers, change(slots, given), *rest, **given)
+
+    return kernel
+
+
+def _without_skip(slots: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    given["skip_prefix_n_tokens"] = 0
+    return slots
+
+
+def _deaf(
+    rows: torch.Tensor, pointers: Any, slots: Any, device: Any, page: int, direction: Any, *rest: Any, **given: Any
+) -> None:
+    if direction == TransferDirection.H2D:
+        KERNEL(device_ops, rows, pointers, slots, device, page, direction, *rest, **given)
+
+
+WRONG = {
+    "K and V swapped": _swapped,
+    "stride off by a block": _moved(lambda slots, given: slots + given["block_size"]),
+    "a token too far": _moved(lambda slots, given: slots.roll(1)),
+    "skips nothing": _moved(_without_skip),
+    "layers in another order": lambda rows, pointers, *rest, **given: KERNEL(device_ops, rows, pointers.flip(0), *rest, **given),
+    "reads nothing": _deaf,
+    "nothing at all": lambda *rest, **given: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_kernel_that_moves_other_bytes_is_refused_and_the_op_used(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """The controls of the probe: an LMCache in which the kernel means something else never touches a live cache."""
+    monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", WRONG[wrong], raising=False)
+    _is_written_by_the_op(_engine(), "LMCache's kernel")
+
+
+@pytest.mark.parametrize("order", ["HND", "blocks first"])
+def test_what_torchs_version_cannot_do_is_done_by_the_op(order: str) -> None:
+    _is_written_by_the_op(_engine(order), "kernel cannot move these blocks")
+
+
+def test_layers_that_lie_in_memory_each_in_a_way_of_its_own_are_written_by_the_op() -> None:
+    engine = _engine()
+    last = list(engine.caches)[-1]
+    engine.caches[last] = _engine("HND").caches[last]
+    _is_written_by_the_op(engine, "do not lie alike")
+
+
+def _is_written_by_the_op(engine: Engine, reason: str) -> None:
+    with pytest.raises(UnsupportedEngine, match=f"(?s)cannot save.*{reason}.*--no-save"):
+        engine.connector(saves=True)
+    connector, kv = engine.connector(), _kv(CHUNK)
+    assert connector.layout == "heads"
+    connector.to_gpu(*(each[0] for each in _objects(kv, engine, "heads")), slot_mapping=SLOTS)
+    slots = SLOTS[:CHUNK]
+    found = torch.stack([cache[slots // BLOCK, :, slots % BLOCK] for cache in engine.caches.values()])
+    assert torch.equal(found, torch.cat(kv.unbind(0), dim=-1))
