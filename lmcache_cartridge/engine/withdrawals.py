@@ -52,27 +52,26 @@ class Withdrawals:
     def withdraw(self, digests: Iterable[str]) -> None:
         """Take some back that were noted, after nothing of theirs is lent any more. Raises `OSError`; then do it again."""
         for digest in digests:
-            os.utime(self._last, ns=(now := max(time.time_ns(), self.stamp() + 1), now))
+            os.utime(self._last, ns=(now := max(time.time_ns(), (self.stamp() or 0) + 1), now))
             (self._directory / digest).unlink(missing_ok=True)
             self.noted.discard(digest)
 
-    def has_notes(self) -> bool:
-        """Whether any process ever noted one. One look at a file: for each request."""
-        return self._last.exists()
+    def stamp(self) -> int | None:
+        """Return a number that changes with every withdrawal, 0 before the first; None where nobody ever noted one.
 
-    def apart(self, prompt: Any) -> Any:
-        """Return a prompt that names no cartridge with a `cache_salt` by which it finds nothing of what was withdrawn.
-
-        Each client salt gives another one. Before the first withdrawal it is the prompt as it came.
+        One look at a file: for each request.
         """
-        if not (stamp := self.stamp()) or not isinstance(prompt, dict):
-            return prompt
-        salt = f"{stamp} {prompt.get('cache_salt') or ''}".encode("utf-8", "surrogatepass")
-        return {**prompt, "cache_salt": blake3(salt).hexdigest()}
-
-    def stamp(self) -> int:
-        """Return a number that changes with every withdrawal, 0 before the first. One look at a file: for each request."""
-        try:
+        with suppress(OSError):
             return self._last.stat().st_mtime_ns
-        except OSError:
-            return 0
+        return None
+
+
+def apart(prompt: Any, stamp: int | None) -> Any:
+    """Return a prompt that names no cartridge with a `cache_salt` by which it finds nothing of what was withdrawn.
+
+    Each client salt gives another one. Before the first withdrawal it is the prompt as it came.
+    """
+    if not stamp or not isinstance(prompt, dict):
+        return prompt
+    salt = f"{stamp} {prompt.get('cache_salt') or ''}".encode("utf-8", "surrogatepass")
+    return {**prompt, "cache_salt": blake3(salt).hexdigest()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -103,7 +105,9 @@ def plan(
     arguments = Arguments(vllm_args)
     in_process = mode == "in-process"
     settings, given = with_forms(settings, arguments.mapping(TRANSFER))
-    role = _role(given.get("kv_role"), saves=saves and (l1_bytes > 0 or not in_process))
+    role = given.get("kv_role")
+    if role not in ("kv_both", "kv_consumer"):
+        role = "kv_both" if saves and (l1_bytes > 0 or not in_process) else "kv_consumer"
     is_idle = in_process and role == "kv_both" and not l1_bytes and saves_nowhere(given.get(EXTRA) or {}, os.environ)
     arguments.check(in_process=in_process, saves=role == "kv_both" and not is_idle)
     check_versions(unproven=settings.unproven_versions)
@@ -155,11 +159,6 @@ def plan(
     return Launch(path, yaml, environment, [*command, *rest], engine, lmcache)
 
 
-def _role(given: str | None, *, saves: bool) -> str:
-    """Return vLLM's word for whether LMCache saves, as the user gave it or else as this says."""
-    return given if given in ("kv_both", "kv_consumer") else "kv_both" if saves else "kv_consumer"
-
-
 def lmcache_command(
     settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool, saves: bool,
     more_places: bool = False,
@@ -190,7 +189,7 @@ def lmcache_command(
     if on_cpu:
         command += ["--supported-transfer-mode", "engine_driven"]
         if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * l1_bytes:
-            command += ["--no-l1-use-lazy", "--shm-name", shm_name(port)]
+            command += ["--no-l1-use-lazy", "--shm-name", f"lmcache-cartridge-{port}"]
     return command
 
 
@@ -199,11 +198,6 @@ def control_path(port: int) -> str:
     # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
     parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
     return str(Path(parent) / f"lmcache-cartridge-{os.getuid()}" / f"{port}.sock")
-
-
-def shm_name(port: int) -> str:
-    """Return the name of the memory that LMCache and vLLM share."""
-    return f"lmcache-cartridge-{port}"
 
 
 def l1_size_bytes(largest_bytes: int) -> int:
@@ -224,10 +218,14 @@ def l1_watermark(l1_bytes: int, largest_bytes: int) -> float:
 
 
 def free_port() -> int:
-    """Return a TCP port on the loopback interface that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port on the loopback interface that was free just now.
+
+    It is below those that Linux gives to connections, or one of them could have it before a server that still loads binds it.
+    """
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return probe.getsockname()[1]
 
 
 def allowed_plugins() -> str:

@@ -47,7 +47,7 @@ def register() -> None:
 
         os.environ["VLLM_PLUGINS"] = allowed_plugins()
     if API_PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(",") and multiprocessing.parent_process() is not None:
-        spare_imports()
+        gc.freeze()  # as in the API server
 
 
 def _chosen(transfer: Any) -> tuple[str, str] | None:
@@ -65,12 +65,3 @@ def _chosen(transfer: Any) -> tuple[str, str] | None:
 @cache
 def _say(name: str) -> None:
     logger.info("the configuration names cartridges, so lmcache-cartridge's connector takes the place of %s", name)
-
-
-def spare_imports() -> None:
-    """Have the garbage collector leave out all that this process has made so far, most of it modules.
-
-    vLLM does so at the end of its start. Until then each of its full collections goes through a million objects: half a
-    second, several times. Cycles that are garbage by now are kept; reference counts work as ever.
-    """
-    gc.freeze()

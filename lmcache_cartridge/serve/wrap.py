@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from ..engine.client import ControlClient
 from ..engine.contract import COMPUTED, TAG
 from ..engine.host_api import retryable, share
-from ..engine.withdrawals import Withdrawals
+from ..engine.withdrawals import Withdrawals, apart
 from ..errors import CartridgeError
 from ..settings import Settings
 from . import http
@@ -264,8 +264,8 @@ class GuardedEngine:
         """Generate for a request that names no cartridge. Its prompt may still begin with a document that has KV, and
         what of that is lost on the way is computed."""
         begun = False
-        prompt = self._withdrawals.apart(prompt)
-        is_told = self._withdrawals.has_notes() and kwargs.get("lora_request") is None
+        prompt = apart(prompt, stamp := self._withdrawals.stamp())
+        is_told = stamp is not None and kwargs.get("lora_request") is None
         async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
                 is_lost = not begun and _lost(output) and isinstance(prompt, dict)
