@@ -111,7 +111,7 @@ def rebuild(batches: int) -> tuple[float, int, bool]:
             second = following()
             await until_all(second)
             seconds = time.perf_counter() - began
-        known, again = first.index.known(), second.index.known()
+        known, again = set(first.index.known()), set(second.index.known())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from lmcache_cartridge.fleet.envoy import LIMITS
 from lmcache_cartridge.fleet.service import Fleet
-from lmcache_cartridge.fleet.web import app
+from lmcache_cartridge.fleet.web import LIMITS, app
 
 T = TypeVar("T")
 

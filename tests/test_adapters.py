@@ -24,7 +24,7 @@ from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.artifact.weights import CONFIG, WEIGHTS, adapter_digest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.library import catalog
+from lmcache_cartridge.library import entries
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.train.trainer import wrap
 from lmcache_cartridge.serve.request import Reference, Refusal
@@ -212,7 +212,7 @@ def test_commands_make_cartridges_of_an_adapter(
 def test_prompts_that_name_nothing_get_no_adapters_kv(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
-    monkeypatch.setattr(catalog, "_KEPT_FROM", 1 if cached else 1000)
+    monkeypatch.setattr(entries, "_KEPT_FROM", 1 if cached else 1000)
     made = home.make(fingerprint=replace(make_fingerprint(), lora="a1" * 32))
     settings = {"disk_dir": home.path / "cache", "disk_bytes": 0}
     if cached:

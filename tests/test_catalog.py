@@ -65,7 +65,7 @@ def test_a_bad_cartridge_is_served_once_it_is_registered_again_in_order(home: Ho
     away.rename(home.root())
     home.registry.register(home.root())
     store.refresh()
-    assert (store.names(), store.refused()) == (["doc@1"], {})
+    until(lambda: (store.names(), store.refused()) == (["doc@1"], {}))
     assert_served(store, made, prompt_for(home, made))
 
 

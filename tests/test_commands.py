@@ -65,14 +65,14 @@ BY_OTHERS = {
         [
             "lmcache-cartridge fleet serve fleet.yaml",
         ],
-        "test_fleet_scores.py",
+        "fleet/test_fleet_scores.py",
     ),
     "vllm serve ./llama --kv-transfer-config '{ "
     '"kv_connector": "CartridgeConnector", "kv_role": "kv_both", '
     '"kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector", '
     '"kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
     '"router": {"type": "label", "field": "cartridge_id"}}}\'': "test_forms_served.py",
-    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "test_fleet.py",
+    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "fleet/test_fleet.py",
 }
 """Commands that need what other tests make, and which of them run the same."""
 

@@ -87,23 +87,23 @@ def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> Non
     assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
     assert mine.put(DIGEST, "chunk 4 is corrupt", "/here") is False
     for one in (mine, theirs):
-        one.follow(lambda digest: True)
+        one.follow()
     assert mine.reasons == {DIGEST: "chunk 3 is corrupt"}
     assert theirs.reasons == {DIGEST: "quarantined: chunk 3 is corrupt"}
     Quarantine(tmp_path).lift(DIGEST)
     for one in (mine, theirs):
-        one.follow(lambda digest: True)
+        one.follow()
     assert (mine.reasons, theirs.reasons) == ({}, {})
 
 
 def test_a_copy_elsewhere_is_not_quarantined_with_it(tmp_path: Path) -> None:
     mine, theirs = _follower(tmp_path), _follower(tmp_path, location="/there")
     assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
-    theirs.follow(lambda digest: True)
+    theirs.follow()
     assert (mine.reasons, theirs.reasons) == ({DIGEST: "chunk 3 is corrupt"}, {})
     assert (theirs.holds(DIGEST, "/here"), theirs.holds(DIGEST, "/there")) == (True, False)
     Quarantine(tmp_path).put(DIGEST, "by hand")
-    theirs.follow(lambda digest: True)
+    theirs.follow()
     assert theirs.reasons == {DIGEST: "quarantined: by hand"}, "a note without a place is about every copy"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -286,13 +287,13 @@ def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(
     db.execute(f"UPDATE cartridges SET {column} = CAST(x'ff41' AS TEXT)")
     db.commit()
     reader = Registry(registry.path, read_only=True)
-    for read in (reader.all, lambda: reader.find("doc"), lambda: reader.changes(0), reader.page, registry.all):
+    for read in (reader.all, lambda: reader.find("doc"), reader.look, reader.page, registry.all):
         with pytest.raises(RegistryError, match="restore a copy"):
             read(10) if read == reader.page else read()
     db.execute(f"UPDATE cartridges SET {column} = x'ff41'")
     db.commit()
     db.close()
-    for read in (reader.all, lambda: reader.changes(0)):
+    for read in (reader.all, reader.look):
         with pytest.raises(RegistryError, match="row of 'doc' is damaged; restore a copy"):
             read()
 
@@ -356,7 +357,7 @@ def test_a_registry_of_another_schema_is_refused_and_left_alone(
     db.execute(f"PRAGMA user_version = {version}")
     db.close()
     before = files_under(registry.path.parent)
-    with pytest.raises(RegistryError, match=f"has schema {version}, this release knows 4; {todo}"):
+    with pytest.raises(RegistryError, match=f"has schema {version}, this release knows 5; {todo}"):
         Registry(registry.path, read_only=read_only).all()
     assert files_under(registry.path.parent) == before
 
@@ -420,74 +421,55 @@ def test_an_id_that_is_a_label_already_is_refused(registry: Registry, tmp_path: 
     assert registry.find("current").name == "doc@1"
 
 
-# Changes, warm labels, removal.
+# Looks, warm labels, removal.
 
 
 def _names(rows: list) -> list[str]:
     return [row.name for row in rows]
 
 
-def test_changes_tell_what_came_moved_and_went_since(registry: Registry, tmp_path: Path) -> None:
+def test_a_look_tells_what_there_is_where_anything_changed(registry: Registry, tmp_path: Path) -> None:
     roots = {name: _make(tmp_path, name) for name in "abc"}
     for name in "ab":
         registry.register(roots[name])
-    first = registry.changes()
-    assert (_names(first.present), first.gone, first.whole) == (["a@1", "b@1"], [], True)
-    assert registry.changes(first.sequence) == (first.sequence, [], [], False)
-    registry.register(roots["c"])
+    known, rows = registry.look()
+    assert (_names(rows), registry.look(known)) == (["a@1", "b@1"], None)
     moved = shutil.copytree(roots["a"], tmp_path / "moved")
-    registry.register(moved)
-    registry.remove("b")
-    second = registry.changes(first.sequence)
-    assert second.sequence > first.sequence
-    assert {row.name: row.location for row in second.present} == {"a@1": str(moved), "c@1": str(roots["c"])}
-    assert (second.gone, second.whole) == (["b@1"], False)
-    assert registry.changes(first.sequence) == second, "asking changed something"
-    assert registry.changes(second.sequence).present == []
-    whole = registry.changes()
-    assert (_names(whole.present), whole.gone, whole.whole) == (["a@1", "c@1"], [], True)
+    for change in (
+        lambda: registry.register(roots["c"]),
+        lambda: registry.register(moved),
+        lambda: registry.remove("b"),
+        lambda: registry.label("current", "a"),
+    ):
+        stamp = registry.path.stat().st_mtime_ns
+        change()
+        os.utime(registry.path, ns=(stamp, stamp))  # within one tick of the file system's clock
+        now, rows = registry.look(known)
+        assert now != known and registry.look(now) is None
+        known = now
+    assert {row.name: row.location for row in rows} == {"a@1": str(moved), "c@1": str(roots["c"])}
 
 
-def test_what_came_and_went_between_two_looks_is_gone_and_what_went_and_came_is_present(
+def test_a_backup_that_was_put_back_is_another_state(registry: Registry, tmp_path: Path) -> None:
+    registry.register(_make(tmp_path, "a"))
+    backup = shutil.copy(registry.path, tmp_path / "backup.sqlite")
+    registry.register(_make(tmp_path, "b"))
+    known, _ = registry.look()
+    shutil.copy(backup, registry.path)
+    registry.remove("a")  # as many changes as before
+    assert registry.look(known)[1] == []
+
+
+def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(
     registry: Registry, tmp_path: Path
 ) -> None:
-    roots = {name: _make(tmp_path, name) for name in "ab"}
-    registry.register(roots["a"])
-    before = registry.changes().sequence
-    registry.register(roots["b"])
-    registry.remove("b")
-    registry.remove("a")
-    registry.register(roots["a"])
-    changes = registry.changes(before)
-    assert (_names(changes.present), changes.gone) == (["a@1"], ["b@1"])
-
-
-def test_a_backup_that_was_put_back_and_changed_as_often_is_another_one(registry: Registry, tmp_path: Path) -> None:
-    roots = {name: _make(tmp_path, name) for name in "abc"}
-    registry.register(roots["a"])
-    backup = tmp_path / "backup.sqlite"
-    with sqlite3.connect(registry.path) as source, sqlite3.connect(backup) as target:
-        source.backup(target)
-    source.close(), target.close()
-    registry.register(roots["b"])
-    known = registry.changes().sequence
-    assert registry.changes(known).present == []
-    for file in registry.path.parent.glob(f"{registry.path.name}*"):
-        file.unlink()
-    shutil.copy(backup, registry.path)
-    registry = Registry(registry.path)
-    for _ in range(8):  # far beyond what was known, whatever the gaps
-        registry.register(roots["c"])
-    changes = registry.changes(known)
-    assert (_names(changes.present), changes.whole) == (["a@1", "c@1"], True)
-
-
-def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(tmp_path: Path) -> None:
     reader = Registry(tmp_path / "none.sqlite", read_only=True)
-    assert reader.changes() == (0, [], [], True)
-    assert reader.warm() == []
-    with pytest.raises(RegistryError, match=r"none\.sqlite is gone"):
-        reader.changes(1)
+    known, rows = reader.look()
+    assert (rows, reader.look(known), reader.warm()) == ([], None, [])
+    known, _ = registry.look()
+    registry.path.unlink()
+    with pytest.raises(RegistryError, match="is gone"):
+        registry.look(known)
 
 
 def test_warm_labels_give_each_cartridge_once(registry: Registry, tmp_path: Path) -> None:
@@ -556,18 +538,19 @@ def test_a_reader_that_follows_a_busy_writer_misses_nothing(registry: Registry, 
     reader, done = Registry(registry.path, read_only=True), threading.Event()
     known: set[str] = set()
 
-    def look(since: int) -> int:
-        changes = reader.changes(since)
-        known.difference_update(known if changes.whole else changes.gone)
-        known.update(_names(changes.present))
-        return changes.sequence
+    def look(revision: object) -> object:
+        if (found := reader.look(revision)) is None:
+            return revision
+        known.clear()
+        known.update(_names(found[1]))
+        return found[0]
 
     def work(number: int) -> None:
-        sequence = 0
+        revision = None
         if number:
             while not done.is_set():
-                sequence = look(sequence)
-            look(sequence)
+                revision = look(revision)
+            look(revision)
             return
         for turn in range(60):
             name = f"d{turn % 4}"

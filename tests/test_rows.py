@@ -21,10 +21,10 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.artifact.reading import MANIFEST
-from lmcache_cartridge.library import catalog, read_queue
+from lmcache_cartridge.library import entries
 from lmcache_cartridge.library.quarantine import Quarantine
-from lmcache_cartridge.library.registry import Registry, RegistryEntry
-from lmcache_cartridge.library.rows import Recalled, Row
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.library.rows import Row
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
@@ -32,7 +32,7 @@ from lmcache_cartridge.settings import Settings
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the rows of a few cartridges too."""
-    monkeypatch.setattr(catalog, "_KEPT_FROM", 1)
+    monkeypatch.setattr(entries, "_KEPT_FROM", 1)
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def _kept(home: Home) -> list[Path]:
     return list((home.path / "cache" / "index").glob("*.rows"))
 
 
-def _recalled(path: Path) -> Recalled:
-    return msgspec.msgpack.decode(path.read_bytes(), type=Recalled)
+def _recalled(path: Path) -> list[Row]:
+    return msgspec.msgpack.decode(path.read_bytes(), type=list[Row])
 
 
 def _start_once(home: Home, opened: Callable[..., CartridgeStore], **engine: object) -> CartridgeStore:
@@ -106,27 +106,16 @@ def test_only_what_changed_since_is_read(home: Home, opened: Callable, reads: li
     assert store.lookup(list(sha256_hasher(16)(make_ids(72, 1)))) == 4
 
 
-def test_what_is_made_for_others_is_refused_with_the_same_words_and_not_read_again(
-    home: Home, opened: Callable, reads: list[Path]
-) -> None:
+def test_what_is_made_for_others_is_refused_at_every_start(home: Home, opened: Callable) -> None:
     home.make("good", seed=1)
     home.make("foreign", seed=2, layers=4)
     home.make("trained", seed=3, kind="trained", positions=64)
-    home.make("tail", seed=4, kind="trained", positions=72)
     first = _start_once(home, opened, allow_trained=False)
-    reads.clear()
     store = opened(allow_trained=False)
     assert (store.refused(), store.names()) == (first.refused(), ["good@1"])
-    assert sorted(store.refused()) == ["foreign@1", "tail@1", "trained@1"]
-    assert store.claim(_digest(home, "foreign"), {}).poll().mismatch
-    assert reads == [home.root("foreign")], "for its digest, by this test"
-    reads.clear()
-    assert sorted(opened(allow_trained=True).names()) == ["good@1", "tail@1", "trained@1"]
-    assert len(reads) == 4, "another engine took the first one's word"
-
-
-def _digest(home: Home, name: str) -> str:
-    return reading.load_manifest(home.root(name)).digest
+    assert sorted(store.refused()) == ["foreign@1", "trained@1"]
+    assert store.claim(reading.load_manifest(home.root("foreign")).digest, {}).poll().mismatch
+    assert sorted(opened(allow_trained=True).names()) == ["good@1", "trained@1"], "another engine took its word"
 
 
 def test_what_was_damaged_is_read_at_every_start(home: Home, opened: Callable) -> None:
@@ -143,7 +132,7 @@ def test_few_cartridges_are_read_at_every_start(
 ) -> None:
     home.make()
     _start_once(home, opened)
-    monkeypatch.setattr(catalog, "_KEPT_FROM", 2)
+    monkeypatch.setattr(entries, "_KEPT_FROM", 2)
     reads.clear()
     opened()
     assert reads == [home.root()]
@@ -152,7 +141,7 @@ def test_few_cartridges_are_read_at_every_start(
 def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
     home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 2)
+    monkeypatch.setattr(entries, "_MAX_MANIFESTS", 2)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     _start_once(home, opened)
     store = opened()
@@ -284,7 +273,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     shutil.copytree(sound, home.root())
     store.refresh()
     assert list(store.refused()) == ["doc@1"], "it was read again at once"
-    clock.now += read_queue._RETRY_S
+    clock.now += entries._RETRY_S
     store.refresh()
     until(lambda: not store.refused())
     until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
@@ -308,7 +297,7 @@ def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, op
 def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "_MAX_MANIFESTS", 1)
+    monkeypatch.setattr(entries, "_MAX_MANIFESTS", 1)
     made, other = home.make(seed=1), home.make("other", seed=2)
     store, prompt = opened(), prompt_for(home, made)
     assert store.lookup(prompt.hashes[:2]) == 2
@@ -367,9 +356,9 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
     prompts = {name: prompt_for(home, one, name) for name, one in made.items()}
     _start_once(home, opened)
     (file,) = _kept(home)
-    rows = list(_recalled(file).rows)
+    rows = _recalled(file)
     assert len(rows) == 3
-    file.write_bytes(msgspec.msgpack.encode((_WRONG[how](rows), {})))
+    file.write_bytes(msgspec.msgpack.encode(_WRONG[how](rows)))
     store = opened()
     for name, prompt in prompts.items():
         for tag in {None, prompt.tag}:
@@ -383,7 +372,7 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
         until(lambda: store.cpu.stats().loading == 0)
         claim.close()
     assert store.lookup(prompts["t"].hashes) == 0, "identity tokens alone were answered"
-    clock.now += read_queue._RETRY_S
+    clock.now += entries._RETRY_S
     store.refresh()
     until(lambda: len(store.names()) == len(made))
     for name, one in made.items():
@@ -406,8 +395,7 @@ _BROKEN: dict[str, Callable[[Path], object]] = {
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "something else": lambda path: path.write_bytes(b"no rows" * 999),
     "a bit of its head": _flip(0),
-    "rows of another form": lambda path: path.write_bytes(msgspec.msgpack.encode(([(1, 2)], {}))),
-    "an unknown refusal": lambda path: path.write_bytes(msgspec.msgpack.encode(([], {"ab" * 32: ("SystemExit", "x")}))),
+    "rows of another form": lambda path: path.write_bytes(msgspec.msgpack.encode([(1, 2)])),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
 }
 
@@ -462,7 +450,7 @@ def test_what_nobody_reads_any_more_is_removed(home: Home, opened: Callable) -> 
     os.utime(file, (0, 0))
     opened()
     assert file.stat().st_mtime > 0
-    assert [row.digest for row in _recalled(file).rows] == [made.manifest.digest]
+    assert [row.digest for row in _recalled(file)] == [made.manifest.digest]
 
 
 def test_what_is_kept_follows_what_is_registered(home: Home, opened: Callable) -> None:
@@ -475,15 +463,15 @@ def test_what_is_kept_follows_what_is_registered(home: Home, opened: Callable) -
     store.refresh()
     until(lambda: len(store.names()) == 3)
     store.refresh()
-    until(lambda: len(_recalled(file).rows) == 3)
+    until(lambda: len(_recalled(file)) == 3)
     for name in "ab":
         home.registry.remove(name)
     home.make("d", seed=3)
     store.refresh()
     until(lambda: sorted(store.names()) == ["c@1", "d@1"])
     store.close()
-    assert left in {row.digest for row in _recalled(file).rows}
-    assert len(_recalled(file).rows) == 2
+    assert left in {row.digest for row in _recalled(file)}
+    assert len(_recalled(file)) == 2
 
 
 # The first start.
@@ -492,9 +480,9 @@ def test_what_is_kept_follows_what_is_registered(home: Home, opened: Callable) -
 def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claimed_at_once(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
-    monkeypatch.setattr(read_queue.ReadQueue, "_begin", lambda self, request: Future())
+    monkeypatch.setattr(entries.Entries, "_begin", lambda self, request: Future())
     store = opened()
     assert (store.names(), store.refused()) == ([], {})
     digest = made["b"].manifest.digest
@@ -511,13 +499,13 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
 def test_what_was_removed_before_it_was_read_never_comes(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
-    begin = read_queue.ReadQueue._begin
-    monkeypatch.setattr(read_queue.ReadQueue, "_begin", lambda self, request: Future())
+    monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
+    begin = entries.Entries._begin
+    monkeypatch.setattr(entries.Entries, "_begin", lambda self, request: Future())
     gone, stays = home.make("gone", seed=1), home.make("stays", seed=2)
     store = opened()
     home.registry.remove("gone")
-    monkeypatch.setattr(read_queue.ReadQueue, "_begin", begin)
+    monkeypatch.setattr(entries.Entries, "_begin", begin)
     store.refresh()
     until(lambda: store.names() == ["stays@1"])
     assert store.lookup(prompt_for(home, gone, "gone").hashes) == 0
@@ -528,7 +516,7 @@ def test_what_was_removed_before_it_was_read_never_comes(
 def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
     read, goes_on, load = threading.Event(), threading.Event(), reading.load_manifest
 
     def slow(root: Path, *args: object, **kwargs: object) -> object:
@@ -560,10 +548,10 @@ def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
 def test_a_first_start_says_that_it_goes_on(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(read_queue, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
     for seed in range(30):  # more than two threads read while the first is looked at
         home.make(f"doc-{seed}", seed=seed)
-    with caplog.at_level(logging.INFO, "lmcache_cartridge.library.read_queue"):
+    with caplog.at_level(logging.INFO, "lmcache_cartridge.library.entries"):
         store = opened()
         until(lambda: len(store.names()) == 30)
         store.close()
@@ -577,14 +565,14 @@ def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
     made = home.make()
     away = home.root().rename(home.path / "away")
     reads.clear()
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.catalog"):
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.entries"):
         store = opened()
         for tries in range(2, 5):
-            until(lambda: (clock.move(read_queue._RETRY_S), store.refresh(), len(reads) >= tries)[2])  # noqa: B023
+            until(lambda: (clock.move(entries._RETRY_S), store.refresh(), len(reads) >= tries)[2])  # noqa: B023
             assert list(store.refused()) == ["doc@1"]
     assert len(caplog.records) == 1, "it complained again and again"
     away.rename(home.root())
-    clock.now += read_queue._LONGEST_RETRY_S
+    clock.now += entries._LONGEST_RETRY_S
     store.refresh()
     until(lambda: store.names() == ["doc@1"])
     assert store.refused() == {}
@@ -608,32 +596,30 @@ def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     for name in "ac":
         assert_served(store, made[name], prompt_for(home, made[name], name))
     monkeypatch.undo()
-    clock.now += read_queue._RETRY_S
+    clock.now += entries._RETRY_S
     until(lambda: (store.refresh(), len(store.names()) == 3)[1])  # it rests for as long as reading took
     assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
-def test_what_cannot_be_read_again_and_again_is_tried_less_often() -> None:
-    clock, tried = Clock(), []
-    request = RegistryEntry("doc", 1, "ab" * 32, "prefill", 16, 1, "/nowhere", "")
-
-    def fail(one: RegistryEntry) -> None:
-        tried.append(queue.put_back(one, "is gone"))
-
-    def tries(after_s: float) -> list[bool]:
-        tried.clear()
+def test_what_cannot_be_read_again_and_again_is_tried_less_often(
+    home: Home, opened: Callable, clock: Clock, reads: list[Path]
+) -> None:
+    home.make()
+    shutil.rmtree(home.root())
+    reads.clear()
+    store = opened()
+    first, longest = entries._RETRY_S, entries._LONGEST_RETRY_S
+    assert reads == [home.root()]
+    for after_s, tries in (
+        (first - 1, 1),
+        (1, 2),
+        (first, 2),
+        (first, 3),
+        (longest, 4),
+        (longest, 5),
+        (longest - 1, 5),
+    ):
         clock.now += after_s
-        queue.read_on()
-        ended = threading.Event()
-        queue.later(ended.set)
-        assert ended.wait(60)
-        return list(tried)
-
-    queue = read_queue.ReadQueue(fail, clock)
-    queue._workers._limit = 1  # what is done later is done after what is read
-    queue.add([request])
-    first, again = read_queue._RETRY_S, read_queue._LONGEST_RETRY_S
-    assert [tries(after_s) for after_s in (0, first - 1, 1, first, first)] == [[True], [], [False], [], [False]]
-    for _ in range(9):
-        assert tries(again) == [False]
-    queue.close()
+        store.refresh()
+        until(lambda tries=tries: len(reads) == tries and not catalog_of(store)._reads._running)
+        assert list(store.refused()) == ["doc@1"]

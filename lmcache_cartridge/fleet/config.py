@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..errors import SettingsError
-from .affinity import Naming
+from .affinity import EXPLICIT, Naming
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -30,8 +31,8 @@ class PodConfig(BaseModel):
     @property
     def address(self) -> str:
         """Host and port."""
-        scheme, _, rest = self.url.rstrip("/").partition("://")
-        return rest if ":" in rest.rpartition("]")[2] else f"{rest}:{443 if scheme == 'https' else 80}"
+        parts = urlsplit(self.url)
+        return parts.netloc if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
 
 
 class FleetConfig(BaseModel):
@@ -40,7 +41,7 @@ class FleetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pods: Annotated[tuple[PodConfig, ...], Field(min_length=1)]
-    listen: str = "127.0.0.1:9300"
+    listen: Annotated[str, Field(pattern=r":\d{1,5}$")] = "127.0.0.1:9300"
     """Host and port of the service. It answers anybody who reaches it."""
     api_key_env: str = "VLLM_API_KEY"
     """Environment variable with the servers' API key, where they want one."""
@@ -48,9 +49,8 @@ class FleetConfig(BaseModel):
     """Of the share of a prompt that a server has."""
     load_weight: Annotated[float, Field(ge=0)] = 1.0
     """Of how few requests wait at it: 0.5 (1 - min(waiting, 128) / 128), llm-d's."""
-    naming: dict[str, Any] = {}
-    """The servers' own settings that give requests cartridges: `router`, `label_field`, `static`, `composites`,
-    `model_aliases`, and `models`, the names that are served."""
+    naming: Naming = EXPLICIT
+    """The servers' own settings that give requests cartridges, and `models`, the names that are served."""
     names_ttl_s: _Seconds = 60.0
     """How long the tokens of a name are used before a server is asked again, meanwhile with those that are known."""
     poll_s: _Seconds = 1.0
@@ -68,25 +68,10 @@ class FleetConfig(BaseModel):
                 raise ValueError(f"two servers have one {what}")
         return pods
 
-    @field_validator("naming")
-    @classmethod
-    def _names(cls, naming: dict[str, Any]) -> dict[str, Any]:
-        if unknown := set(naming) - set(Naming._fields):
-            raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
-        return naming
-
     @property
     def api_key(self) -> str | None:
         """The key in the environment now; None without one."""
         return os.environ.get(self.api_key_env) or None
-
-    @property
-    def host_port(self) -> tuple[str, int]:
-        """Where to listen."""
-        host, _, port = self.listen.rpartition(":")
-        if not port.isdigit():
-            raise SettingsError(f"listen: {self.listen!r} is no HOST:PORT")
-        return host or "0.0.0.0", int(port)
 
 
 def read_config(path: Path) -> FleetConfig:
@@ -95,9 +80,7 @@ def read_config(path: Path) -> FleetConfig:
 
     try:
         return of_mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
-    except SettingsError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, SettingsError) as error:
         raise SettingsError(f"{path}: {error}") from None
 
 
@@ -107,5 +90,4 @@ def of_mapping(values: Any) -> FleetConfig:
         return FleetConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise SettingsError(f"{place}: {first['msg']}") from None
+        raise SettingsError(f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from None

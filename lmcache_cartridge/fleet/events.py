@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from hashlib import blake2b
 
 import msgspec
 import zmq
@@ -20,9 +18,7 @@ from .index import AllBlocksCleared, Index, MalformedEvent, Source, read_event
 logger = logging.getLogger("lmcache_cartridge.fleet")
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_REMEMBERED = 1024
-"""Batches by which one that comes again is told from one of another process."""
-_RETRY_S = 1.0
+_RETRY_MS = 1000
 _ROUNDS = 100
 """vLLM's ROUTER drops what exceeds a thousand messages of a burst, so a long replay takes some rounds."""
 
@@ -70,26 +66,19 @@ class Follower:
         self.index, self._source, self._name = index, source, name
         self._events, self._replay = events, replay
         self._timeout_ms, self._verify_ms = int(timeout_s * 1000), int(verify_s * 1000)
-        self._last = -1
-        self._seen: OrderedDict[int, bytes] = OrderedDict()
-        """Digests of the last batches, by number."""
+        self._last, self._told_s = -1, 0.0
+        """The number of the last batch, and when it was published: an earlier one that is younger is of another process."""
 
     async def follow(self) -> None:
         """Follow until cancelled; what was told is forgotten then."""
-        with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            socket.connect(self._events)
+        with _socket(zmq.SUB, self._events) as socket:
             try:
                 while True:
-                    if not self.known:
-                        await self._catch_up()
-                    wait_ms = self._verify_ms if self.known else min(self._verify_ms, int(_RETRY_S * 1000))
-                    if await socket.poll(wait_ms):
+                    is_known = self.known or await self._catch_up()
+                    if await socket.poll(self._verify_ms if is_known else min(self._verify_ms, _RETRY_MS)):
                         await self._take(await socket.recv_multipart())
                         await asyncio.sleep(0)  # others' turn, where many are waiting
-                    elif self.known:
+                    elif is_known:
                         await self._catch_up()  # the last batch may be lost, or the process gone, with nothing after it
             finally:
                 self._forget()
@@ -99,93 +88,82 @@ class Follower:
         if len(frames) != 3 or len(frames[1]) != 8:
             self.counts.malformed += 1
             return
-        number, payload = int.from_bytes(frames[1], "big"), frames[2]
-        if number != self._last + 1 and not self._is_seen(number, payload):
+        number, batch = int.from_bytes(frames[1], "big"), self._read(frames[2])
+        if number == self._last + 1:
+            self._apply(number, batch)
+        elif number > self._last or batch.ts > self._told_s:
             if self.known and number > self._last:
                 self.counts.gaps += 1
                 logger.warning("%s: batches %d to %d are missing", self._name, self._last + 1, number - 1)
-            caught_up = await self._catch_up()
-            if self._replay is not None and (not caught_up or number <= self._last):
-                if not caught_up:
-                    self._forget()
-                return
-            if number != self._last + 1:
-                self._lose(number)
-        if not self._is_seen(number, payload):
-            self._apply(number, payload)
+            if not await self._catch_up():
+                self._forget()
+            elif self._replay is None or number > self._last:  # its buffer may not have this one yet
+                if number != self._last + 1:
+                    self._lose(number)
+                self._apply(number, batch)
 
     async def _catch_up(self) -> bool:
-        """Take in what was published and did not come, from the server's buffer; False if nobody answers.
-
-        Finds another process in the server's place, and clears what the one before it told.
-        """
-        if self._replay is None:
-            if not self.known:
-                logger.warning("%s: it has no replay endpoint; what it held before now is not known", self._name)
-            self.known = True
-            return True
-        before, first = self._last, not self.known
-        for _ in range(_ROUNDS):
-            done = await self._ask(self._replay)
-            if done is None:
-                return False
-            if done:
-                break
-        self.counts.replays += first or self._last != before
-        if first:
-            logger.info("%s: %d batches replayed", self._name, self._last + 1)
+        """Take in what was published and did not come, from the server's buffer; False if nobody answers."""
+        before, is_first = self._last, not self.known
+        if self._replay is not None:
+            for _ in range(_ROUNDS):
+                batches, is_end = await self._ask(self._replay)
+                if not (batches or is_end):
+                    return False
+                if await self._take_in(batches) and is_end:
+                    break
+            self.counts.replays += is_first or self._last != before
+        if is_first:
+            past = f"{self._last + 1} batches replayed" if self._replay else "no replay endpoint: its past is not known"
+            logger.info("%s: %s", self._name, past)
         self.known = True
         return True
 
-    async def _ask(self, endpoint: str) -> bool | None:
-        """Ask for the last batch and all after it; return whether all came, None if nobody answers."""
-        before, start, is_first, jumped = self._last, max(self._last, 0), True, False
-        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint)
-            await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            while True:
-                if not await socket.poll(self._timeout_ms):
-                    return False if self._last > before else None
+    async def _ask(self, endpoint: str) -> tuple[list[tuple[int, _Batch]], bool]:
+        """Return the last batch and all after it that come, and whether they are at an end; nothing if nobody answers."""
+        found: list[tuple[int, _Batch]] = []
+        with _socket(zmq.DEALER, endpoint) as socket:
+            await socket.send_multipart([b"", max(self._last, 0).to_bytes(8, "big")])
+            while await socket.poll(self._timeout_ms):
                 frames = await socket.recv_multipart()
-                await asyncio.sleep(0)
                 if len(frames) != 4 or len(frames[2]) != 8:
                     self.counts.malformed += 1
-                    return None
-                number, payload = int.from_bytes(frames[2], "big"), frames[3]
+                    return [], False
                 if frames[2] == _END:
-                    if is_first and self._last >= 0:
-                        return self._find_another_process()
-                    self.whole |= self._last < 0
-                    return not jumped
-                if is_first and number > start:
-                    if self._last >= 0:  # its buffer does not reach back, or is another's: all that it has, then
-                        self._forget()
-                        return False
-                    self._lose(number)
-                elif number <= self._last and not self._is_seen(number, payload):
-                    return self._find_another_process()
-                is_first = False
-                if number == self._last + 1 and not jumped:
-                    self._apply(number, payload)
-                jumped |= number > self._last
+                    return found, True
+                found.append((int.from_bytes(frames[2], "big"), self._read(frames[3])))
+        return found, False
 
-    def _find_another_process(self) -> bool:
-        self.counts.restarts += 1
-        logger.warning("%s: it was restarted; what it told before is forgotten", self._name)
-        self._forget()
-        return False
+    async def _take_in(self, batches: list[tuple[int, _Batch]]) -> bool:
+        """Take in batches from the last one on; False where others have to be asked for.
+
+        Finds another process in the server's place, and clears what the one before it told.
+        """
+        first, batch = batches[0] if batches else (-1, _Batch(0.0, []))
+        if self._last >= 0 and (first != self._last or batch.ts != self._told_s):
+            if first <= self._last:  # else its buffer does not reach back
+                self.counts.restarts += 1
+                logger.warning("%s: it was restarted; what it told before is forgotten", self._name)
+            self._forget()
+            return False  # all that it has, then
+        if self._last < 0 < first:
+            self._lose(first)
+        self.whole |= not batches
+        for number, batch in batches:
+            if number > self._last + 1:
+                return False
+            if number == self._last + 1:
+                self._apply(number, batch)
+                await asyncio.sleep(0)
+        return True
 
     def _lose(self, number: int) -> None:
         """Go on from a batch whose predecessors cannot be had."""
         restarted = self._last >= 0 and number == 0
         self._forget()
         self._last, self.known = number - 1, True
-        if restarted:
-            self.counts.restarts += 1
-            self.whole = True
-        elif number:
+        self.counts.restarts += restarted
+        if number:
             self.counts.lost += 1
             logger.warning(
                 "%s: the batches before %d are gone; which blocks it holds is known in part until it clears them. A "
@@ -194,20 +172,20 @@ class Follower:
 
     def _forget(self) -> None:
         self.index.clear(self._source)
-        self._seen.clear()
         self._last, self.known, self.whole = -1, False, False
 
-    def _is_seen(self, number: int, payload: bytes) -> bool:
-        return number <= self._last and self._seen.get(number) == _digest(payload)
+    def _read(self, payload: bytes) -> _Batch:
+        try:
+            return _batch.decode(payload)
+        except (msgspec.DecodeError, ValueError):
+            self.counts.malformed += 1
+            return _Batch(0.0, [])
 
-    def _apply(self, number: int, payload: bytes) -> None:
+    def _apply(self, number: int, batch: _Batch) -> None:
         self.whole |= number == 0
-        self._last = number
-        self._seen[number] = _digest(payload)
-        while len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
+        self._last, self._told_s = number, batch.ts
         self.counts.batches += 1
-        for packed in self._packed(payload):
+        for packed in batch.events:
             try:
                 event = read_event(packed)
                 self.counts.orphans += not self.index.apply(self._source, event)
@@ -216,13 +194,12 @@ class Follower:
                 self.counts.malformed += 1
                 logger.warning("%s: batch %d: %s", self._name, number, error)
 
-    def _packed(self, payload: bytes) -> list[msgspec.Raw]:
-        try:
-            return _batch.decode(payload).events
-        except (msgspec.DecodeError, ValueError):
-            self.counts.malformed += 1
-            return []
 
-
-def _digest(payload: bytes) -> bytes:
-    return blake2b(payload, digest_size=16).digest()
+def _socket(kind: int, endpoint: str) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    if kind == zmq.SUB:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(endpoint)
+    return socket

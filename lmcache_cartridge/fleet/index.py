@@ -8,8 +8,8 @@ request in the wrong place, never a wrong answer, since vLLM checks the salt.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Annotated, NamedTuple
 
@@ -19,7 +19,7 @@ from ..errors import CartridgeError
 
 TIERS = ("gpu", "cpu", "disk")
 """By rising cost of a hit: in the engine's blocks, in the host's memory, on a disk or further away."""
-_TIER = {None: 0, "GPU": 0, "CPU": 1}
+_TIER = {None: "gpu", "GPU": "gpu", "CPU": "cpu"}
 Name = int | bytes
 """Of a block in a server's events."""
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -73,23 +73,6 @@ class Source(NamedTuple):
     """vLLM's data-parallel rank."""
 
 
-class _Copies:
-    """The blocks of one source in one tier, group and size."""
-
-    def __init__(self) -> None:
-        self.prefixes: dict[Name, bytes] = {}
-        """The hash of each block's tokens and all before them, by its name in the events."""
-        self.count: Counter[bytes] = Counter()
-        """How many blocks have such a hash."""
-
-    def drop(self, name: Name) -> None:
-        """Forget a block, if it is there."""
-        if (prefix := self.prefixes.pop(name, None)) is not None:
-            self.count[prefix] -= 1
-            if not self.count[prefix]:
-                del self.count[prefix]
-
-
 class Tokens:
     """Token ids of a prompt, with the hashes of its blocks of each size that was asked for."""
 
@@ -106,18 +89,36 @@ class Tokens:
 
 
 class _Place(NamedTuple):
-    """Where blocks of a source are."""
+    """Where blocks are."""
 
-    tier: int
+    source: Source
+    tier: str
     group: int
     size: int
+
+
+class _Copies:
+    """The blocks in one place."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[Name, bytes] = {}
+        """The hash of each block's tokens and all before them, by its name in the events."""
+        self.count: Counter[bytes] = Counter()
+        """How many blocks have such a hash."""
+
+    def drop(self, name: Name) -> None:
+        """Forget a block, if it is there."""
+        if (prefix := self.prefixes.pop(name, None)) is not None:
+            self.count[prefix] -= 1
+            if not self.count[prefix]:
+                del self.count[prefix]
 
 
 class Index:
     """What all servers have. One thread."""
 
     def __init__(self) -> None:
-        self._copies: defaultdict[Source, dict[_Place, _Copies]] = defaultdict(dict)
+        self._copies: dict[_Place, _Copies] = {}
 
     def apply(self, source: Source, event: Event) -> bool:
         """Take in an event.
@@ -130,58 +131,49 @@ class Index:
         if isinstance(event, AllBlocksCleared):
             self.clear(source)
         else:
-            for place, copies in self._copies[source].items():
-                if (place.tier, place.group) == (_tier(event.medium), event.group_idx or 0):
+            for place, copies in self._copies.items():
+                if place[:3] == (source, _tier(event.medium), event.group_idx or 0):
                     for name in event.block_hashes:
                         copies.drop(name)
         return True
 
     def clear(self, source: Source) -> None:
         """Forget all that a source has told."""
-        self._copies.pop(source, None)
+        self._copies = {place: copies for place, copies in self._copies.items() if place.source != source}
 
     def matches(self, tokens: Tokens) -> dict[int, dict[str, int]]:
         """Return how many leading tokens each server has, by its number and tier; none for what has none."""
         found: dict[int, dict[str, int]] = {}
-        for source, places in self._copies.items():
-            for place, copies in places.items():
-                blocks = 0
-                for prefix in tokens.prefixes(place.size):
-                    if prefix not in copies.count:
-                        break
-                    blocks += 1
-                if blocks:
-                    by_tier, tier = found.setdefault(source.pod, {}), TIERS[place.tier]
-                    by_tier[tier] = max(by_tier.get(tier, 0), blocks * place.size)
+        for place, copies in self._copies.items():
+            hashes = tokens.prefixes(place.size)
+            blocks = next((n for n, prefix in enumerate(hashes) if prefix not in copies.count), len(hashes))
+            if blocks:
+                by_tier = found.setdefault(place.source.pod, {})
+                by_tier[place.tier] = max(by_tier.get(place.tier, 0), blocks * place.size)
         return found
 
-    def sizes(self) -> set[int]:
-        """Return the sizes of blocks that were told of."""
-        return {place.size for places in self._copies.values() for place in places}
+    def whole(self, count: int) -> int:
+        """Return how many of `count` tokens are in whole blocks, of the size that leaves the fewest over."""
+        return max((count // place.size * place.size for place in self._copies), default=0)
 
     def blocks(self) -> dict[tuple[int, str], int]:
         """Return how many different blocks each server has, by its number and tier."""
         found: Counter[tuple[int, str]] = Counter()
-        for source, places in self._copies.items():
-            for place, copies in places.items():
-                found[source.pod, TIERS[place.tier]] += len(copies.count)
+        for place, copies in self._copies.items():
+            found[place.source.pod, place.tier] += len(copies.count)
         return dict(found)
 
-    def known(self) -> set[tuple[Source, str, Name]]:
-        """Return all blocks by their names in the events, to compare two indices."""
-        return {
-            (source, TIERS[place.tier], name)
-            for source, places in self._copies.items()
-            for place, copies in places.items()
-            for name in copies.prefixes
-        }
+    def known(self) -> Iterator[tuple[Source, str, Name]]:
+        """Yield all blocks by their names in the events, to compare two indices."""
+        for place, copies in self._copies.items():
+            yield from ((place.source, place.tier, name) for name in copies.prefixes)
 
     def _store(self, source: Source, event: BlockStored) -> bool:
         names, ids, size, parent = event.block_hashes, event.token_ids, event.block_size, event.parent_block_hash
         if len(ids) != len(names) * size:
             raise MalformedEvent(f"{len(names)} blocks of {size} tokens have {len(ids)}")
-        places, place = self._copies[source], _Place(_tier(event.medium), event.group_idx or 0, size)
-        copies = places.get(place) or _Copies()
+        place = _Place(source, _tier(event.medium), event.group_idx or 0, size)
+        copies = self._copies.get(place) or _Copies()
         if parent is not None and parent not in copies.prefixes:
             return False
         before = None if parent is None else copies.prefixes[parent]
@@ -190,7 +182,7 @@ class Index:
             copies.prefixes[name] = prefix
             copies.count[prefix] += 1
         if copies.count:
-            places[place] = copies
+            self._copies[place] = copies
         return True
 
 
@@ -205,5 +197,5 @@ def prefixes(ids: Sequence[int], size: int, adapter: str | None = None, before: 
     return found
 
 
-def _tier(medium: str | None) -> int:
-    return _TIER.get(None if medium is None else medium.upper(), 2)
+def _tier(medium: str | None) -> str:
+    return _TIER.get(medium and medium.upper(), "disk")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -33,6 +34,8 @@ class Pod:
 
     def __init__(self, number: int, config: PodConfig, fleet: FleetConfig, index: Index) -> None:
         self.number, self.name, self.address = number, config.name, config.address
+        self.resolved = ""
+        """All `ip:port` of the address, with commas between them, as its name was last resolved."""
         self.url = config.url.rstrip("/")
         self.problem: str | None = "it was not asked yet"
         """Why it gets no requests; None for a healthy one."""
@@ -43,9 +46,8 @@ class Pod:
         Empty until it told."""
         self.followers: dict[int, Follower] = {}
         """Its events, by data-parallel rank."""
-        self._config, self._fleet, self._index = config, fleet, index
-        self._tasks: list[asyncio.Task[None]] = []
-        self._polls = 0
+        self._endpoints = {} if config.events is None else {0: (config.events, config.replay)}
+        self._fleet, self._index, self._polls = fleet, index, 0
 
     @property
     def is_known(self) -> bool:
@@ -69,22 +71,23 @@ class Pod:
     def adapter(self, model: str | None) -> str | None:
         """Return `model` where it is the name of a LoRA adapter, whose blocks are its own."""
         parent = self.models.get(model or "")
-        if model in self._fleet.naming.get("model_aliases", ()):
+        if model in self._fleet.naming.model_aliases:
             return None
         return model if parent in self.models and not str(model).startswith(f"{parent}:") else None
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
         """Ask it again and again, and follow its events, until cancelled."""
-        if self._config.events is not None:
-            self._follow({0: (self._config.events, self._config.replay)})
-        try:
+        async with asyncio.TaskGroup() as tasks:
             while True:
                 await self.poll(session)
+                for rank in self._endpoints.keys() - self.followers.keys():
+                    events, replay = self._endpoints[rank]
+                    self.followers[rank] = follower = Follower(
+                        self._index, Source(self.number, rank), events, replay, name=self.name,
+                        timeout_s=self._fleet.timeout_s, verify_s=self._fleet.verify_s,
+                    )  # fmt: skip
+                    tasks.create_task(self._keep_following(follower))
                 await asyncio.sleep(self._fleet.poll_s)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
         """Ask once for its health and load, sometimes for its models, and for its events until it tells of some."""
@@ -107,21 +110,22 @@ class Pod:
         if not self.models or self._polls % _MODELS_EVERY == 0:
             cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
             self.models = {card["id"]: card.get("parent") for card in cards}
-        if not self.followers:
-            self._follow(_endpoints(await self._get(session, "/kv_event_sources"), self.url))
+        if not self._endpoints:
+            self._endpoints = _endpoints(await self._get(session, "/kv_event_sources"), self.url)
+        await self.resolve()
         self._polls += 1
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> str:
         async with session.get(self.url + path, raise_for_status=True) as response:
             return await response.text()
 
-    def _follow(self, endpoints: dict[int, tuple[str, str | None]]) -> None:
-        for rank, (events, replay) in endpoints.items():
-            self.followers[rank] = follower = Follower(
-                self._index, Source(self.number, rank), events, replay, name=self.name,
-                timeout_s=self._fleet.timeout_s, verify_s=self._fleet.verify_s,
-            )  # fmt: skip
-            self._tasks.append(asyncio.create_task(self._keep_following(follower), name=f"events of {self.name}"))
+    async def resolve(self) -> None:
+        """Look its address up, by which Envoy knows it. Raises `OSError` for a name that is not found."""
+        host, _, port = self.address.rpartition(":")
+        look_up = asyncio.get_running_loop().getaddrinfo
+        found = await look_up(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        hosts = dict.fromkeys(f"[{place[0]}]" if family == socket.AF_INET6 else place[0] for family, *_, place in found)
+        self.resolved = ",".join(f"{host}:{port}" for host in hosts)
 
     async def _keep_following(self, follower: Follower) -> None:
         """Follow until cancelled; what goes wrong is logged, and everything is asked for again."""

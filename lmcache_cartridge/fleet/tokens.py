@@ -10,7 +10,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Annotated, Any
 
 import aiohttp
@@ -25,19 +24,23 @@ _PASSED = ("authorization", "x-cartridges", "x-api-key")
 _PROBE = 5
 """A token id of every model, as a prompt to put cartridges before."""
 _LATER = (408, 425, 429)
-_MAX_KEPT, _MAX_KEPT_TOKENS = 10_000, 16 << 20
-"""Requests whose tokens are remembered, and how many tokens, of 4 bytes."""
+_MAX_KEPT_TOKENS = 16 << 20
+"""How many tokens of requests are remembered, of 4 bytes."""
+_ENTRY_TOKENS = 256
+"""What an entry counts beside its tokens."""
 _REFUSED_S = 1.0
 """How long a server's refusal is believed."""
 
 
+class _Refused(NoTokens):
+    """A server does not take the request."""
+
+
 @dataclass(slots=True)
 class _Kept:
-    """What is known of a request's tokens."""
+    """What is known of the tokens of a request's cartridges."""
 
-    tokens: Tokens | None = None
-    problem: str = ""
-    """Why there are none."""
+    found: Tokens | NoTokens
     until: float = 0.0
     asking: asyncio.Task[None] | None = None
 
@@ -56,7 +59,7 @@ class Renderer:
     """Asks servers for tokens. One event loop."""
 
     def __init__(self, session: Callable[[], aiohttp.ClientSession], ttl_s: float) -> None:
-        """Tokens are remembered for `ttl_s`; those of a name are given out for longer, while they are asked for again."""
+        """Tokens of names are remembered for `ttl_s`, and given out for longer while they are asked for again."""
         self._session, self._ttl_s = session, ttl_s
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._turn = 0
@@ -67,66 +70,53 @@ class Renderer:
         Raises `NoTokens` with a server's own words where it refuses them, or where none answers.
         """
         naming = {name: fields[name] for name in fields if name in NAMING or "label" in name}
-        body = naming | {"prompt": [_PROBE], "max_tokens": 1}
-        return await self._remembered("/v1/completions", body, headers, pods, drop=1)
-
-    async def of_request(
-        self, path: str, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]
-    ) -> Tokens:
-        """Return the tokens of a whole request; of several prompts the first's. Raises as `of_names`."""
-        return await self._remembered(path, fields, headers, pods, drop=0)
-
-    async def _remembered(
-        self, path: str, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod], *, drop: int
-    ) -> Tokens:
-        headers = {name: headers[name] for name in _PASSED if name in headers}
-        key = blake2b(msgspec.json.encode([path, headers, drop, fields]), digest_size=16).digest()
-        kept = self._kept.setdefault(key, _Kept())
+        key = msgspec.json.encode([naming, [headers.get(name) for name in _PASSED]])
+        kept = self._kept.setdefault(key, _Kept(NoTokens("")))
         self._kept.move_to_end(key)
         if kept.until < time.monotonic() and kept.asking is None:
-            kept.asking = asyncio.create_task(self._ask(kept, path, fields, headers, pods, drop))
-        if kept.asking is not None and (kept.tokens is None or not drop):
+            body = naming | {"prompt": [_PROBE], "max_tokens": 1}
+            kept.asking = asyncio.create_task(self._refresh(kept, body, headers, pods))
+        if kept.asking is not None and isinstance(kept.found, NoTokens):
             await asyncio.shield(kept.asking)
-        if kept.tokens is None:
-            raise NoTokens(kept.problem)
-        return kept.tokens
+        if isinstance(kept.found, NoTokens):
+            raise NoTokens(str(kept.found))
+        return kept.found
 
-    async def _ask(
-        self, kept: _Kept, path: str, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod], drop: int
-    ) -> None:  # fmt: skip
-        """Ask one server after the other until one answers, and remember what it says."""
-        self._turn += 1
-        kept.problem = "no server answers what a request's tokens are"
+    async def _refresh(
+        self, kept: _Kept, body: dict[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]
+    ) -> None:
         try:
-            for number in range(len(pods)):
-                if await self._ask_one(pods[(self._turn + number) % len(pods)], kept, path, fields, headers, drop):
-                    break
+            found = await self.of_request("/v1/completions", body, headers, pods)
+            kept.found, kept.until = Tokens(found.ids[:-1], found.adapter), time.monotonic() + self._ttl_s
+        except NoTokens as error:
+            if isinstance(error, _Refused) or isinstance(kept.found, NoTokens):
+                kept.found, kept.until = error, time.monotonic() + _REFUSED_S * isinstance(error, _Refused)
         finally:
             kept.asking = None
-        while len(self._kept) > _MAX_KEPT or sum(map(_size, self._kept.values())) > _MAX_KEPT_TOKENS:
+        while sum(map(_size, self._kept.values())) > _MAX_KEPT_TOKENS:
             self._kept.popitem(last=False)
 
-    async def _ask_one(
-        self, pod: Pod, kept: _Kept, path: str, fields: Mapping[str, Any], headers: Mapping[str, str], drop: int
-    ) -> bool:
-        """Take in what a server says; False where it says nothing of use."""
-        try:
-            async with self._session().post(f"{pod.url}{path}/render", json=fields, headers=headers) as response:
-                status, told = response.status, await response.read()
+    async def of_request(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]
+    ) -> Tokens:
+        """Return the tokens of a whole request, of several prompts the first's, by the first server that answers."""
+        self._turn += 1
+        headers = {name: headers[name] for name in _PASSED if name in headers}
+        for number in range(len(pods)):
+            pod = pods[(self._turn + number) % len(pods)]
+            try:
+                async with self._session().post(f"{pod.url}{path}/render", json=body, headers=headers) as response:
+                    status, told = response.status, await response.read()
+                if status == 200:
+                    shown = _decoder.decode(told)
+                    first = shown[0] if isinstance(shown, list) else shown
+                    return Tokens(first.token_ids, pod.adapter(first.model or body.get("model")))
+            except (*UNREACHABLE, msgspec.DecodeError, ValueError, IndexError):
+                continue
             if 400 <= status < 500 and status not in _LATER:
-                kept.tokens, kept.until = None, time.monotonic() + _REFUSED_S
-                kept.problem = f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}"
-                return True
-            if status != 200:
-                return False
-            shown = _decoder.decode(told)
-            first = shown[0] if isinstance(shown, list) else shown
-        except (*UNREACHABLE, msgspec.DecodeError, ValueError, IndexError):
-            return False
-        ids, adapter = first.token_ids[: len(first.token_ids) - drop], pod.adapter(first.model or fields.get("model"))
-        kept.tokens, kept.until = Tokens(ids, adapter), time.monotonic() + self._ttl_s
-        return True
+                raise _Refused(f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}")
+        raise NoTokens("no server answers what a request's tokens are")
 
 
 def _size(kept: _Kept) -> int:
-    return 0 if kept.tokens is None else len(kept.tokens.ids)
+    return _ENTRY_TOKENS + (len(kept.found.ids) if isinstance(kept.found, Tokens) else 0)

@@ -1,22 +1,38 @@
-"""Web: a fleet's service over HTTP."""
+"""Web: a fleet's service over HTTP, for clients and for Envoy's filter `ext_authz`.
+
+Envoy sends the request's method, path, some headers and body to `PREFIX` + path. The answer is 200 with the server's
+address in `HEADER`, which Envoy's policy `override_host` obeys (Envoy 1.40.0), and which the Gateway API's inference
+extension uses for the same. Without that header Envoy chooses by a hash: 200 with nothing is the answer to all that
+goes wrong here, since Envoy would pass any other 4xx on to the client.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 
-from ..errors import FleetError, NoTokens
-from .envoy import LIMITS, routes
+from ..errors import CartridgeError, FleetError, NoTokens
+from .service import Fleet, Pick
 
-if TYPE_CHECKING:
-    from .service import Fleet
-
+HEADER = "x-gateway-destination-endpoint"
+PREFIX = "/envoy"
+LIMITS: dict[str, Any] = {"max_line_size": 1 << 16, "max_field_size": 1 << 16}
+"""Of the web server's, so that it reads whatever Envoy does: 60 KiB of headers. Else it would answer 400."""
 MAX_BODY_BYTES = 64 << 20
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_CUT = "x-envoy-auth-partial-body"
+_TIMEOUT_MS = "x-envoy-expected-rq-timeout-ms"
+_IN_TIME = 0.8
+"""Of Envoy's timeout. A picker that exceeds it counts as one that hangs, and is left alone."""
+Picker = Callable[[Mapping[str, str], bytes], Awaitable[Pick]]
+FLEET: web.AppKey[Fleet] = web.AppKey("fleet")
+
+logger = logging.getLogger(__name__)
 
 
 def app(fleet: Fleet) -> web.Application:
@@ -24,21 +40,17 @@ def app(fleet: Fleet) -> web.Application:
     made = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     made[FLEET] = fleet
     made.cleanup_ctx.append(_running)
-    made.router.add_post("/score", _score)
-    made.router.add_post("/pick", _pick)
-    made.router.add_routes(routes(fleet))
-    made.router.add_get("/metrics", _metrics)
-    made.router.add_get("/health", _health)
+    made.add_routes([
+        web.post("/score", _score), web.post("/pick", _pick), web.get("/metrics", _metrics), web.get("/health", _health),
+        route(fleet.pick),
+    ])  # fmt: skip
     return made
 
 
 def serve(fleet: Fleet) -> None:
     """Serve until interrupted or told to end. Raises `OSError` where the address is taken."""
-    host, port = fleet.config.host_port
-    web.run_app(app(fleet), host=host, port=port, print=None, access_log=None, **LIMITS)
-
-
-FLEET: web.AppKey[Fleet] = web.AppKey("fleet")
+    host, _, port = fleet.config.listen.rpartition(":")
+    web.run_app(app(fleet), host=host or "0.0.0.0", port=int(port), print=None, access_log=None, **LIMITS)
 
 
 async def _running(made: web.Application) -> AsyncIterator[None]:
@@ -48,7 +60,9 @@ async def _running(made: web.Application) -> AsyncIterator[None]:
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
         return await handler(request)
     except FleetError as error:
@@ -72,20 +86,19 @@ async def _score(request: web.Request) -> web.Response:
         question = _decode_question(await request.read())
     except (msgspec.DecodeError, ValueError) as error:
         raise NoTokens(f"the body: {error}") from None
-    scores, receipt = await request.app[FLEET].score(**msgspec.structs.asdict(question), headers=_headers(request))
-    return _json({"scores": scores, "receipt": receipt})
+    found = await request.app[FLEET].score(**msgspec.structs.asdict(question), headers=_headers(request))
+    return _json(found._asdict())
 
 
 async def _pick(request: web.Request) -> web.Response:
     """Answer for the request in the body."""
-    picked = await request.app[FLEET].pick(_headers(request), await request.read())
-    return _json({"pod": picked.pod, "address": picked.address, "receipt": picked.receipt})
+    pod, receipt = await request.app[FLEET].pick(_headers(request), await request.read())
+    return _json({"pod": pod.name, "address": pod.address, "receipt": receipt})
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(
-        body=generate_latest(request.app[FLEET].tally.registry), content_type="text/plain", charset="utf-8"
-    )
+    text = generate_latest(request.app[FLEET].metrics.registry)
+    return web.Response(body=text, content_type="text/plain", charset="utf-8")
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -95,8 +108,37 @@ async def _health(request: web.Request) -> web.Response:
     return _json({"healthy": [pod.name for pod in healthy], "ready": is_ready}, 200 if is_ready else 503)
 
 
+def route(pick: Picker) -> web.RouteDef:
+    """Return the route that Envoy asks: its answer is always 200."""
+
+    async def answer(request: web.Request) -> web.Response:
+        found = await destination(pick, _headers(request), await request.read())
+        return web.Response(headers={HEADER: found} if found else {})
+
+    return web.route("*", PREFIX + r"{path:[\s\S]*}", answer)
+
+
+async def destination(pick: Picker, headers: Mapping[str, str], body: bytes) -> str | None:
+    """Return the addresses of the server for a request, or None if none can be named. Never raises.
+
+    A body that Envoy has cut is not read: then the headers alone decide. Ends before
+    Envoy would give up, if it said when.
+    """
+    given = headers.get(_TIMEOUT_MS, "")
+    limit_s = int(given) / 1000 * _IN_TIME if given.isdecimal() and given.isascii() else None
+    try:
+        async with asyncio.timeout(limit_s):
+            return (await pick(headers, b"" if headers.get(_CUT) == "true" else body)).pod.resolved
+    except (CartridgeError, TimeoutError) as error:
+        logger.debug("no server is picked: %s", error or "not in time")
+    except Exception:
+        logger.exception("no server is picked")
+    return None
+
+
 def _headers(request: web.Request) -> dict[str, str]:
-    return {name.lower(): value for name, value in request.headers.items()}
+    """Return the headers by their names in lower case; of several of one name, their values with commas between them."""
+    return {name.lower(): ",".join(request.headers.getall(name)) for name in request.headers}
 
 
 def _json(value: object, status: int = 200) -> web.Response:

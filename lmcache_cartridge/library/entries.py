@@ -1,14 +1,43 @@
-"""Entries: one record for each digest that a catalog knows."""
+"""Entries: which cartridges one engine can be served, kept up to date with the registry and the quarantine."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from ..errors import CartridgeError
-from .rows import Row
+from ..artifact.cartridge import Cartridge, Place
+from ..artifact.location import is_remote
+from ..artifact.lru import Lru
+from ..artifact.model import Fingerprint
+from ..errors import ArtifactError, CartridgeError
+from .index import Hasher, KeyIndex
+from .manifest_cache import ManifestCache
+from .quarantine import ProcessQuarantine, Quarantine
+from .registry import Registry, RegistryEntry
+from .rows import PERMANENT, Row, RowReader
+from .workers import Workers, go_on, note
+
+logger = logging.getLogger(__name__)
+
+_KEPT_FROM = 1000
+"""Cartridges from which on what was read of them is kept: fewer are read anew at every start, in less than a second."""
+_KEPT_PARTS = 100
+"""Kept again once one in so many was read since."""
+_MAX_MANIFESTS = 256
+"""Manifests that are kept; of a large model each is some 100 KiB."""
+_RETRY_S, _LONGEST_RETRY_S = 5.0, 80.0
+"""How long after its first failure an artefact is read again; after each more twice as long, up to the longest."""
+_AT_ONCE_S = 2.0
+"""How long a look waits for what is new; the background reads the rest."""
+_CLOSE_S = 1.0
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -18,93 +47,361 @@ class Entry(msgspec.Struct, gc=False):
     """None where it cannot be served."""
     names: tuple[str, ...] = ()
     """`id@version` of every registered version that has this digest."""
+    error: CartridgeError | None = None
+    """Why it is not served."""
     until_s: float = math.inf
     """When it is dropped. One without a name is retired, and so is one whose new name was not found sound yet."""
 
+    @property
+    def is_retired(self) -> bool:
+        """Whether it will be dropped."""
+        return self.until_s < math.inf
+
+
+class _Unread(NamedTuple):
+    """A registered version that is still to be read, or again since it could not be."""
+
+    due_s: float = -math.inf
+    complaint: str = ""
+    """Empty where it was not tried yet."""
+    wait_s: float = _RETRY_S
+    """From the next failure to the try after it."""
+
+    def failed(self, now_s: float, complaint: str) -> _Unread:
+        return _Unread(now_s + self.wait_s, complaint, min(2 * self.wait_s, _LONGEST_RETRY_S))
+
 
 class Entries:
-    """Entries by digest. Whoever changes something holds a lock."""
+    """Cartridges by digest, and the index that finds their chunks.
 
-    def __init__(self, grace_s: float, clock: Callable[[], float]) -> None:
-        """What is retired stays for `grace_s`."""
-        self._grace_s, self._clock = grace_s, clock
-        self._entries: dict[str, Entry] = {}
-        self.digests: dict[str, str] = {}
-        """By name, as registered first."""
-        self.errors: dict[str, CartridgeError] = {}
-        """By digest: why it is not served."""
+    A cartridge that does not fit the engine or is not sound is left out or quarantined, with a reason; the others are
+    served. One that is removed from the registry leads no new prompt, but stays for a while for requests that have it.
+    Of a cartridge that nobody asks for only a `Row` is known; its manifest is read, and the row compared with it, when
+    the first of its chunks is loaded. One that is found to be wrong then is refused as if it had been found at the start.
+    """
 
-    def row(self, digest: str) -> Row | None:
-        """Return the row of a cartridge that can be served, None for any other."""
-        entry = self._entries.get(digest)
-        return None if entry is None else entry.row
+    def __init__(
+        self,
+        registry: Registry,
+        quarantine: Quarantine,
+        copies: ManifestCache,
+        *,
+        fingerprint: Fingerprint,
+        hasher: Hasher,
+        chunk_tokens: int,
+        allow_trained: bool,
+        grace_s: float,
+        cache_dir: Path,
+        accept_weights: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Knows nothing before the first `refresh`. What is removed, or was never registered, stays for `grace_s`.
 
-    def names_of(self, digest: str) -> tuple[str, ...]:
-        """Return the names of a digest; none for an unknown one."""
-        entry = self._entries.get(digest)
-        return () if entry is None else entry.names
-
-    def rows(self) -> list[Row]:
-        """Return the rows of those that can be served and are not retired."""
-        return [entry.row for entry in self._entries.values() if entry.row and entry.until_s == math.inf]
-
-    def refused(self, quarantined: Mapping[str, str]) -> dict[str, str]:
-        """Return for every name that is not served why; the cost grows with them alone."""
-        reasons = {digest: str(error) for digest, error in self.errors.items()} | dict(quarantined)
-        return {name: why for digest, why in reasons.items() for name in self.names_of(digest)}
-
-    def add(self, digest: str, name: str | None) -> Entry:
-        """Return the entry of a digest, made where there was none, with one more name unless that is None.
-
-        No other digest may have the name.
+        Under `cache_dir` is kept what the next start need not read.
         """
-        entry = self._entries.setdefault(digest, Entry())
-        if name is not None and self.digests.get(name) != digest:
-            entry.names, self.digests[name] = (*entry.names, name), digest
-        elif not entry.names:
-            entry.until_s = min(entry.until_s, self._clock() + self._grace_s)
-        return entry
+        self.index = KeyIndex(hasher, chunk_tokens)
+        self._registry, self._copies = registry, copies
+        self._chunk_tokens, self._grace_s, self._clock = chunk_tokens, grace_s, clock
+        self._entries: dict[str, Entry] = {}
+        self._registered: dict[str, RegistryEntry] = {}
+        """By name, as of the last look, of which `_revision` is the registry's."""
+        self._revision: object = None
+        self._unread: dict[str, _Unread] = {}
+        """By name."""
+        self._quarantine = ProcessQuarantine(quarantine, self._location_of)
+        self.forgive = self._quarantine.forgive
+        self._manifests: Lru[str, Cartridge] = Lru(_MAX_MANIFESTS)
+        self._reads = Workers("cartridge-manifest", 2, one_a_group=True)
+        self._manifest_reads = Workers("cartridge-manifest", 4)
+        """A digest's manifest is read once, however many want it, and they alone wait for it."""
+        self._unkept = 0
+        self._lock, self._refreshing = threading.RLock(), threading.Lock()
+        self._reader = RowReader(
+            self.index, copies, fingerprint, directory=cache_dir, registry=registry.path, allow_trained=allow_trained,
+            accept_weights=accept_weights,
+        )  # fmt: skip
 
-    def remove(self, name: str) -> str | None:
-        """Take a name away; return its digest if that is retired by it, else None."""
-        if (digest := self.digests.pop(name, None)) is None:
-            return None
-        entry = self._entries[digest]
-        entry.names = tuple(other for other in entry.names if other != name)
-        if entry.names:
-            return None
-        entry.until_s = self._clock() + self._grace_s
-        return digest
+    # What changes.
 
-    def serve(self, row: Row) -> None:
-        """Have a cartridge served that has an entry, and was found sound."""
-        entry = self._entries[row.digest]
-        self.errors.pop(row.digest, None)
-        entry.row = row
-        entry.until_s = math.inf if entry.names else self._clock() + self._grace_s
+    def refresh(self) -> list[str]:
+        """Take in what changed in the registry and the quarantine; return the digests that were removed from it.
 
-    def refuse(self, digest: str, error: CartridgeError) -> None:
-        """Note why a cartridge is not served that has an entry, unless it is served from where it was found sound."""
-        if self._entries[digest].row is None or self.is_retired(digest):
-            self.errors[digest] = error
+        Blocks for local reads only, and for some seconds at most: the background reads the rest, and the manifests of
+        remote artefacts that have no copy here. Raises `RegistryError`; nothing is changed then.
+        """
+        with self._refreshing:
+            look = self._registry.look(self._revision)
+            self._quarantine.follow()
+            gone = self._take_in(*look) if look is not None else set()
+            self._read_due()
+            with self._lock:
+                removed = [digest for digest in gone if not self._entries[digest].names]
+                for digest in removed:
+                    self._entries[digest].until_s = self._clock() + self._grace_s
+                    self.index.hide(digest)
+                self._drop_expired()
+            if self._unkept * _KEPT_PARTS >= len(self._entries):
+                self._reads.submit(self._keep, lambda: go_on(self._keep))
+            return removed
 
-    def is_retired(self, digest: str) -> bool:
-        """Whether an entry will be dropped."""
-        return digest in self._entries and self._entries[digest].until_s < math.inf
+    def _take_in(self, revision: object, rows: Iterable[RegistryEntry]) -> set[str]:
+        """Compare the registry with what it was, have what is new read, and return the digests that lost a name.
 
-    def keep(self, digest: str) -> None:
-        """Let a retired entry stay for another while; no change for any other."""
-        if self.is_retired(digest):
-            self._entries[digest].until_s = self._clock() + self._grace_s
+        Waits for what is new for some seconds at most.
+        """
+        now = {one.name: one for one in rows}
+        is_first = self._revision is None
+        recalled = {row.digest: row for row in self._reader.recall()} if is_first and len(now) >= _KEPT_FROM else {}
+        with self._lock:
+            before, self._registered, self._revision = self._registered, now, revision
+            new = [one for name, one in now.items() if before.get(name) != one]
+            gone = [one for name, one in before.items() if name not in now or now[name].digest != one.digest]
+            for one in gone:
+                entry = self._entries[one.digest]
+                entry.names = tuple(name for name in entry.names if name != one.name)
+                # What is served from the place of a name that goes is read from that of another.
+                new += [
+                    now[name] for name in entry.names if name in now and self._location_of(one.digest) == one.location
+                ]
+                self._unread.pop(one.name, None)
+            self._unread = {name: tried._replace(due_s=-math.inf) for name, tried in self._unread.items()}
+            unread = [one for one in new if not self._adopt(one, recalled.get(one.digest))]
+            self._unread.update((one.name, _Unread()) for one in unread)
+        if is_first:
+            remote = {one.location for one in now.values() if is_remote(one.location)}
+            self._reads.submit(self._copies, lambda: go_on(lambda: self._copies.prune(remote)))
+        begun = [self._begin(one) for one in unread if not is_remote(one.location) or self._copies.known(one.location)]
+        if wait(begun, _AT_ONCE_S).not_done:
+            logger.info("%d cartridges are still to be read; that goes on in the background", len(self._unread))
+        return {one.digest for one in gone}
 
-    def drop_expired(self) -> list[str]:
-        """Drop the entries whose time is over and return their digests; of one with a new name the error stays."""
+    def _adopt(self, one: RegistryEntry, row: Row | None) -> bool:
+        """Give an entry a name, and have it served if an earlier start found it sound; whether that is so. The lock is held."""
+        entry = self._entries.setdefault(one.digest, Entry())
+        if one.name not in entry.names:
+            entry.names += (one.name,)
+        if row is None or not self._reader.is_likely(row, one):
+            return False
+        self._serve(entry, row, one.rank)
+        return True
+
+    def _drop_expired(self) -> None:
+        """Drop the entries whose time is over; of one with a new name the error stays. The lock is held."""
         now = self._clock()
-        expired = [digest for digest, entry in self._entries.items() if entry.until_s <= now]
-        for digest in expired:
+        for digest in [digest for digest, entry in self._entries.items() if entry.until_s <= now]:
             if (entry := self._entries[digest]).names:
                 entry.row, entry.until_s = None, math.inf
             else:
                 del self._entries[digest]
-                self.errors.pop(digest, None)
-        return expired
+            self._manifests.pop(digest)
+            self.index.forget(digest)
+
+    def add(self, digest: str, place: Place) -> None:
+        """Read a cartridge that is not registered and make it findable by its tag, or note why not. Blocks to read."""
+        try:
+            row, cartridge = self._reader.read(digest, place)
+        except CartridgeError as error:
+            self._refuse(self._unregistered(digest), digest, error)
+        else:
+            with self._lock:
+                self._put(self._unregistered(digest), row, cartridge)
+
+    def _unregistered(self, digest: str) -> Entry:
+        """Return the entry of a digest, one that stays for a while where there was none."""
+        with self._lock:
+            return self._entries.setdefault(digest, Entry(until_s=self._clock() + self._grace_s))
+
+    def keep(self, tag: str) -> None:
+        """Let the cartridges of a tag that are not registered stay for another `grace_s`: somebody uses them."""
+        with self._lock:
+            for digest in tag.split("."):
+                if (entry := self._entries.get(digest)) is not None and entry.is_retired:
+                    entry.until_s = self._clock() + self._grace_s
+
+    def quarantine(self, digest: str, reason: str, location: str) -> bool:
+        """Serve a cartridge no more from this place, in this process and in those that see the same quarantine.
+
+        Returns whether it is served from another place from now on, where a sound copy is registered. Blocks to read it.
+        """
+        if self._quarantine.put(digest, reason, location):
+            logger.error("cartridge %s at %s is quarantined: %s", self.names_of(digest) or digest, location, reason)
+        for one in filter(None, map(self._registered.get, self.names_of(digest))):
+            if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
+                with self._lock:
+                    self._unread[one.name] = _Unread()
+                self._read(one)
+        return self._location_of(digest) != location
+
+    def _location_of(self, digest: str) -> str | None:
+        row = self._row(digest)
+        return None if row is None else row.location
+
+    def _row(self, digest: str) -> Row | None:
+        """Return the row of a cartridge that can be served, None for any other."""
+        entry = self._entries.get(digest)
+        return None if entry is None else entry.row
+
+    def close(self) -> None:
+        """Stop reading. Blocks for the artefact that is being read, not for one that hangs, and to keep what was read."""
+        self._reads.close(_CLOSE_S)
+        self._keep()
+
+    # What there is.
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Reasons by digest; such cartridges are not served."""
+        return self._quarantine.reasons
+
+    def knows(self, digest: str) -> bool:
+        """Whether a cartridge can be served, were it not for a quarantine."""
+        return self._row(digest) is not None
+
+    def names(self) -> list[str]:
+        """Return `id@version` of every registered cartridge that is served now."""
+        with self._lock:
+            return sorted(name for entry in self._served() for name in entry.names)
+
+    def _served(self) -> Iterator[Entry]:
+        """Iterate over the entries that are served under their names. The lock is held."""
+        quarantined = self.quarantined
+        for digest, entry in self._entries.items():
+            if entry.row is not None and not entry.is_retired and digest not in quarantined:
+                yield entry
+
+    def names_of(self, digest: str) -> tuple[str, ...]:
+        """Return every `id@version` that has a digest; none for one that is not registered."""
+        entry = self._entries.get(digest)
+        return () if entry is None else entry.names
+
+    def chunks_of(self, digest: str) -> int | None:
+        """Return how many chunks a cartridge that can be served has; None for any other."""
+        row = self._row(digest)
+        return None if row is None else self.index.chunks_in(row.positions, row.kind)
+
+    def refused(self) -> dict[str, str]:
+        """Return the reason for every registered cartridge that is not served, by `id@version`."""
+        quarantined = self.quarantined
+        with self._lock:
+            return {
+                name: str(why)
+                for digest, entry in self._entries.items()
+                if (why := quarantined.get(digest) or entry.error) is not None
+                for name in entry.names
+            }
+
+    def counts(self) -> tuple[int, int]:
+        """Return the lengths of `names` and `refused`."""
+        with self._lock:
+            return sum(len(entry.names) for entry in self._served()), len(self.refused())
+
+    # Reading.
+
+    def _read_due(self) -> None:
+        """Have all that is due read in the background."""
+        self._reads.relieve()
+        now = self._clock()
+        with self._lock:
+            due = [self._registered[name] for name, tried in self._unread.items() if tried.due_s <= now]
+        for one in due:
+            self._begin(one)
+
+    def _begin(self, one: RegistryEntry) -> Future[None]:
+        return self._reads.submit(one, lambda: self._read(one), {one.location})
+
+    def _read(self, one: RegistryEntry) -> None:
+        """Read a registered cartridge, if it still is to be read, and have it served or note why not."""
+        if not self._is_unread(one):
+            return
+        try:
+            row, cartridge = self._reader.find(one.digest, one.location)
+        except Exception as error:  # whatever it is, the others must be read
+            self._give_up(one, error)
+        else:
+            with self._lock:
+                if self._is_unread(one):
+                    del self._unread[one.name]
+                    self._put(self._entries[one.digest], row, cartridge, one.rank)
+                    self._unkept += 1
+
+    def _is_unread(self, one: RegistryEntry) -> bool:
+        """Whether it was neither read by now, nor removed or replaced."""
+        return one.name in self._unread and self._registered.get(one.name) == one
+
+    def _give_up(self, one: RegistryEntry, error: Exception) -> None:
+        if not isinstance(error, CartridgeError):
+            note(error)
+            error = CartridgeError(str(error) or type(error).__name__)
+        with self._lock:
+            if self._is_unread(one):
+                tried = self._unread.pop(one.name)
+                if not isinstance(error, PERMANENT):
+                    self._unread[one.name] = tried.failed(self._clock(), str(error))
+                self._refuse(self._entries[one.digest], one.name, error, quiet=tried.complaint == str(error))
+
+    def _put(self, entry: Entry, row: Row, cartridge: Cartridge, rank: str = "") -> None:
+        """Have a cartridge served that was read, unless it lies elsewhere too and this copy is quarantined."""
+        if entry.row is None or not self._quarantine.holds(row.digest, row.location):
+            self._manifests.put(row.digest, cartridge)
+            self._serve(entry, row, rank)
+            self._quarantine.publish()
+
+    def _serve(self, entry: Entry, row: Row, rank: str) -> None:
+        entry.row, entry.error = row, None
+        entry.until_s = math.inf if entry.names else self._clock() + self._grace_s
+        if row.kind != "tokens":
+            # A document that is not registered answers those who name it, not every prompt that begins like it.
+            self.index.add(row.digest, row.hashes, open_to_all=row.is_open and bool(entry.names), rank=rank)
+
+    def _refuse(self, entry: Entry, name: str, error: CartridgeError, *, quiet: bool = False) -> None:
+        """Note why a cartridge is not served, unless it lies elsewhere, sound."""
+        error.__cause__ = error.__context__ = None  # they hold what was read
+        with self._lock:
+            if entry.row is None or entry.is_retired:
+                entry.error = error.with_traceback(None)
+        if not quiet:
+            logger.warning("cartridge %s is not served: %s", name, error)
+
+    def _cartridge(self, digest: str) -> Cartridge | None:
+        """Return a cartridge with its manifest, None if it is not there or not what it was."""
+        if (found := self._manifests.get(digest)) or not self.knows(digest):
+            return found
+        return self._manifest_reads.submit(digest, lambda: self._read_again(digest)).result()
+
+    def _read_again(self, digest: str) -> Cartridge | None:
+        row = self._row(digest)
+        if (found := self._manifests.get(digest)) or row is None:
+            return found
+        try:
+            fresh, cartridge = self._reader.read(digest, row.place)
+            if fresh != row:  # served at once it could still answer a lookup that went by the wrong row
+                self._reader.forget()
+                raise ArtifactError(f"{cartridge.manifest.name} is not what was kept of it; read again soon")
+        except CartridgeError as error:
+            self._disown(row, error)
+            return None
+        with self._lock:
+            return self._manifests.put(digest, cartridge) if self._row(digest) == row else None
+
+    def _disown(self, row: Row, error: CartridgeError) -> None:
+        """Stop serving a cartridge whose artefact is not what its row says, and read it again soon.
+
+        Its chunks in memory were verified, and stay findable for the requests that were promised them.
+        """
+        with self._lock:
+            if self._row(row.digest) != row:
+                return
+            entry = self._entries[row.digest]
+            entry.row = None
+            self.index.hide(row.digest)
+            self._refuse(entry, next(iter(entry.names), row.digest), error)
+            for name in entry.names:
+                self._unread[name] = self._unread.get(name, _Unread()).failed(self._clock(), str(error))
+
+    def _keep(self) -> None:
+        """Keep what was read for the next start, where it is much."""
+        with self._lock:
+            rows = [entry.row for entry in self._entries.values() if entry.row is not None and not entry.is_retired]
+            unkept, self._unkept = self._unkept, 0
+        if unkept and len(rows) >= _KEPT_FROM:
+            self._reader.keep(rows)

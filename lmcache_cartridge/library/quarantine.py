@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -107,31 +107,24 @@ class ProcessQuarantine:
             self._notes[name] = Note(reason, location)
             if not self._quarantine.put(digest, reason, location):
                 self._unwritten.add(name)
-            self._publish()
-            return True
+        self.publish()
+        return True
 
     def holds(self, digest: str, location: str) -> bool:
-        """Whether the copy at `location` is quarantined. Takes in what the directory says of it."""
-        names = _names(digest, location)
-        self.look_up(names)
-        return not names.isdisjoint(self._notes)
+        """Whether the copy at `location` is quarantined."""
+        return not _names(digest, location).isdisjoint(self._notes)
 
-    def look_up(self, names: Iterable[str]) -> None:
-        """Take in notes of the directory."""
-        with self._lock:
-            for name in names:
-                if name not in self._notes and (note := self._quarantine.read(name)) is not None:
-                    self._notes[name] = note._replace(reason=f"quarantined: {note.reason}")
-            self._publish()
-
-    def follow(self, knows: Callable[[str], bool]) -> None:
-        """Take in what others put into the directory, of cartridges that the caller `knows`, or lifted from it."""
+    def follow(self) -> None:
+        """Take in what others put into the directory, or lifted from it."""
         noted = self._quarantine.names()
         with self._lock:
             for name in self._notes.keys() - noted - self._unwritten:
                 del self._notes[name]
                 logger.info("the quarantine of %s was lifted", name)
-        self.look_up(name for name in noted if knows(name.partition("-")[0]))
+            for name in noted - self._notes.keys():
+                if (note := self._quarantine.read(name)) is not None:
+                    self._notes[name] = note._replace(reason=f"quarantined: {note.reason}")
+        self.publish()
 
     def forgive(self, digest: str) -> None:
         """Lift the quarantines that copies on S3 caused; what is there now is checked when it is loaded. Else no change."""
@@ -141,8 +134,10 @@ class ProcessQuarantine:
                     with suppress(OSError):
                         self._quarantine.lift(digest, note.location)
                     del self._notes[name]
-            self._publish()
+        self.publish()
 
-    def _publish(self) -> None:
-        found = ((name.partition("-")[0], note) for name, note in self._notes.items())
-        self.reasons = {d: note.reason for d, note in found if note.location in ("", self._location_of(d))}
+    def publish(self) -> None:
+        """Let `reasons` be of the copies that are served now."""
+        with self._lock:
+            found = ((name.partition("-")[0], note) for name, note in self._notes.items())
+            self.reasons = {d: note.reason for d, note in found if note.location in ("", self._location_of(d))}

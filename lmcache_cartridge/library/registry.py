@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from ..errors import ArtifactError, CartridgeExists, CartridgeNotFound, Registry
 
 T = TypeVar("T")
 
-_VERSION = 4
+_VERSION = 5
 """Of the schema, in `PRAGMA user_version`."""
 _SCHEMA = (
     """
@@ -42,15 +42,6 @@ _SCHEMA = (
         FOREIGN KEY (id, version) REFERENCES cartridges (id, version)
     ) WITHOUT ROWID
     """,
-    # Servers read this to follow changes without comparing everything. The sequences have random gaps: a backup that
-    # was put back and changed as often as the file it replaced has others.
-    "CREATE TABLE changes (sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, version INTEGER NOT NULL)",
-    *(
-        f"CREATE TRIGGER cartridges_{event.lower()} AFTER {event} ON cartridges BEGIN "
-        "INSERT INTO changes (sequence, id, version) SELECT coalesce(max(sequence), 0) + 1 + abs(random() % 4294967296), "
-        f"{row}.id, {row}.version FROM changes; END"
-        for event, row in (("INSERT", "new"), ("UPDATE", "new"), ("DELETE", "old"))
-    ),
     f"PRAGMA user_version = {_VERSION}",
 )
 _MOST_CANDIDATES = 8
@@ -95,19 +86,6 @@ _COLUMNS = ", ".join(RegistryEntry._fields)
 _RESTORE = "restore a copy of the file, or move it away and register the cartridges again"
 _REPAIR = "Run `lmcache-cartridge list` once as the user that writes it"
 _TYPES = (str, int, str, str, int, int, str, str)
-
-
-class Changes(NamedTuple):
-    """What a registry came to hold, or ceased to, after some moment."""
-
-    sequence: int
-    """The moment of the last of them; pass it to learn of later ones."""
-    present: list[RegistryEntry]
-    """New or moved versions; every version if `whole`."""
-    gone: list[str]
-    """`id@version` of those removed; empty if `whole`."""
-    whole: bool
-    """Whether this is all there is, since there is nothing to compare with."""
 
 
 class Registry:
@@ -256,29 +234,23 @@ class Registry:
             "WHERE digest IN (SELECT value FROM json_each(?)) ORDER BY id, version", json.dumps(sorted(digests))
         )
 
-    def changes(self, since: int = 0) -> Changes:
-        """Return what changed after `since`, an earlier answer's sequence; everything there is for 0.
+    def look(self, known: object = None) -> tuple[object, list[RegistryEntry]] | None:
+        """Return which state of the file this is, and every version in it; None where that still is `known`.
 
-        Everything is also returned where the file is not the one that answered earlier, such as a restored backup.
-        Raises `RegistryError` where the file is gone: that is no way to remove everything.
+        Raises `RegistryError` where the file is gone that was known: that is no way to remove everything.
         """
-        if since and not self.path.exists():
-            raise RegistryError(f"registry {self.path} is gone")
-        with self._connect() as db:
-            db.execute("BEGIN")  # one state of the file for all of it
-            last = db.execute("SELECT coalesce(max(sequence), 0) FROM changes").fetchone()[0]
-            known = db.execute("SELECT 1 FROM changes WHERE sequence = ?", (since,)).fetchone()
-            if since == 0 or known is None:
-                rows = db.execute(f"SELECT {_COLUMNS} FROM cartridges ORDER BY id, version").fetchall()
-                return Changes(last, list(map(_entry, rows)), [], whole=True)
-            rows = db.execute(
-                f"SELECT c.id, c.version, {', '.join(f'r.{column}' for column in RegistryEntry._fields)} FROM "
-                "(SELECT DISTINCT id, version FROM changes WHERE sequence > ?) AS c "
-                "LEFT JOIN cartridges AS r USING (id, version)",
-                (since,),
-            ).fetchall()
-        present = [_entry(row[2:]) for row in rows if row[2] is not None]
-        return Changes(last, present, [f"{row[0]}@{row[1]}" for row in rows if row[2] is None], whole=False)
+        revision: tuple[int | bytes, ...] = ()
+        try:
+            status = self.path.stat()
+            with self.path.open("rb") as file:
+                # SQLite counts changes in bytes 24 to 27. Asked first: what is changed meanwhile is read again next time.
+                revision = status.st_ino, status.st_mtime_ns, file.read(28)[24:]
+        except FileNotFoundError:
+            if known:
+                raise RegistryError(f"registry {self.path} is gone") from None
+        except OSError as error:
+            raise RegistryError(f"registry {self.path}: {error.strerror}") from error
+        return None if revision == known else (revision, self.all())
 
     def warm(self) -> list[RegistryEntry]:
         """Return the cartridges that warm labels point at."""
@@ -305,7 +277,10 @@ class Registry:
         """Have a function change the tables, all that it does or nothing, and return its result."""
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")  # nobody else may change anything between its look and its write
-            return change(db)
+            result = change(db)
+        with suppress(OSError):
+            self.path.touch()  # what was changed to the same is looked at again too
+        return result
 
     def _select(self, rest: str, *values: object) -> list[RegistryEntry]:
         with self._connect() as db:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PERMANENT = (ModelMismatch, UnsupportedEngine)
 """Errors of sound cartridges that one engine can never serve; to read them again is no use."""
-_FORMAT = 5
+_FORMAT = 6
 _UNUSED_S = 30 * 86400.0
 """Age at which the file of an engine that starts no more is removed."""
 
@@ -57,15 +56,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Place(Path(self.root or self.location), self.location)
 
 
-class Recalled(NamedTuple):
-    """What earlier starts read. A row was right then; it is compared with its artefact before a chunk is loaded."""
-
-    rows: tuple[Row, ...] = ()
-    refusals: Mapping[str, tuple[Literal["ModelMismatch", "UnsupportedEngine"], str]] = {}
-    """By digest the name of one of `PERMANENT` and its message."""
-
-
-_decode = msgspec.msgpack.Decoder(Recalled).decode
+_decode = msgspec.msgpack.Decoder(list[Row]).decode
 
 
 class RowReader:
@@ -127,24 +118,26 @@ class RowReader:
         wanted = (entry.location, entry.kind, entry.positions, self._index.hash_bytes(row.positions, row.kind))
         return wanted == (row.location, row.kind, row.positions, len(row.hashes))
 
-    def recall(self) -> Recalled:
-        """Return what was kept last. Blocks for the read."""
+    def recall(self) -> list[Row]:
+        """Return what was kept last. Blocks for the read.
+
+        A row was right then; it is compared with its artefact before a chunk is loaded.
+        """
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
             os.utime(self._file)
             return _decode(self._file.read_bytes())
-        return Recalled()
+        return []
 
     def forget(self) -> None:
         """Drop what was kept: something of it was found to be wrong."""
         with suppress(OSError):
             self._file.unlink()
 
-    def keep(self, rows: Collection[Row], errors: Mapping[str, CartridgeError]) -> None:
-        """Keep rows and those errors that are `PERMANENT` in place of what was kept. Blocks for the write; never raises."""
-        refusals = {d: (type(e).__name__, str(e)) for d, e in errors.items() if isinstance(e, PERMANENT)}
+    def keep(self, rows: Collection[Row]) -> None:
+        """Keep rows in place of what was kept. Blocks for the write; never raises."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files.replace(self._file, [msgspec.msgpack.encode((tuple(rows), refusals))], 0o600)
+            files.replace(self._file, [msgspec.msgpack.encode(rows)], 0o600)
         except OSError as error:
             if not self._complained:
                 logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)

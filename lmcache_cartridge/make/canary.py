@@ -187,22 +187,27 @@ def _logprobs(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -
 
 def _differences(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[float]:
     """Return for each question how far its answer is from the expected one when the KV is `kv`."""
-    fed = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
     return [
         float((
             logprobs[-len(each.answer.tokens) :].gather(1, torch.tensor(each.answer.tokens))
             - torch.tensor(each.answer.logprobs)
         ).abs().mean())
-        for logprobs, each in zip(_logprobs(model, kv, fed), asked, strict=True)
+        for logprobs, each in zip(_logprobs(model, kv, _fed(asked)), asked, strict=True)
     ]  # fmt: skip
+
+
+def _fed(asked: Sequence[Asked]) -> list[list[int]]:
+    """Return the questions with their answers, but for the last token."""
+    return [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
 
 
 def _in_fp8(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[Asked]:
     """Return the questions with what is made of their answers by fp8 as the coarsest engine writes it."""
     most = [0.0] * len(asked)
-    fed = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
     for dtype in FP8:
-        for n, (each, logprobs) in enumerate(zip(asked, _logprobs(model, cut_off(kv, dtype), fed), strict=True)):
+        for n, (each, logprobs) in enumerate(
+            zip(asked, _logprobs(model, cut_off(kv, dtype), _fed(asked)), strict=True)
+        ):
             best = logprobs[-len(each.answer.tokens) :].topk(min(2 * TOP, logprobs.shape[1]))
             listed = [
                 dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -324,7 +324,7 @@ class CartridgeStore:
         }
 
     def numbers(self) -> dict[str, Any]:
-        """Return counts, at a cost that does not grow with what they count. Polls every claim that is open."""
+        """Return counts. Polls every claim that is open."""
         served, refused = self._catalog.counts()
         background, waiting = self._background.claims(), self._waiting()
         started_at = [claim.started_at for claim in self._claims() if claim not in background]

@@ -1,7 +1,5 @@
 """MemoryTier: the chunks of one engine rank in one memory, and who may rely on them for how long.
-
 An entry has one reference count. Whoever relies on a chunk has a `Hold`, and what is held is never evicted:
-
 hold(keys)    a claim's: grows from poll to poll, as chunks find memory and are loaded
 lease(keys)   the tier's own, with a deadline: LMCache asks for chunks by key, and by key it lets them go
 lend(keys)    a loan of one chunk's bytes, while they are copied
@@ -34,8 +32,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 class Hold:
     """Chunks of one tier that may not be evicted before `close()`.
 
-    A hold that is dropped instead is closed when the tier next needs room or is asked for its totals.
-    """
+    A hold that is dropped instead is closed when the tier next needs room or is asked for its totals."""
 
     whole = closed = False
     _problem: str | None = None
@@ -447,7 +444,7 @@ def _is_resident(entry: Entry | None) -> bool:
 
 
 def _count(keys: Sequence[ChunkKey]) -> dict[str, int]:
-    """Return how many of these keys of a prompt are of each digest."""
-    if keys and keys[0].digest == keys[-1].digest:  # mostly they are of one, and a Counter takes longer than the rest
+    """Return how many of a prompt's keys are of each digest: mostly they are of one, and a Counter takes long."""
+    if keys and keys[0].digest == keys[-1].digest:
         return {keys[0].digest: len(keys)}
     return Counter(key.digest for key in keys)

@@ -44,7 +44,7 @@ def test_what_is_registered_later_is_served_and_the_store_closes(home: Home, mou
     mount.is_away = True
     for number in range(5):  # registering reads them in this thread
         home.make(f"nfs-{number}", positions=64, seed=10 + number)
-    until(lambda: any("nfs" in name for name in catalog_of(store)._queue))
+    until(lambda: any("nfs" in name for name in list(catalog_of(store)._unread)))
     home.make("later", positions=64, seed=4)
     until(lambda: "later@1" in store.names())
     told = len(relieved)

@@ -17,7 +17,6 @@ class Stats(NamedTuple):
     """Some samples, summed up."""
 
     number: int
-    mean: float
     median: float
     p95: float | None
     """None of fewer than twenty."""
@@ -30,7 +29,7 @@ class Stats(NamedTuple):
         if not samples:
             return None
         p95 = float(np.quantile(samples, 0.95)) if len(samples) >= _TAIL else None
-        return cls(len(samples), float(np.mean(samples)), float(np.median(samples)), p95, min(samples), max(samples))
+        return cls(len(samples), float(np.median(samples)), p95, min(samples), max(samples))
 
 
 class Row(NamedTuple):

@@ -67,10 +67,6 @@ class Plan(NamedTuple):
     ways: Sequence[Way] = WAYS
     budget_s: float = float("inf")
 
-    def requests(self, way: Way, c: int) -> int:
-        """Return how many requests a run has: of a cold cartridge those that find it so, of others twice as many."""
-        return c if way == "cold" else 2 * c
-
     @property
     def questions(self) -> int:
         """How many questions it takes: a turn's ways share theirs, and no two turns do."""
@@ -115,7 +111,8 @@ class Load:
                                     f"the budget of {plan.budget_s:g} s was used up; what is missing was not measured"
                                 )
                                 return found
-                            found.runs.append(self.run(way, place, c, turn, plan.requests(way, c), question))
+                            count = c if way == "cold" else 2 * c  # of a cold cartridge those that find it so
+                            found.runs.append(self.run(way, place, c, turn, count, question))
                             done += 1
                             progress(f"p {place.p}, c {c}, {way}", done, number)
                         question += 2 * c

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -60,17 +59,12 @@ class Target(Server):
     @property
     def is_local(self) -> bool:
         """Whether it is asked through this machine's loopback interface."""
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return socket.gethostbyname(host).startswith("127.") or host == "::1"
-        except OSError:
-            return host == "::1"
+        return urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        parts = urlsplit(self.url)
-        return parts.port or (443 if parts.scheme == "https" else 80)
+        return urlsplit(self.url).port or 80
 
     def cartridge(self, name: str) -> Cartridge:
         """Return a cartridge as it is now. Raises `CartridgeError` for one that is not served."""

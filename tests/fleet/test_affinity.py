@@ -24,7 +24,7 @@ from lmcache_cartridge.fleet.affinity import Naming, affinity_key, model_ids, se
 from lmcache_cartridge.serve.request import MAX_CHAIN, Refusal, Router, read_header
 from lmcache_cartridge.settings import Settings
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = ("m", "org/model", "qwen:7b", "/models/llama")
 SETTINGS = {
     "composites": {"both": ["a", "b@3"], "one": ["a"]},

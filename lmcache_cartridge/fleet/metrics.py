@@ -1,8 +1,8 @@
-"""Tally: what a fleet's service has done, and what it knows of the servers, for Prometheus."""
+"""Metrics: what a fleet's service has done, and what it knows of the servers, for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PREFIX = "lmcache_cartridge_fleet_"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 2.0)
-_GAUGES: dict[str, tuple[str, Any]] = {
+_GAUGES: dict[str, tuple[str, Callable[[Pod], float]]] = {
     "healthy": ("Whether a server can be picked.", lambda pod: pod.problem is None),
     "waiting": ("Requests that wait at a server, as it told last.", lambda pod: pod.waiting),
     "known": ("Whether a server's past events are in the index, as far as they can be had.", lambda pod: pod.is_known),
@@ -24,34 +24,18 @@ _GAUGES: dict[str, tuple[str, Any]] = {
 }
 
 
-class Tally:
+class Metrics:
     """Counts picks and scores; a collector of what is known of the servers at the time of a scrape."""
 
     def __init__(self, index: Index, pods: Sequence[Pod]) -> None:
         self._index, self._pods = index, pods
         self.registry = CollectorRegistry()
         self.registry.register(self)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=self.registry)
-
-        self._picks = counter("picks", "Requests, by the server picked and how.", "pod", "by")
-        self._asked = counter("asked_tokens", "Tokens looked for in picks.")
-        self._hit = counter("hit_tokens", "Those of them that the picked server had.")
-        self._seconds = Histogram(
-            PREFIX + "seconds", "Time of a score or pick.", ["of"], buckets=_SECONDS, registry=self.registry
-        )
-
-    def scored(self, seconds: float) -> None:
-        """Count a score."""
-        self._seconds.labels("score").observe(seconds)
-
-    def picked(self, pod: str, by: str, share: float, tokens: int, seconds: float) -> None:
-        """Count a pick; `share` is what the picked server has of the tokens."""
-        self._seconds.labels("pick").observe(seconds)
-        self._picks.labels(pod, by).inc()
-        self._asked.inc(tokens)
-        self._hit.inc(share * tokens)
+        of: dict[str, Any] = {"registry": self.registry}
+        self.picks = Counter(PREFIX + "picks", "Requests, by the server picked and how.", ["pod", "by"], **of)
+        self.asked = Counter(PREFIX + "asked_tokens", "Tokens looked for in picks.", **of)
+        self.hit = Counter(PREFIX + "hit_tokens", "Those of them that the picked server had.", **of)
+        self.seconds = Histogram(PREFIX + "seconds", "Time of a score or pick.", ["of"], buckets=_SECONDS, **of)
 
     def collect(self) -> Iterator[Metric]:
         """Return all series of the servers."""
@@ -61,6 +45,7 @@ class Tally:
             for tier in TIERS:
                 blocks.add_metric([pod.name, tier], held.get((pod.number, tier), 0))
         yield blocks
+        counts = {pod.name: pod.counts for pod in self._pods}
         for name, (text, value) in _GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["pod"])
             for pod in self._pods:
@@ -68,6 +53,6 @@ class Tally:
             yield gauge
         for name in Counts.__struct_fields__:
             counter = CounterMetricFamily(PREFIX + f"event_{name}", f"Of a server's events: {name}.", labels=["pod"])
-            for pod in self._pods:
-                counter.add_metric([pod.name], getattr(pod.counts, name))
+            for pod_name, of in counts.items():
+                counter.add_metric([pod_name], getattr(of, name))
             yield counter

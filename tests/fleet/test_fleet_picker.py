@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,10 +19,13 @@ import yaml
 from aiohttp import web
 from picking import serving
 from routers import ENVOY, Reply, Request, Stub, envoy, stubs
-from waiting import Clock, until
+from waiting import until
 
 from lmcache_cartridge.errors import CartridgeNotFound
-from lmcache_cartridge.fleet.envoy import HEADER, PREFIX, Addresses, EnvoyAnswers, routes
+from lmcache_cartridge.fleet.config import FleetConfig, PodConfig
+from lmcache_cartridge.fleet.index import Index
+from lmcache_cartridge.fleet.pods import Pod
+from lmcache_cartridge.fleet.web import HEADER, PREFIX, destination, route
 
 NAMES = [f"doc-{number}" for number in range(12)]
 
@@ -223,11 +227,9 @@ def test_a_picked_server_that_is_gone_is_passed_over(tmp_path: Path) -> None:
 # What Envoy is told.
 
 
-class Place:
-    """What a picker says."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
+def place(address: str) -> Any:
+    """Return a pick of a server of this address."""
+    return SimpleNamespace(pod=SimpleNamespace(resolved=address))
 
 
 class Says:
@@ -237,11 +239,11 @@ class Says:
         self.answer = answer
         self.asked: list[tuple[dict[str, str], bytes]] = []
 
-    async def pick(self, headers: Any, body: bytes) -> Place:
+    async def pick(self, headers: Any, body: bytes) -> Any:
         self.asked.append((dict(headers), body))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return Place(self.answer)
+        return place(self.answer)
 
 
 LONG = b"a," * 14_000
@@ -261,14 +263,14 @@ def test_whatever_envoy_lets_through_the_picker_reads(tmp_path: Path) -> None:
 
     def make() -> web.Application:
         made = web.Application(client_max_size=64 << 20)
-        made.add_routes(routes(picker))
+        made.add_routes([route(picker.pick)])
         return made
 
     picker = Says("")
     with (
         stubs(2) as servers,
-        serving(make) as (place, _),
-        envoy([s.url for s in servers], tmp_path, picker=place) as url,
+        serving(make) as (service, _),
+        envoy([s.url for s in servers], tmp_path, picker=service) as url,
     ):
         for number, (what, (path, headers)) in enumerate(ODD.items()):
             picker.answer = servers[number % 2].url.removeprefix("http://")
@@ -286,15 +288,14 @@ def test_whatever_envoy_lets_through_the_picker_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("10.0.0.5:8000", "10.0.0.5:8000"), ("[2600::1]:80", "[2600::1]:80"), ("no-such-host.invalid:80", None),
-        ("10.0.0.5", None), ("10.0.0.5:http", None), (CartridgeNotFound("x"), None), (ZeroDivisionError(), None),
+        ("10.0.0.5:8000", "10.0.0.5:8000"), (CartridgeNotFound("x"), None), (ZeroDivisionError(), None),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_named_is_left_out(
     said: str | Exception, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     picker = Says(said)
-    assert await EnvoyAnswers(picker).destination({"a": "b"}, b"{}") == told
+    assert await destination(picker.pick, {"a": "b"}, b"{}") == told
     assert picker.asked == [({"a": "b"}, b"{}")]
     is_a_fault = told is None and not isinstance(said, CartridgeNotFound)
     assert bool([record for record in caplog.records if record.levelname == "ERROR"]) == is_a_fault
@@ -303,46 +304,36 @@ async def test_what_cannot_be_named_is_left_out(
 async def test_a_body_that_envoy_cut_is_not_read() -> None:
     picker = Says("10.0.0.5:8000")
     headers = {"x-envoy-auth-partial-body": "true", "x-cartridges": "a"}
-    assert await EnvoyAnswers(picker).destination(headers, b'{"model": "m') == "10.0.0.5:8000"
+    assert await destination(picker.pick, headers, b'{"model": "m') == "10.0.0.5:8000"
     assert picker.asked == [(headers, b"")]
 
 
 async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> None:
-    class Waits:
-        async def pick(self, headers: Any, body: bytes) -> Place:
-            await asyncio.sleep(60 if body else 0)
-            return Place("10.0.0.5:8000")
+    async def pick(headers: Any, body: bytes) -> Any:
+        await asyncio.sleep(60 if body else 0)
+        return place("10.0.0.5:8000")
 
-    answers = EnvoyAnswers(Waits())
     for given, body, told in (
         ("25", b"slow", None), ("9000", b"", "10.0.0.5:8000"), ("", b"", "10.0.0.5:8000"),
         ("soon", b"", "10.0.0.5:8000"), ("\u00b2", b"", "10.0.0.5:8000"),
     ):  # fmt: skip
         headers = {"x-envoy-expected-rq-timeout-ms": given}
-        assert await answers.destination(headers, body) == told
+        assert await destination(pick, headers, body) == told
 
 
-async def test_names_are_looked_up_now_and_then_and_outlive_their_names_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, looked = Clock(), []
-    answers: list[list[str] | OSError] = [OSError("no"), ["10.0.0.1", "::1", "10.0.0.1"], ["10.0.0.2"], OSError("gone")]
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [("http://engine-0:8000", "10.0.0.1:8000,[::1]:8000"), ("https://[2600::1]", "10.0.0.1:443,[::1]:443")],
+)
+async def test_envoy_is_told_every_address_of_a_server(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
+    looked = []
 
     async def look_up(host: str, port: int, **options: Any) -> list[Any]:
-        looked.append((host, port))
-        answer = answers[len(looked) - 1]
-        if isinstance(answer, OSError):
-            raise answer
-        return [(10 if ":" in ip else 2, 1, 6, "", (ip, port)) for ip in answer]
+        looked.append(host)
+        return [(10 if ":" in ip else 2, 1, 6, "", (ip, port)) for ip in ("10.0.0.1", "::1", "10.0.0.1")]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    addresses = Addresses(clock)
-    with pytest.raises(OSError, match="no"):
-        await addresses.of("engine-0:8000")
-    for seconds, expected in (
-        (0, "10.0.0.1:8000,[::1]:8000"),
-        (4, "10.0.0.1:8000,[::1]:8000"),
-        (2, "10.0.0.2:8000"),
-        (9, "10.0.0.2:8000"),
-    ):
-        clock.now += seconds
-        assert await addresses.of("engine-0:8000") == expected
-    assert looked == [("engine-0", 8000)] * 4
+    config = PodConfig(name="a", url=url)
+    pod = Pod(0, config, FleetConfig(pods=(config,)), Index())
+    await pod.resolve()
+    assert pod.resolved == told and looked == [config.address.rpartition(":")[0].strip("[]")]

@@ -21,8 +21,8 @@ from waiting import until
 from wards import MODEL, patients, prefill, register, sure, write_ward
 
 from lmcache_cartridge.fleet.config import of_mapping
-from lmcache_cartridge.fleet.envoy import HEADER
 from lmcache_cartridge.fleet.service import Fleet
+from lmcache_cartridge.fleet.web import HEADER
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import free_port, plan
 from lmcache_cartridge.serve.processes import ServerProcess
