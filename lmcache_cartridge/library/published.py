@@ -14,16 +14,15 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from ..artifact import reading
 from ..artifact.bytesource import FileReader
-from ..artifact.manifest import Kind, Manifest, check_id
+from ..artifact.manifest import Manifest, check_id
 from ..errors import CartridgeError, RegistryError, SourceDenied, SourceError, SourceNotFound
-from .registry import Registry
+from .registry import COLUMNS, Number, Registry, RegistryEntry
 
 logger = logging.getLogger(__name__)
 
@@ -43,43 +42,22 @@ _TABLE = (
     "number INTEGER NOT NULL, recent TEXT NOT NULL, problem TEXT)"
 )
 
-_Number = Annotated[int, Meta(ge=0, lt=1 << 60)]
-_Version = Annotated[int, Meta(ge=1, lt=1 << 60)]
-
-
-class _Row(NamedTuple):
-    """One version of a cartridge."""
-
-    id: str
-    version: _Version
-    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    kind: Kind
-    positions: _Number
-    bytes: _Number
-    registered: str
-    promoted: bool
-
-
-class _Label(NamedTuple):
-    label: str
-    id: str
-    version: int
-    warm: bool
-
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that is published."""
 
     format: int
-    number: _Number
+    number: Number
     """Changes since the library was begun."""
     recent: tuple[str, ...]
     """Names of the last of them, the newest first."""
-    cartridges: tuple[_Row, ...]
-    labels: tuple[_Label, ...]
+    cartridges: tuple[RegistryEntry, ...]
+    """Without their places."""
+    labels: tuple[tuple[str, str, int, bool], ...]
+    """Each with the id and version it points at, and whether it is warm."""
 
 
-_decoder = msgspec.json.Decoder(_Index)
+_decoder = msgspec.json.Decoder(_Index, strict=False)
 
 
 class LibraryWriter(Protocol):
@@ -182,7 +160,7 @@ class Published(Registry):
         """See `Registry.register`. The artefact was stored at its `place`, whatever `location` says."""
         return super().register(root, self.place(reading.load_manifest(root)), promote=promote, label=label)
 
-    def place(self, one: Manifest | _Row) -> str:
+    def place(self, one: Manifest | RegistryEntry) -> str:
         """Return the location of an artefact. Other content lies elsewhere, so nobody overwrites what another stored."""
         return f"{self.location}/cartridges/{one.id}/{one.version}/{one.digest[:16]}"
 
@@ -248,15 +226,17 @@ class Published(Registry):
                 after = _content(db)
                 if before == after and state.revision:
                     return result
-                index = _Index(_FORMAT, state.number + 1, (name, *state.recent)[:_RECENT], *after)
+                number, recent = state.number + 1, (name, *state.recent)[:_RECENT]
                 try:
-                    revision = writer.swap(INDEX, _encode(index), state.revision or None)
+                    revision = writer.swap(
+                        INDEX, _encode(after | {"number": number, "recent": recent}), state.revision or None
+                    )
                 except SourceDenied:
                     raise
                 except SourceError as error:  # it may have been done all the same
                     revision, lost = None, error
                 if revision is not None:
-                    _set_state(db, _State(revision, index.number, index.recent))
+                    _set_state(db, _State(revision, number, recent))
                     return result
                 db.rollback()
             if lost is None:
@@ -264,19 +244,11 @@ class Published(Registry):
         raise SourceError(f"{self.location}: others published {_ATTEMPTS} times first; try again")
 
     def _replace(self, db: sqlite3.Connection, index: _Index) -> None:
-        """Let the tables hold what an index does; what was there already is no change."""
-        columns = "id, version, digest, kind, positions, bytes, location, registered, promoted"
-        there = {row[:2]: row for row in db.execute(f"SELECT {columns} FROM cartridges")}
-        new = {
-            (r.id, r.version): (r.id, r.version, r.digest, r.kind, r.positions, r.bytes, self.place(r), r.registered,
-                                int(r.promoted))
-            for r in index.cartridges
-        }  # fmt: skip
+        """Let the tables hold what an index does."""
         db.execute("DELETE FROM labels")
-        gone = [key for key, row in there.items() if new.get(key) != row]
-        db.executemany("DELETE FROM cartridges WHERE id = ? AND version = ?", gone)
-        rows = [row for key, row in new.items() if there.get(key) != row]
-        db.executemany(f"INSERT INTO cartridges ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        db.execute("DELETE FROM cartridges")
+        rows = (row._replace(location=self.place(row)) for row in index.cartridges)
+        db.executemany(f"INSERT INTO cartridges ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         db.executemany("INSERT INTO labels VALUES (?, ?, ?, ?)", index.labels)
 
     def _state(self) -> _State:
@@ -294,19 +266,17 @@ def _set_state(db: sqlite3.Connection, state: _State) -> None:
     db.execute("INSERT OR REPLACE INTO published VALUES (1, ?, ?, ?, ?)", values)
 
 
-def _content(db: sqlite3.Connection) -> tuple[tuple[_Row, ...], tuple[_Label, ...]]:
-    """Return what the tables hold as an index says it."""
-    rows = db.execute(
-        "SELECT id, version, digest, kind, positions, bytes, registered, promoted FROM cartridges ORDER BY id, version"
-    )
-    labels = db.execute("SELECT label, id, version, warm FROM labels ORDER BY label")
-    return tuple(_Row._make((*row[:-1], bool(row[-1]))) for row in rows), tuple(
-        _Label._make((*row[:-1], bool(row[-1]))) for row in labels
-    )
+def _content(db: sqlite3.Connection) -> dict[str, list[tuple]]:
+    """Return what the tables hold as an index says it: an entry but for its place."""
+    kept = ", ".join(RegistryEntry._fields[:-1])
+    return {
+        "cartridges": db.execute(f"SELECT {kept} FROM cartridges ORDER BY id, version").fetchall(),
+        "labels": db.execute("SELECT label, id, version, warm FROM labels ORDER BY label").fetchall(),
+    }
 
 
-def _encode(index: _Index) -> bytes:
-    return gzip.compress(msgspec.json.encode(index), 6, mtime=0)
+def _encode(index: dict[str, Any]) -> bytes:
+    return gzip.compress(msgspec.json.encode({"format": _FORMAT} | index), 6, mtime=0)
 
 
 def _decode(data: bytes, name: str) -> _Index:
@@ -324,10 +294,10 @@ def _decode(data: bytes, name: str) -> _Index:
             )
             raise RegistryError(f"{name} has format {written}, this release knows {_FORMAT}; {todo}")
         index = _decoder.decode(plain)
-        for one in {row.id for row in index.cartridges} | {label.label for label in index.labels}:
+        for one in {row.id for row in index.cartridges} | {label for label, *_ in index.labels}:
             check_id(one)
-        keys = {(row.id, row.version) for row in index.cartridges}
-        if len(keys) < len(index.cartridges) or not keys >= {(label.id, label.version) for label in index.labels}:
+        keys = {row[:2] for row in index.cartridges}
+        if len(keys) < len(index.cartridges) or not keys >= {label[1:3] for label in index.labels}:
             raise ValueError("a version is there twice, or one with a label is not there")
         return index
     except RegistryError:

@@ -7,10 +7,12 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
 
 from ..artifact.location import is_remote
-from ..artifact.manifest import Manifest, check_id
+from ..artifact.manifest import Kind, Manifest, check_id
 from ..errors import ArtifactError, CartridgeExists, CartridgeNotFound, RegistryError
 
 T = TypeVar("T")
@@ -48,20 +50,25 @@ _MOST_CANDIDATES = 8
 """Versions of an id that are tried, the newest first, until one can be served."""
 
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+
+
 class RegistryEntry(NamedTuple):
     """One registered version of a cartridge."""
 
     id: str
-    version: int
-    digest: str
-    kind: str
-    positions: int
-    bytes: int
+    version: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    kind: Kind
+    positions: Number
+    bytes: Number
     """Payload size."""
-    location: str
-    """Where the artefact lies: a directory, or `s3://bucket/key`."""
     registered: str
     """ISO 8601, UTC."""
+    promoted: bool = True
+    """Whether its id may mean it."""
+    location: str = ""
+    """Where the artefact lies: a directory, or `s3://bucket/key`."""
 
     @property
     def name(self) -> str:
@@ -82,10 +89,16 @@ class RegistryEntry(NamedTuple):
         return Path(self.location)
 
 
-_COLUMNS = ", ".join(RegistryEntry._fields)
+def entry_of(manifest: Manifest, location: str, *, registered: str = "", promoted: bool = True) -> RegistryEntry:
+    """Return what a registry says of the artefact of a manifest that lies at `location`."""
+    about = manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions, manifest.payload_bytes
+    return RegistryEntry(*about, registered, promoted, location)
+
+
+_decode = msgspec.msgpack.Decoder(list[RegistryEntry], strict=False).decode
+COLUMNS = ", ".join(RegistryEntry._fields)
 _RESTORE = "restore a copy of the file, or move it away and register the cartridges again"
 _REPAIR = "Run `lmcache-cartridge list` once as the user that writes it"
-_TYPES = (str, int, str, str, int, int, str, str)
 
 
 class Registry:
@@ -125,15 +138,12 @@ class Registry:
         reading.load_token_ids(manifest, root)
         if location is None:
             reading.check_local_header(manifest, root)
-        entry = RegistryEntry(
-            manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions, manifest.payload_bytes,
-            location or str(root), "",
-        )  # fmt: skip
+        entry = entry_of(manifest, location or str(root), promoted=promote)
         if label is not None:
             check_id(label)
 
         def change(db: sqlite3.Connection) -> Manifest:
-            _add(db, entry, promote)
+            _add(db, entry)
             if label is not None:
                 _point(db, label, entry, warm=False)
             return manifest
@@ -284,7 +294,7 @@ class Registry:
 
     def _select(self, rest: str, *values: object) -> list[RegistryEntry]:
         with self._connect() as db:
-            return [_entry(row) for row in db.execute(f"SELECT {_COLUMNS} FROM cartridges {rest}", values)]
+            return _entries(db, rest, *values)
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
@@ -302,11 +312,11 @@ class Registry:
                 self._check_schema(db)
             with db:
                 yield db
-        except (sqlite3.Error, UnicodeError) as error:
+        except (sqlite3.Error, UnicodeError, msgspec.ValidationError) as error:
             todo = ""
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_ROLLBACK:
                 todo = f"; a tool was killed while it wrote. {_REPAIR}"
-            elif type(error) is sqlite3.DatabaseError or "decode" in str(error):
+            elif type(error) in (sqlite3.DatabaseError, msgspec.ValidationError) or "decode" in str(error):
                 todo = f"; {_RESTORE}"
             raise RegistryError(f"registry {self.path}: {error}{todo}") from error
         finally:
@@ -336,22 +346,18 @@ def _parts(name: str) -> tuple[str, int | None]:
     return cartridge_id, int(version) if version.isdecimal() and len(version) < 19 else None
 
 
-def _entry(row: tuple) -> RegistryEntry:
-    if tuple(map(type, row)) != _TYPES:
-        raise RegistryError(f"the registry's row of {str(row[0])[:80]!r} is damaged; {_RESTORE}")
-    return RegistryEntry(*row)
+def _entries(db: sqlite3.Connection, rest: str, *values: object) -> list[RegistryEntry]:
+    rows = db.execute(f"SELECT {COLUMNS} FROM cartridges {rest}", values).fetchall()
+    return _decode(msgspec.msgpack.encode(rows))
 
 
 def _candidates(db: sqlite3.Connection, name: str, limit: int) -> list[RegistryEntry]:
     cartridge_id, version = _parts(name)
-    select = f"SELECT {_COLUMNS} FROM cartridges "
     if version is not None:
-        where, values = "WHERE id = ? AND version = ?", (cartridge_id, version)
+        rows = _entries(db, "WHERE id = ? AND version = ?", cartridge_id, version)
     else:
-        where, values = "WHERE id = ? AND promoted ORDER BY version DESC LIMIT ?", (name, limit)
-    rows = db.execute(select + where, values).fetchall()
-    if not rows:
-        rows = db.execute(select + "JOIN labels USING (id, version) WHERE label = ?", (name,)).fetchall()
+        rows = _entries(db, "WHERE id = ? AND promoted ORDER BY version DESC LIMIT ?", name, limit)
+    rows = rows or _entries(db, "JOIN labels USING (id, version) WHERE label = ?", name)
     if not rows:
         rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
         if rest is not None:
@@ -361,7 +367,7 @@ def _candidates(db: sqlite3.Connection, name: str, limit: int) -> list[RegistryE
         raise CartridgeNotFound(
             f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
         )
-    return list(map(_entry, rows))
+    return rows
 
 
 def check_same(name: str, there: str, digest: str) -> None:
@@ -373,15 +379,15 @@ def check_same(name: str, there: str, digest: str) -> None:
         )
 
 
-def _add(db: sqlite3.Connection, new: RegistryEntry, promote: bool) -> None:
+def _add(db: sqlite3.Connection, new: RegistryEntry) -> None:
     for (there,) in db.execute("SELECT digest FROM cartridges WHERE id = ? AND version = ?", new[:2]).fetchall():
         check_same(new.name, there, new.digest)
     if db.execute("SELECT 1 FROM labels WHERE label = ?", (new.id,)).fetchone():
         raise CartridgeExists(f"{new.id} is a label already and cannot be the id of a cartridge too")
     db.execute(
-        "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location, promoted) "
+        "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, promoted, location) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET location = excluded.location",
-        (*new[:7], promote),
+        (*new[:6], *new[7:]),
     )
 
 

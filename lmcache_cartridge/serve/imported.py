@@ -28,7 +28,7 @@ from ..artifact import files, reading
 from ..artifact.bytesource import ByteRange, ByteSource
 from ..artifact.lru import Lru
 from ..errors import SourceError, SourceNotFound
-from ..library.registry import RegistryEntry
+from ..library.registry import RegistryEntry, entry_of
 from ..settings import Settings
 from .request import Refusal, without_paths
 
@@ -208,10 +208,7 @@ class Imports:
         if row is None or row.location != str(root):
             manifest = reading.load_manifest(root, payload=False)
             logger.info("%s is %s, of %s", location, manifest.name, manifest.provenance.origin)
-            self._rows.put(location, RegistryEntry(
-                manifest.id, manifest.version, manifest.digest, manifest.kind, manifest.positions,
-                manifest.payload_bytes, str(root), manifest.provenance.created,
-            ))  # fmt: skip
+            self._rows.put(location, entry_of(manifest, str(root), registered=manifest.provenance.created))
 
     @contextmanager
     def _turn(self, key: str, shown: str) -> Iterator[None]:

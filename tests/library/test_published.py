@@ -441,7 +441,7 @@ def test_ten_thousand_cartridges_are_one_request_and_so_is_a_change(where: Where
     author.promote("c00001@1")
     follower.follow()
     assert reader.take() == [INDEX] * 3
-    assert {row.name for row in before ^ set(follower.all())} == {"c00007@1"}
+    assert {row.name for row in before ^ set(follower.all())} == {"c00007@1", "c00001@1"}
     assert follower.current(["c00001"]) == {"c00001@1"}
 
 
@@ -792,6 +792,8 @@ def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(
     machines.append(where.machine("fresh", writes=False))
     for machine in machines:
         machine.follow()
-        assert [row[:7] for row in machine.all()] == [row[:7] for row in plain.all()]
+        assert [row._replace(registered="") for row in machine.all()] == [
+            row._replace(registered="") for row in plain.all()
+        ]
         assert (machine.labels(), machine.current("abc")) == (plain.labels(), plain.current("abc"))
         assert machine.warm() == machines[0].warm()
