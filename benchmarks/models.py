@@ -86,12 +86,13 @@ def run_cli(*argv: str) -> dict[str, Any]:
 
 def one_family(name: str, dtype: str, modes: Sequence[str], scratch: Path) -> Iterator[Row]:
     """Make a family's model and cartridges, serve them in each mode, and yield a row for each."""
-    from zoo import make_model
+    import torch
+    from families import make_model
 
     from lmcache_cartridge.errors import CartridgeError
     from lmcache_cartridge.make.model import CausalModel
 
-    directory = make_model(name, scratch / "model", dtype)
+    directory = make_model(scratch / "model", FAMILIES[name](), getattr(torch, dtype))
     try:
         model = CausalModel(str(directory))
         made = Made(model, directory, scratch)
@@ -334,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in one_family(options.one, dtypes[0], modes, Path(scratch)):
                 print(json.dumps(row._asdict()), flush=True)
         return 0
-    names = options.families.split(",") if options.families else ["Llama"] if options.smoke else list(FAMILIES)
+    names = options.families.split(",") if options.families else ["llama"] if options.smoke else list(FAMILIES)
     if unknown := sorted({*names} - {*FAMILIES}):
         bench.parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     jobs = [(name, dtype) for dtype in dtypes for name in names]

@@ -47,16 +47,16 @@ from lmcache_cartridge.sources.sources import Sources
 
 HEAD_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""
-_LOUD = 0.3
+LOUD = 0.3
 """Deviation of the random weights. At the usual 0.02 all tokens are about as likely, whatever the KV holds."""
-_SIZE = {
+SIZE = {
     "vocab_size": 640, "hidden_size": 4 * HEAD_SIZE, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": _LOUD,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": LOUD,
 }  # fmt: skip
-_LLAMA = {**_SIZE, "intermediate_size": 192, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-_GPT = {
+LLAMA = {**SIZE, "intermediate_size": 192, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+GPT = {
     "vocab_size": 640, "n_embd": 4 * HEAD_SIZE, "n_layer": 4, "n_head": 4, "n_positions": 4096, "bos_token_id": 0,
-    "eos_token_id": 1, "initializer_range": _LOUD,
+    "eos_token_id": 1, "initializer_range": LOUD,
 }  # fmt: skip
 WINDOW = 48
 """Tokens that layers with a sliding window see: fewer than a chunk of the tests has."""
@@ -67,15 +67,15 @@ def _phi3(original: int) -> PreTrainedConfig:
     short, long = [1.0 + i / 8 for i in range(HEAD_SIZE // 2)], [2.0 + i for i in range(HEAD_SIZE // 2)]
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long,
             "original_max_position_embeddings": original}  # fmt: skip
-    return Phi3Config(**_LLAMA, rope_parameters=rope, original_max_position_embeddings=original)
+    return Phi3Config(**LLAMA, rope_parameters=rope, original_max_position_embeddings=original)
 
 
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 256,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-_LATENT = {
-    **_LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 64, "rope_parameters": _YARN,
+LATENT = {
+    **LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 64, "rope_parameters": _YARN,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     "initializer_range": 0.1,
@@ -89,49 +89,47 @@ _IDS = {
     "image_token_id": 630, "video_token_id": 631, "vision_start_token_id": 632, "vision_end_token_id": 633,
 }  # fmt: skip
 _GEMMA3 = {
-    **_LLAMA, "head_dim": HEAD_SIZE, "query_pre_attn_scalar": HEAD_SIZE, "sliding_window": WINDOW, "sliding_window_pattern": 3
+    **LLAMA, "head_dim": HEAD_SIZE, "query_pre_attn_scalar": HEAD_SIZE, "sliding_window": WINDOW, "sliding_window_pattern": 3
 }  # fmt: skip
 _LLAMA4 = {
-    **_LLAMA, "head_dim": HEAD_SIZE, "intermediate_size_mlp": 192, "num_local_experts": 2, "num_experts_per_tok": 1
+    **LLAMA, "head_dim": HEAD_SIZE, "intermediate_size_mlp": 192, "num_local_experts": 2, "num_experts_per_tok": 1
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_LLAMA),
-    "smollm3": lambda: SmolLM3Config(**_LLAMA),
-    "exaone4": lambda: Exaone4Config(**_LLAMA, sliding_window=2048, sliding_window_pattern=4),
-    "cohere2": lambda: Cohere2Config(**_LLAMA, logit_scale=1.0),
+    "llama": lambda: LlamaConfig(**LLAMA),
+    "smollm3": lambda: SmolLM3Config(**LLAMA),
+    "exaone4": lambda: Exaone4Config(**LLAMA, sliding_window=2048, sliding_window_pattern=4),
+    "cohere2": lambda: Cohere2Config(**LLAMA, logit_scale=1.0),
     "llama4": lambda: Llama4TextConfig(**_LLAMA4),
     "phi3 long": lambda: _phi3(512),
     "phi3 short": lambda: _phi3(2048),
-    "deepseek-v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, topk_method="greedy"),
-    "deepseek-v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid"),
-    "gptj": lambda: GPTJConfig(**_GPT, rotary_dim=16),
-    "gpt2": lambda: GPT2Config(**_GPT),
-    "falcon multi-query": lambda: FalconConfig(**_SIZE, multi_query=True),
-    "falcon grouped": lambda: FalconConfig(**_SIZE, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon alibi": lambda: FalconConfig(**_SIZE, multi_query=False, alibi=True),
+    "deepseek-v2": lambda: DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="greedy"),
+    "deepseek-v3": lambda: DeepseekV3Config(**LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid"),
+    "gptj": lambda: GPTJConfig(**GPT, rotary_dim=16),
+    "gpt2": lambda: GPT2Config(**GPT),
+    "falcon multi-query": lambda: FalconConfig(**SIZE, multi_query=True),
+    "falcon grouped": lambda: FalconConfig(**SIZE, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon alibi": lambda: FalconConfig(**SIZE, multi_query=False, alibi=True),
     "qwen2-moe": lambda: Qwen2MoeConfig(
-        **_LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
+        **LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
     ),
-    "mistral": lambda: MistralConfig(**_LLAMA, head_dim=HEAD_SIZE, sliding_window=None),
-    "gemma2": lambda: Gemma2Config(
-        **_LLAMA, head_dim=HEAD_SIZE, query_pre_attn_scalar=HEAD_SIZE, sliding_window=WINDOW
-    ),
-    "mistral with a window": lambda: MistralConfig(**_LLAMA, head_dim=HEAD_SIZE, sliding_window=WINDOW),
+    "mistral": lambda: MistralConfig(**LLAMA, head_dim=HEAD_SIZE, sliding_window=None),
+    "gemma2": lambda: Gemma2Config(**LLAMA, head_dim=HEAD_SIZE, query_pre_attn_scalar=HEAD_SIZE, sliding_window=WINDOW),
+    "mistral with a window": lambda: MistralConfig(**LLAMA, head_dim=HEAD_SIZE, sliding_window=WINDOW),
     "gpt-oss": lambda: GptOssConfig(
-        **_LLAMA, head_dim=HEAD_SIZE, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+        **LLAMA, head_dim=HEAD_SIZE, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
     ),
     "gemma3": lambda: Gemma3TextConfig(**_GEMMA3),
     "qwen2-vl": lambda: Qwen2VLConfig(
-        text_config=_LLAMA | _MROPE,
+        text_config=LLAMA | _MROPE,
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 4 * HEAD_SIZE, "num_heads": 2},
         **_IDS,
     ),
     "qwen2.5-vl": lambda: Qwen2_5_VLConfig(
-        text_config=_LLAMA | _MROPE, vision_config=_QWEN_EYES | {"fullatt_block_indexes": [0]}, **_IDS
+        text_config=LLAMA | _MROPE, vision_config=_QWEN_EYES | {"fullatt_block_indexes": [0]}, **_IDS
     ),
     "qwen3-vl": lambda: Qwen3VLConfig(
         text_config={
-            **_LLAMA,
+            **LLAMA,
             "head_dim": HEAD_SIZE,
             "rope_parameters": _MROPE["rope_parameters"] | {"mrope_interleaved": True},
         },

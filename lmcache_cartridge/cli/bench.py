@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
-from .making import load, maker_of, vllm_args
-from .options import ServedChunk, ServerModel, Url, Vllm, command, option, settings_of
+from .making import maker_of, vllm_args
+from .options import ServedChunk, ServerModel, Url, Vllm, command, load_model, option, settings_of
 from .show import bars, is_json, say, show, table
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _running(
     if not target.has_cartridges:
         raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
                              "leave out --model")  # fmt: skip
-    maker = _named(maker_of(lambda: load(model), settings_of(), chunk))
+    maker = _named(maker_of(lambda: load_model(model), settings_of(), chunk))
     stack.callback(maker.clear)
     return target, maker
 
@@ -142,7 +142,7 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
             return super().settings.model_copy(update={"admin": True, "cpu_bytes": room})
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
-    loaded = load(model)
+    loaded = load_model(model)
     room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
     server = Own(model, home, chunk=chunk, vllm_args=vllm_args(vllm, loaded))
     maker = _named(maker_of(lambda: loaded, server.settings, chunk))
@@ -168,13 +168,13 @@ def _measure(
     from ..make.bench import figures
     from ..make.bench.load import WAYS, Load, Plan
     from ..make.bench.page import Report
-    from ..make.bench.places import Questions, choose
+    from ..make.bench.places import choose, questions
     from ..make.bench.watch import Watch
 
     ways = tuple(way for way in WAYS if wanted is None or way in wanted)
     plan = Plan([], c, repeat, TOKENS, ways, budget_s)
-    questions = Questions(target, plan.questions)
-    load, around = Load(target, questions, TOKENS), questions.longest + TOKENS
+    asked = questions(target, plan.questions)
+    load, around = Load(target, asked, TOKENS), max(map(len, asked)) + TOKENS
     with bars() as progress:
         chosen, left = choose(target, names, p, around, maker=maker, progress=progress)
     if not chosen:
@@ -185,7 +185,9 @@ def _measure(
     unlike = {place.p: not place.is_same for place in chosen}
     rows = figures.rows(measured, unlike)
     told = [*left, *measured.left_out]
-    told += [f"p = {row.p}, c = {row.c}, {row.way}: {'; '.join(row.remarks[:3])}" for row in rows if row.remarks]
+    told += [
+        "p = {p}, c = {c}, {way}: ".format_map(row) + "; ".join(row["remarks"][:3]) for row in rows if row["remarks"]
+    ]
     if any(run.cached is None for run in measured.runs):
         told.append("the server has no counters of cached tokens, so that nothing shows that a run was of its way")
     if any(unlike.values()):
@@ -211,4 +213,4 @@ def _tell(report: Report, files: list[Path]) -> int:
         say(f"lmcache-cartridge: {measured.stopped}")
     if measured.was_interrupted:
         return INTERRUPTED
-    return int(any(row.remarks for row in rows) or not any(row.requests for row in rows))
+    return int(any(row["remarks"] for row in rows) or not any(row["requests"] for row in rows))

@@ -60,16 +60,13 @@ def run(home: Path | None) -> int:
 
 
 def _readable(summary: dict[str, Any], same: bool) -> str:
-    names = {"no_document": "no document", "document": "document in the prompt", "cartridge": "cartridge"}
     rows = [
         {
-            "asked with": name,
-            "exact answers": f"{summary[way]['exact']}/{summary['questions']}",
-            "time to first token, p50 (ms)": summary[way]["ttft_p50_ms"],
-            "prompt tokens computed": summary[way]["computed_tokens"],
+            "asked with": way.replace("_", " "), "exact answers": f"{found['exact']}/{summary['questions']}",
+            "time to first token, p50 (ms)": found["ttft_p50_ms"], "prompt tokens computed": found["computed_tokens"],
         }
-        for way, name in names.items()
-    ]
+        for way, found in summary.items() if way != "questions"
+    ]  # fmt: skip
     verdict = "the cartridge answered word for word as the document in the prompt did" if same else "ANSWERS DIFFER"
     return f"\n{table(rows)}\n\n{verdict}"
 

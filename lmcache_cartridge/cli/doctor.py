@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,11 @@ class Check(NamedTuple):
 
 def diagnose(settings: Settings) -> list[Check]:
     """Return every check, in the order in which they should be fixed. Reads; changes nothing."""
-    return list(_checks(settings))
+    logging.disable(logging.CRITICAL)  # LMCache logs when it is imported, in colour into a pipe too
+    try:
+        return list(_checks(settings))
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _checks(settings: Settings) -> Iterator[Check]:

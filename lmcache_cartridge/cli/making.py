@@ -9,13 +9,6 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 
-def load(model: str, dtype: str = "auto") -> Any:
-    """Return a model. Loads torch."""
-    from ..make.model import CausalModel
-
-    return CausalModel(model, dtype=dtype)
-
-
 def maker_of(loaded: Any, settings: Settings, chunk: int, **more: Any) -> Maker:
     """Return what makes cartridges of `loaded()` for the server of such settings, in its registry."""
     from ..library.quarantine import Quarantine

@@ -16,7 +16,7 @@ from typer import Argument, BadParameter, Exit, Option, Typer
 
 from ..artifact.location import is_remote
 from ..errors import CartridgeError, SettingsError
-from .show import FORM, fields, say, show, size, working
+from .show import FORM, say, show, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -229,7 +229,7 @@ def tell(registry: Registry, manifest: Manifest, **more: Any) -> None:
         "name": manifest.name, "promoted": manifest.name in registry.current([manifest.id]),
         "positions": manifest.positions, "bytes": manifest.payload_bytes, "digest": manifest.digest, **more,
     }  # fmt: skip
-    show(result, fields({name: size(value) if name.startswith("bytes") else value for name, value in result.items()}))
+    show(result)
 
 
 def root_of(location: str) -> Path:

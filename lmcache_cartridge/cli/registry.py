@@ -13,7 +13,7 @@ from typer import Argument
 from ..artifact.location import is_remote
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound
 from .options import NAMED, Library, Name, NoPromote, command, opened, option, registry_of, root_of, settings_of
-from .show import bar, bars, fields, show, size, table
+from .show import bar, bars, show, table
 
 if TYPE_CHECKING:
     from ..library.registry import RegistryEntry
@@ -46,12 +46,7 @@ def list_(library: Library = None) -> None:
          "quarantined": quarantine.reason(row.digest) is not None, "digest": row.digest}
         for row, by in zip(found, made, strict=True)
     ]  # fmt: skip
-    readable = [
-        row | {name: "yes" if row[name] else "" for name in ("current", "quarantined")}
-        | {"bytes": size(row["bytes"]), "labels": " ".join(row["labels"]), "digest": row["digest"][:12]}
-        | {"lora": row["lora"] or "", "model": row["model"] or "", "registered": row["registered"][:10]}
-        for row in rows
-    ]  # fmt: skip
+    readable = [row | {"digest": row["digest"][:12], "registered": row["registered"][:10]} for row in rows]
     show(rows, table(readable) if rows else "no cartridges yet; make one with `lmcache-cartridge build`")
 
 
@@ -81,7 +76,7 @@ def show_(name: Name, library: Library = None) -> None:
         result["canary"] = "none: no server tries its engine with it; make it again to have one"
     result |= {"current": current, "location": location.location,
                "registered": location.registered, "quarantined": reason}  # fmt: skip
-    show(result, fields(result))
+    show(result)
 
 
 @command("label current handbook@3")

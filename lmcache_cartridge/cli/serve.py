@@ -156,11 +156,7 @@ def doctor() -> int:
     with working("look at the engine"):
         from .doctor import diagnose
 
-        logging.disable(logging.CRITICAL)  # LMCache logs when it is imported, in colour into a pipe too
-        try:
-            checks = diagnose(settings_of())
-        finally:
-            logging.disable(logging.NOTSET)
+        checks = diagnose(settings_of())
     lines = [f"{c.status:4}  {c.name}: {c.finding}" + (f"\n      fix: {c.fix}" if c.fix else "") for c in checks]
     show([c._asdict() for c in checks], "\n".join(lines))
     return int(any(c.status == "FAIL" for c in checks))

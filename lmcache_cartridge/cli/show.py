@@ -44,15 +44,24 @@ def _scaled(value: float, units: list[str], base: int) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows of equal keys as aligned columns under a heading; numbers to the right."""
     columns = list(rows[0])
-    cells = [[str(row[column]) for column in columns] for row in rows]
+    cells = [[_cell(column, row[column]) for column in columns] for row in rows]
     widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
-    right = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
+    right = [all(type(row[column]) in (int, float) for row in rows) for column in columns]
 
     def line(texts: Sequence[str]) -> str:
         padded = [t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True)]
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(columns), line(["-" * w for w in widths]), *map(line, cells)])
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a value for people: what is called bytes in MiB, a list by its words, what is not so left open."""
+    if value is None or value is False:
+        return ""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return size(value) if name.startswith("bytes") else "yes" if value is True else str(value)
 
 
 def fields(values: Mapping[str, Any]) -> str:
@@ -65,12 +74,13 @@ def fields(values: Mapping[str, Any]) -> str:
             lines.append(key)
             lines += ["  " + line for line in fields(value).splitlines()]
         else:
-            lines.append(f"{key.ljust(width)}  {value}")
+            lines.append(f"{key.ljust(width)}  {size(value) if key.startswith('bytes') else value}")
     return "\n".join(lines)
 
 
-def show(values: Any, text: str) -> None:
-    """Print `values` as JSON or `text`, as `--format` says."""
+def show(values: Any, text: str | None = None) -> None:
+    """Print `values` as JSON or `text`, by default the `fields` of them, as `--format` says."""
+    text = fields(values) if text is None and not is_json() else text
     print(json.dumps(values, indent=2, default=str) if is_json() else text, flush=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..errors import SettingsError
-from .making import load, maker_of, vllm_args
+from .making import maker_of, vllm_args
 from .options import (
     NAMED,
     ServedChunk,
@@ -21,6 +20,7 @@ from .options import (
     Url,
     Vllm,
     command,
+    load_model,
     option,
     registry_of,
     root_of,
@@ -180,7 +180,7 @@ class _Setting:
         client = self._stack.enter_context(Server(url, server_model))
         if not self._models:
             return Ground(client, existing(client, names))
-        maker = maker_of(lambda: load(self._models[0]), settings_of(), self._chunk, progress=progress)
+        maker = maker_of(lambda: load_model(self._models[0]), settings_of(), self._chunk, progress=progress)
         self._stack.callback(maker.clear)
         return Ground(client, maker.three(), maker=maker)
 
@@ -188,7 +188,7 @@ class _Setting:
         from ..make.ladder.own import OwnServer
 
         say(f"making cartridges of generated text with {model}")
-        loaded = load(model, dtype)
+        loaded = load_model(model, dtype=dtype)
         args = vllm_args(self._vllm, loaded)
         server = OwnServer(model, home, mode=self._modes[0], chunk=self._chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
@@ -211,16 +211,13 @@ def _static(*, has_model: bool) -> str:
 
     if not has_model:
         raise Unchecked("the server's machine may be another one; run `lmcache-cartridge doctor` there")
-    logging.disable(logging.CRITICAL)  # LMCache logs when it is imported
-    try:
-        from ..engine import host
-        from .doctor import diagnose
+    from .doctor import diagnose
 
-        checks = diagnose(settings_of())
-        for part in host.NAMES:
-            host.verify(part)
-    finally:
-        logging.disable(logging.NOTSET)
+    checks = diagnose(settings_of())
+    from ..engine import host
+
+    for part in host.NAMES:
+        host.verify(part)
     if bad := [check for check in checks if check.status == "FAIL"]:
         raise Wrong("; ".join(f"{check.name}: {check.finding}" for check in bad))
     warned = sum(check.status == "warn" for check in checks)

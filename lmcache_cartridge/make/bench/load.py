@@ -12,14 +12,14 @@ import re
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...errors import CartridgeError, SourceError, UnsupportedEngine
 from ..progress import Progress, silent
-from .places import Place, Questions
-from .target import Target
+from .places import Place
+from .target import Target, held_of
 
 Way = Literal["dense", "prefix", "warm", "cold"]
 WAYS: tuple[Way, ...] = ("dense", "prefix", "warm", "cold")
@@ -89,7 +89,7 @@ class Measured:
 class Load:
     """Asks one server in every way."""
 
-    def __init__(self, target: Target, questions: Questions, tokens: int) -> None:
+    def __init__(self, target: Target, questions: Sequence[list[int]], tokens: int) -> None:
         """Raises `UnsupportedEngine` where vLLM is not installed here, whose load generator asks."""
         self._target, self._questions, self._tokens = target, questions, tokens
         self._kept: dict[int, str] = {}
@@ -167,9 +167,8 @@ class Load:
         try:
             if way == "cold":
                 return self._cold(place.cartridge, place.files)
-            return (
-                None if self._target.cartridge(place.cartridge).where else f"{place.cartridge} was not in memory before"
-            )
+            is_warm = held_of(self._target.cartridge(place.cartridge)) >= place.chunks
+            return None if is_warm else f"{place.cartridge} was not in memory before"
         except CartridgeError as error:
             return str(error)
 
@@ -178,7 +177,7 @@ class Load:
         while True:
             if refused := self._target.evict(name):
                 return refused
-            if not any(held for held, _ in self._target.cartridge(name).tiers.values()):
+            if not held_of(self._target.cartridge(name)):
                 for file in files:
                     drop(file)
                 return None
@@ -242,24 +241,20 @@ def generator() -> Callable[[Target, Sequence[tuple[Any, dict[str, Any]]], int, 
 
     def generate(target: Target, requests: Sequence[tuple[Any, dict[str, Any]]], c: int, tokens: int) -> dict[str, Any]:
         samples = [
-            SampleRequest(
-                prompt=prompt,
-                prompt_len=len(prompt),
-                expected_output_len=tokens,
-                request_overrides=fields,
-            )
-            for prompt, fields in requests
+            SampleRequest(prompt=ids, prompt_len=len(ids), expected_output_len=tokens, request_overrides=fields)
+            for ids, fields in requests
         ]
+        headers = {"Authorization": ""} | target.headers  # else it would send $OPENAI_API_KEY
         given: dict[str, Any] = {
             "task_type": TaskType.GENERATION, "endpoint_type": "openai",
             "api_url": f"{target.url}/v1/completions", "base_url": target.url, "model_id": target.model,
             "model_name": target.model, "tokenizer": None, "input_requests": samples, "logprobs": None,
             "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": True, "num_warmups": 0, "profile": False,
             "selected_percentile_metrics": [], "selected_percentiles": [], "ignore_eos": True,
-            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": target.headers,
+            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": headers,
             "extra_body": {"temperature": 0}, "ready_check_timeout_sec": 0,
         }  # fmt: skip
-        with _without_keys(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that all have failed; each error is told
             try:
                 return asyncio.run(benchmark(**{name: value for name, value in given.items() if name in known}))
@@ -267,17 +262,6 @@ def generator() -> Callable[[Target, Sequence[tuple[Any, dict[str, Any]]], int, 
                 raise SourceError(f"{target.url}: {error}") from error
 
     return generate
-
-
-@contextlib.contextmanager
-def _without_keys() -> Iterator[None]:
-    """Keep vLLM's client from sending a key that is not for this server."""
-    key = os.environ.pop("OPENAI_API_KEY", None)
-    try:
-        yield
-    finally:
-        if key is not None:
-            os.environ["OPENAI_API_KEY"] = key
 
 
 def drop(file: Path) -> None:

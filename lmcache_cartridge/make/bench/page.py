@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from ... import __version__
 from ..machine import gpus, machine
-from .figures import Row, Stats
 from .load import WAYS, Measured, Plan, Way
 from .target import Target
 from .watch import Watch
@@ -34,6 +33,10 @@ _WORDS = {
     "counters are not what its way means is in no figure",
     "equal": "answers that are the dense way's to the same question, letter for letter; rounding alone may part two greedy answers",
 }
+_COLUMNS = {
+    "TTFT ms": ("ttft_ms", "median"), "p95": ("ttft_ms", "p95"), "min": ("ttft_ms", "low"), "max": ("ttft_ms", "high"),
+    "TPOT ms": ("tpot_ms", "median"), "ITL ms": ("itl_ms", "median"), "ITL p95": ("itl_ms", "p95"), "tokens/s": ("output", "median"),
+}  # fmt: skip
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; font-size: 13px; } th, td { padding: .2rem .6rem; text-align: right; }
@@ -48,7 +51,7 @@ class Report(NamedTuple):
     target: Target
     plan: Plan
     measured: Measured
-    rows: Sequence[Row]
+    rows: Sequence[dict[str, Any]]
     watch: Watch
     remarks: Sequence[str]
     """What whoever reads it has to know: what was left out, and what is not as it should be."""
@@ -77,10 +80,7 @@ def as_values(report: Report) -> dict[str, Any]:
             "cartridges": {place.p: place.cartridge for place in plan.places if place.cartridge},
         },
         "seconds": round(report.measured.seconds, 1), "stopped": report.measured.stopped, "remarks": list(report.remarks),
-        "rows": [
-            {name: value._asdict() if isinstance(value, Stats) else value for name, value in row._asdict().items()}
-            for row in report.rows
-        ],
+        "rows": list(report.rows),
         "runs": [
             {name: value for name, value in run._asdict().items() if name != "texts"} for run in report.measured.runs
         ],
@@ -88,24 +88,21 @@ def as_values(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def times(rows: Sequence[Row]) -> list[dict[str, str]]:
+def times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return the table: medians, and the 95th percentile where there are twenty samples of it."""
     return [
         {
-            "p": f"{row.p:,}", "c": str(row.c), "way": row.way, "TTFT ms": _of(row.ttft_ms, "median"), "p95": _of(row.ttft_ms, "p95"),
-            "min": _of(row.ttft_ms, "low"), "max": _of(row.ttft_ms, "high"),
-            "dense / this": "-" if row.speedup is None else f"{row.speedup:.1f}",
-            "TPOT ms": _of(row.tpot_ms, "median"), "ITL ms": _of(row.itl_ms, "median"), "ITL p95": _of(row.itl_ms, "p95"),
-            "tokens/s": _of(row.output, "median"), "answers": str(row.requests),
-            "vLLM, connector": "not told" if row.cached is None else "{:,}, {:,}".format(*row.cached),
-            "equal": "-" if row.equal is None else "{} of {}".format(*row.equal),
+            "p": f"{row['p']:,}", "c": str(row["c"]), "way": row["way"],
+            **{title: _of((row[what] or {}).get(name)) for title, (what, name) in _COLUMNS.items()},
+            "dense / this": _of(row["speedup"]), "answers": str(row["requests"]),
+            "vLLM, connector": "{:,}, {:,}".format(*row["cached"]) if row["cached"] else "not told",
+            "equal": "{} of {}".format(*row["equal"]) if row["equal"] else "-",
         }
         for row in rows
     ]  # fmt: skip
 
 
-def _of(stats: Stats | None, name: str) -> str:
-    value = stats and getattr(stats, name)
+def _of(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -116,7 +113,7 @@ def _html(report: Report, found: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{package} {version}" for package, version in client["packages"].items())
     cards = "".join(f", {' '.join(gpu)}" for gpu in client["gpus"])
     about = (
-        f"{sum(row.requests for row in report.rows)} answers of {report.plan.tokens} tokens in {measured.seconds:.0f} s, sent by "
+        f"{sum(row['requests'] for row in report.rows)} answers of {report.plan.tokens} tokens in {measured.seconds:.0f} s, sent by "
         f"vllm bench serve, {'with' if target.has_cartridges else 'without'} cartridges. Server: vLLM {target.version or 'not told'}"
         f"{'' if target.is_local else ', on another machine'}. Client: lmcache-cartridge {__version__}, {client['cores']} cores of "
         f"{client['cpu']}{cards}, load average {client['load_average']}, {packages}."
@@ -124,7 +121,7 @@ def _html(report: Report, found: Mapping[str, Any]) -> str:
     parts = [f"<h1>{title}</h1><p>{html.escape(about)}</p>"]
     if measured.stopped:
         parts.append(f'<p class="warning">Not whole: {html.escape(measured.stopped)}.</p>')
-    if bad := sum(bool(row.remarks) for row in report.rows):
+    if bad := sum(bool(row["remarks"]) for row in report.rows):
         parts.append(f'<p class="warning">{bad} of {len(report.rows)} rows are not as they should be; see below.</p>')
     cells = times(report.rows) or [{"": "Nothing was measured."}]
     head = "".join(f"<th>{html.escape(title)}</th>" for title in cells[0])
@@ -135,7 +132,7 @@ def _html(report: Report, found: Mapping[str, Any]) -> str:
     for about, data in _pictures(report):
         image = f'<img alt="{html.escape(about)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
         parts.append(f"<figure>{image}<figcaption>{html.escape(about)}</figcaption></figure>")
-    words = _WORDS | {way: MEANING[way] for way in WAYS if any(row.way == way for row in report.rows)}
+    words = _WORDS | {way: MEANING[way] for way in WAYS if any(row["way"] == way for row in report.rows)}
     for heading, lines in (
         ("What the words mean", [f"{w}: {m}" for w, m in words.items()]),
         ("Remarks", report.remarks),
@@ -156,9 +153,9 @@ def _pictures(report: Report) -> list[tuple[str, bytes]]:
 
     curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for row in report.rows:
-        if row.ttft_ms and row.c in (min(report.plan.concurrency), max(report.plan.concurrency)):
-            point = (row.p, row.ttft_ms.median, row.ttft_ms.low, row.ttft_ms.high)
-            curves.setdefault(f"{row.way}, c = {row.c}", []).append(point)
+        if row["ttft_ms"] and row["c"] in (min(report.plan.concurrency), max(report.plan.concurrency)):
+            point = (row["p"], *(row["ttft_ms"][name] for name in ("median", "low", "high")))
+            curves.setdefault(f"{row['way']}, c = {row['c']}", []).append(point)
     drawn = []
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "picture.png"

@@ -10,7 +10,7 @@ from ...artifact.reading import PAYLOAD
 from ...errors import CartridgeError
 from ..ladder import texts
 from ..progress import Progress, silent
-from .target import Target
+from .target import UNFIT, Target, chunks_of
 
 if TYPE_CHECKING:
     from ..ladder.maker import Maker
@@ -37,21 +37,11 @@ class Place(NamedTuple):
     """The cartridge's on this machine, where they are known."""
 
 
-class Questions:
-    """Any number of questions, each its own; the same number is the same question."""
-
-    def __init__(self, target: Target, count: int) -> None:
-        asked = texts.write("bench", 4000).questions
-        self._asked = [
-            target.tokenize(prompt=f"\n{n}. Question: {asked[n % len(asked)]}\nAnswer:", add_special_tokens=False)
-            for n in range(count)
-        ]
-        self.longest = max(map(len, self._asked))
-        """Tokens of the longest."""
-
-    def __getitem__(self, number: int) -> list[int]:
-        """Return the token ids of a question."""
-        return self._asked[number]
+def questions(target: Target, count: int) -> list[list[int]]:
+    """Return the token ids of so many questions, each its own."""
+    asked = texts.write("bench", 4000).questions
+    numbered = (f"\n{n}. Question: {asked[n % len(asked)]}\nAnswer:" for n in range(count))
+    return [target.tokenize(prompt=text, add_special_tokens=False) for text in numbered]
 
 
 def plain(target: Target, p: int) -> Place:
@@ -68,16 +58,17 @@ def plain(target: Target, p: int) -> Place:
 def of_cartridge(target: Target, name: str) -> Place:
     """Return the place of a cartridge that the server has. Raises `CartridgeError` where it is none to be measured."""
     found = target.cartridge(name)
-    if found.state in ("quarantined", "refused"):
-        raise CartridgeError(f"{found.name} is {found.state} on {target.url}; `lmcache-cartridge list` says why")
-    if not found.chunks:
-        raise CartridgeError(f"{found.name} of {found.positions} positions has no whole chunk, so nothing is injected")
-    if found.kind != "prefill":
-        return plain(target, found.positions)._replace(cartridge=found.name, chunks=found.chunks, is_same=False)
-    ids = target.cartridge_ids(found.name)
-    if len(ids) != found.positions:
-        raise CartridgeError(f"{target.url} gave {len(ids)} token ids of the {found.positions} of {found.name}")
-    return Place(found.positions, tuple(ids), found.name, found.chunks)
+    name, p, chunks = f"{found['id']}@{found['version']}", found["positions"], chunks_of(found)
+    if found["state"] in UNFIT:
+        raise CartridgeError(f"{name} is {found['state']} on {target.url}; `lmcache-cartridge list` says why")
+    if not chunks:
+        raise CartridgeError(f"{name} of {p} positions has no whole chunk, so nothing is injected")
+    if found["kind"] != "prefill":
+        return plain(target, p)._replace(cartridge=name, chunks=chunks, is_same=False)
+    ids = target.cartridge_ids(name)
+    if len(ids) != p:
+        raise CartridgeError(f"{target.url} gave {len(ids)} token ids of the {p} of {name}")
+    return Place(p, tuple(ids), name, chunks)
 
 
 def choose(
@@ -117,7 +108,7 @@ def choose(
 
 def _listed(target: Target, wanted: Sequence[int] | None) -> list[str]:
     """Return a server's cartridges of the lengths `wanted`; without these the shortest, the middle one and the longest."""
-    by_length = {each.positions: each.name for each in target.cartridges()}
+    by_length = {row["positions"]: f"{row['id']}@{row['version']}" for row in target.cartridges()}
     if wanted:
         return [by_length[p] for p in wanted if p in by_length]
     lengths = sorted(by_length)

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import CartridgeError, SourceError
 from ..server import Server
 
+UNFIT = ("quarantined", "refused")
 _ASK_S = 60.0
 """The longest wait for a reply; answers are waited for by vLLM's own client."""
-
-
-class Cartridge(NamedTuple):
-    """One of a server's cartridges, as `/v1/cartridges` has it."""
-
-    name: str
-    """`id@version`."""
-    kind: str
-    positions: int
-    state: str
-    tiers: dict[str, tuple[int, int]]
-    """Chunks that a tier of memory holds, and all that there are."""
-
-    @property
-    def chunks(self) -> int:
-        """Whole chunks, which are injected."""
-        return max((whole for _, whole in self.tiers.values()), default=0)
-
-    @property
-    def where(self) -> str | None:
-        """The fastest tier of memory that holds all of it; None where none does."""
-        return next((tier for tier, (held, whole) in self.tiers.items() if whole and held >= whole), None)
 
 
 class Target(Server):
@@ -66,18 +45,18 @@ class Target(Server):
         """Where it listens."""
         return urlsplit(self.url).port or 80
 
-    def cartridge(self, name: str) -> Cartridge:
-        """Return a cartridge as it is now. Raises `CartridgeError` for one that is not served."""
+    def cartridge(self, name: str) -> dict[str, Any]:
+        """Return a cartridge as `/v1/cartridges` has it now. Raises `CartridgeError` for one that is not served."""
         reply = self.send("GET", f"/v1/cartridges/{name}")
         if not reply.is_success:
             raise CartridgeError(f"{self.url} has no cartridge {name!r}: it answered {reply.status_code}")
-        return _cartridge(reply.json())
+        return reply.json()
 
-    def cartridges(self) -> list[Cartridge]:
+    def cartridges(self) -> list[dict[str, Any]]:
         """Return those that ids stand for and that can be served, the shortest first; none where it has no such route."""
         rows = self._get("/v1/cartridges", lambda body: body["data"]) or []
-        found = [_cartridge(row) for row in rows if row["current"] and row["state"] not in ("quarantined", "refused")]
-        return sorted((each for each in found if each.chunks), key=lambda each: (each.positions, each.name))
+        found = [row for row in rows if row["current"] and row["state"] not in UNFIT and chunks_of(row)]
+        return sorted(found, key=lambda row: (row["positions"], row["id"]))
 
     def evict(self, name: str) -> str | None:
         """Have a cartridge dropped from memory and from disk copies; return why that cannot be, or None."""
@@ -97,6 +76,11 @@ class Target(Server):
             return None
 
 
-def _cartridge(row: dict[str, Any]) -> Cartridge:
-    tiers = {tier: (of["resident_chunks"], of["chunks"]) for tier, of in row["tiers"].items()}
-    return Cartridge(f"{row['id']}@{row['version']}", row["kind"], row["positions"], row["state"], tiers)
+def chunks_of(row: dict[str, Any]) -> int:
+    """Return how many whole chunks a cartridge has, which are injected."""
+    return max((tier["chunks"] for tier in row["tiers"].values()), default=0)
+
+
+def held_of(row: dict[str, Any]) -> int:
+    """Return how many of them the tier of memory has that holds most."""
+    return max((tier["resident_chunks"] for tier in row["tiers"].values()), default=0)

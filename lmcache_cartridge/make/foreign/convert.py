@@ -17,7 +17,7 @@ from ..document import read_document
 from ..model import CausalModel
 from ..progress import Progress, silent
 from ..write import write_kv
-from .fit import ForeignKV, settle
+from .fit import Fitted, fit
 from .formats import Foreign
 from .ids import check_vocabulary, plain_ids
 
@@ -66,7 +66,7 @@ def import_(
 
     It is a prefill cartridge if it has token ids whose forward pass gives its KV but for rounding, else a trained
     one, which carries the ids of the text file `document` if that is given. `axes` names the order of its axes where
-    shapes leave that open, a key of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Without
+    shapes leave that open, one of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Without
     `compare` nothing is computed, so `model` may be a `ConfigModel`: KV is then trained, with its own ids as its document,
     and has no canary. Raises `ModelMismatch` or `ForeignFormatError`, and leaves nothing behind. Registers nothing.
     """
@@ -83,18 +83,16 @@ def import_(
         warnings = tuple(_warnings(model, foreign))
         return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", warnings)
     model.need_values("import")
-    order, layers = settle(foreign, model.fingerprint, axes)
-    kv = ForeignKV(foreign, layers, model.fingerprint, rounding)
-    if model.context_tokens and kv.positions >= model.context_tokens:
+    fitted = fit(foreign, model.fingerprint, axes, rounding=rounding)
+    positions, limit = fitted.kv.shape[2], model.context_tokens
+    if limit and positions >= limit:
         raise ForeignFormatError(
-            f"{foreign.source}: KV of {kv.positions} positions; the model's context is {model.context_tokens}, less the "
-            "question"
+            f"{foreign.source}: KV of {positions} positions; the model's context is {limit}, less the question"
         )
+    check_vocabulary(model, foreign.token_ids or [], foreign.source)
+    evidence, prefill = "not compared with the model: trained", False
     if compare:
-        evidence, prefill = _judge(model, foreign, kv, chunk_tokens, progress)
-    else:
-        evidence, prefill = "not compared with the model: trained", False
-        check_vocabulary(model, foreign.token_ids or [], foreign.source)
+        evidence, prefill = _judge(model, foreign, fitted, chunk_tokens, progress)
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
     about = read_document(model, document, must_fit=False) if document else None
@@ -105,36 +103,35 @@ def import_(
     named = {"document": about.path.name, "document_blake3": about.blake3} if about else {}
     document_ids = None if prefill else document_ids
     manifest = write_kv(
-        model, kv.chunks(chunk_tokens), root,
+        model, fitted.kv.split(chunk_tokens, dim=2), root,
         lambda kv: model.provenance("import", origin=_origin(foreign), **named),
-        cartridge_id=cartridge_id, version=version, positions=kv.positions,
+        cartridge_id=cartridge_id, version=version, positions=positions,
         token_ids=foreign.token_ids if prefill else None, document_ids=document_ids, chunk_tokens=chunk_tokens,
         encoding=encoding, with_canary=compare, progress=progress,
     )  # fmt: skip
-    warnings = tuple(_warnings(model, foreign, order, document_ids))
-    return Imported(manifest, foreign.form, order, kv.dtype, evidence, warnings)
+    warnings = tuple(_warnings(model, foreign, fitted.axes, document_ids))
+    return Imported(manifest, foreign.form, fitted.axes, fitted.dtype, evidence, warnings)
 
 
 def _judge(
-    model: CausalModel, foreign: Foreign, kv: ForeignKV, chunk_tokens: int, progress: Progress
+    model: CausalModel, foreign: Foreign, fitted: Fitted, chunk_tokens: int, progress: Progress
 ) -> tuple[str, bool]:
     """Return the evidence for the kind of a cartridge, and whether it is prefill."""
-    ids = foreign.token_ids
+    ids, kv = foreign.token_ids, fitted.kv
     if ids is None:
         return "no token ids come with it: trained", False
-    if len(ids) != kv.positions:
-        raise ForeignFormatError(f"{foreign.source}: {len(ids)} token ids for KV of {kv.positions} positions")
-    check_vocabulary(model, ids, foreign.source)
+    if len(ids) != kv.shape[2]:
+        raise ForeignFormatError(f"{foreign.source}: {len(ids)} token ids for KV of {kv.shape[2]} positions")
     worst, apart, size, done = 0.0, torch.zeros(1), torch.zeros(1), 0
-    for found, computed in zip(kv.chunks(chunk_tokens), model.prefill(ids, chunk_tokens), strict=True):
+    for found, computed in zip(kv.split(chunk_tokens, dim=2), model.prefill(ids, chunk_tokens), strict=True):
         exact = computed.double().flatten(3)
         squares, norms = (found.double().flatten(3) - exact).square().sum(-1), exact.square().sum(-1)
         worst = max(worst, float((squares[:, 0] / norms[:, 0].clamp_min(1e-12)).max().sqrt()))
         apart, size = apart + squares.sum(-1), size + norms.sum(-1)
         done += found.shape[2]
-        progress("compare", done, kv.positions)
+        progress("compare", done, kv.shape[2])
     whole = float((apart / size).max().sqrt())
-    dtypes = [dtype for dtype in (*kv.source_dtypes, model.fingerprint.dtype) if dtype in FIRST_LAYER]
+    dtypes = [dtype for dtype in (*fitted.source_dtypes, model.fingerprint.dtype) if dtype in FIRST_LAYER]
     first, every = (max(limits[dtype] for dtype in dtypes) for limits in (FIRST_LAYER, EVERY_LAYER))
     same = worst <= first and whole <= every
     verdict = "prefill" if same else "trained; the ids are not its tokens"

@@ -1,45 +1,116 @@
 """Fitting foreign KV to a model: which dimension is what, told by the model's own geometry and never guessed, and canonical
-chunks of the model's dtype, every value looked at on the way."""
+KV in the model's dtype, every value looked at on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from ...artifact.model import Fingerprint
 from ...errors import ForeignFormatError, ModelMismatch
 from ...memory.layout import DTYPES
-from .formats import Foreign, Pairs
+from .formats import Foreign
 
-READINGS = {"HTD": ("heads", "positions"), "THD": ("positions", "heads")}
-"""Orders that published formats use, without a batch axis of 1 before and the head size behind."""
+READINGS = ("HTD", "THD")
+"""Orders that published formats use: heads, positions (T), head size; without a batch axis of 1 before."""
 
 
-def settle(foreign: Foreign, shape: Fingerprint, axes: str | None = None) -> tuple[str, Pairs]:
-    """Return the one reading of a checkpoint's tensors that fits the model, and K and V `[p, H, D]` of each layer.
+class Fitted(NamedTuple):
+    """KV that fits a model."""
 
-    `axes` names the reading where more than one fits. Raises `ModelMismatch` for another number of layers or heads or
-    another head size than the model's; `ForeignFormatError` for tensors that contradict each other, that are larger
-    than their file, or that fit two readings.
+    kv: torch.Tensor
+    """Canonical, `[2, L, T, H, D]` in the model's dtype."""
+    axes: str
+    """The reading of its axes."""
+    source_dtypes: list[str]
+    dtype: str
+    """What became of the dtype: `float32 to bfloat16, rounded`."""
+
+
+def fit(foreign: Foreign, shape: Fingerprint, axes: str | None = None, *, rounding: bool = False) -> Fitted:
+    """Return a checkpoint's KV by the one reading of its tensors that fits the model, frozen positions first.
+
+    `axes` names the reading where more than one fits; `rounding` allows a dtype that does not hold every value. Raises
+    `ModelMismatch` for another number of layers or heads or another head size than the model's; `ForeignFormatError` for
+    tensors that contradict each other, that are larger than their file, that fit two readings, or that are no KV: of other
+    dtypes, not finite, or of no position.
     """
+    reading = _reading(foreign, shape, axes)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for _, tensor in _tensors(foreign)})
+    if strange := set(dtypes) - {*DTYPES, "float64"}:
+        raise ForeignFormatError(
+            f"{foreign.source}: KV of dtype {', '.join(sorted(strange))}; expected {', '.join(DTYPES)} or float64"
+        )
+    positions = sum(_squeezed(segment[0][0]).shape[reading.index("T")] for segment in foreign.segments)
+    if not positions:
+        raise ForeignFormatError(f"{foreign.source}: KV of no position")
+    size = (2, shape.layers, positions, shape.kv_heads, shape.head_size)
+    kv, is_exact = torch.empty(size, dtype=DTYPES[shape.dtype]), True
+    for plane, name in enumerate(("keys", "values")):
+        for layer in range(shape.layers):
+            parts = [_squeezed(segment[layer][plane]).detach() for segment in foreign.segments]
+            whole = torch.cat([part.transpose(0, 1) if reading == "HTD" else part for part in parts])
+            where, kv[plane, layer] = f"{foreign.source}: {name} of layer {layer}", whole
+            _check_finite(whole, where)
+            _check_finite(kv[plane, layer], where, f" in {shape.dtype}")
+            is_exact &= (is_same := torch.equal(kv[plane, layer].to(whole.dtype), whole))
+            if not is_same and not rounding:
+                raise ForeignFormatError(
+                    f"{where}: {str(whole.dtype).removeprefix('torch.')} does not fit into the model's {shape.dtype} "
+                    "without rounding. PEFT rounds so whenever it runs an adapter; --round does it here, --dtype float32 "
+                    "is for engines whose KV is float32"
+                )
+    source = " and ".join(dtypes)
+    became = source if source == shape.dtype else f"{source} to {shape.dtype}, {'exact' if is_exact else 'rounded'}"
+    return Fitted(kv, reading, dtypes, became)
+
+
+def _check_finite(found: torch.Tensor, where: str, stage: str = "") -> None:
+    finite = torch.isfinite(found)
+    if not finite.all():
+        position, head, element = (~finite).nonzero()[0].tolist()
+        raise ForeignFormatError(
+            f"{where} at position {position}, head {head}, element {element}: "
+            f"{found[position, head, element].item()}{stage} is not finite"
+        )
+
+
+def _reading(foreign: Foreign, shape: Fingerprint, axes: str | None) -> str:
+    """Return the one order of axes that all tensors have."""
+    source = foreign.source
     if foreign.axes and axes not in (None, foreign.axes):
-        raise ForeignFormatError(f"{foreign.source}: a {foreign.form} is {foreign.axes}; leave --axes {axes} out")
-    _check_tensors(foreign, shape)
+        raise ForeignFormatError(f"{source}: a {foreign.form} is {foreign.axes}; leave --axes {axes} out")
+    for segment in foreign.segments:
+        if len(segment) != shape.layers:
+            raise ModelMismatch(f"{source}: KV of {len(segment)} layers; the model has {shape.layers}")
+    tensors = list(_tensors(foreign))
+    # A tensor of strides 0 takes no room in the file and all memory when it is copied.
+    declared, size = sum(t.numel() * t.itemsize for _, t in tensors), source.stat().st_size
+    if declared > size:
+        raise ForeignFormatError(f"{source}: its tensors declare {declared} bytes, the file has {size}")
     named = foreign.axes or axes
     wanted = [named] if named else list(READINGS)
-    fitting = [reading for reading in wanted if all(_fits(t, reading, shape) for _, t in _tensors(foreign))]
+    fitting = [reading for reading in wanted if all(_fits(t, reading, shape) for _, t in tensors)]
     if not fitting:
-        raise ModelMismatch(_misfit(foreign, wanted, shape))
-    even = [reading for reading in fitting if not _uneven(foreign, reading)]
+        name, tensor = next(each for each in tensors if not any(_fits(each[1], reading, shape) for reading in wanted))
+        sizes = {"H": str(shape.kv_heads), "T": "p", "D": str(shape.head_size)}
+        expected = " or ".join(f"(1, {', '.join(sizes[axis] for axis in reading)})" for reading in wanted)
+        raise ModelMismatch(
+            f"{source}: {name} have shape {tuple(tensor.shape)}; a model of {shape.kv_heads} KV heads and head "
+            f"size {shape.head_size} has {expected}"
+        )
+    uneven = {reading: _uneven(foreign, reading) for reading in fitting}
+    even = [reading for reading in fitting if uneven[reading] is None]
     if not even:
-        raise ForeignFormatError(f"{foreign.source}: {_uneven(foreign, fitting[0])}")
+        raise ForeignFormatError(f"{source}: {uneven[fitting[0]]}")
     if len(even) > 1:
         raise ForeignFormatError(
-            f"{foreign.source}: {_where(foreign)} fits heads before positions and positions before heads. Nothing in "
-            "the file says which; give --axes HTD or --axes THD"
+            f"{source}: keys of layer 0 of shape {tuple(tensors[0][1].shape)} fits heads before positions and positions "
+            "before heads. Nothing in the file says which; give --axes HTD or --axes THD"
         )
-    return even[0], [_joined(foreign, layer, even[0]) for layer in range(shape.layers)]
+    return even[0]
 
 
 def _tensors(foreign: Foreign) -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,16 +119,6 @@ def _tensors(foreign: Foreign) -> Iterator[tuple[str, torch.Tensor]]:
         for layer, (keys, values) in enumerate(segment):
             yield f"keys of layer {layer}", keys
             yield f"values of layer {layer}", values
-
-
-def _check_tensors(foreign: Foreign, shape: Fingerprint) -> None:
-    for segment in foreign.segments:
-        if len(segment) != shape.layers:
-            raise ModelMismatch(f"{foreign.source}: KV of {len(segment)} layers; the model has {shape.layers}")
-    # A tensor of strides 0 takes no room in the file and all memory when it is copied.
-    declared, size = sum(t.numel() * t.itemsize for _, t in _tensors(foreign)), foreign.source.stat().st_size
-    if declared > size:
-        raise ForeignFormatError(f"{foreign.source}: its tensors declare {declared} bytes, the file has {size}")
 
 
 def _squeezed(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,86 +138,3 @@ def _uneven(foreign: Foreign, reading: str) -> str | None:
             plane = "values" if strange[0] % 2 else "keys"
             return f"{plane} of layer {strange[0] // 2} have {lengths[strange[0]]} positions, the first {lengths[0]}"
     return None
-
-
-def _where(foreign: Foreign) -> str:
-    return f"keys of layer 0 of shape {tuple(foreign.segments[0][0][0].shape)}"
-
-
-def _misfit(foreign: Foreign, wanted: list[str], shape: Fingerprint) -> str:
-    name, tensor = max(_tensors(foreign), key=lambda found: not any(_fits(found[1], r, shape) for r in wanted))
-    sizes = {"H": str(shape.kv_heads), "T": "p", "D": str(shape.head_size)}
-    expected = " or ".join(f"(1, {', '.join(sizes[axis] for axis in reading)})" for reading in wanted)
-    return (
-        f"{foreign.source}: {name} have shape {tuple(tensor.shape)}; a model of {shape.kv_heads} KV heads and head "
-        f"size {shape.head_size} has {expected}"
-    )
-
-
-def _joined(foreign: Foreign, layer: int, reading: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V `[p, H, D]` of a layer, the segments one after the other; a view where there is but one."""
-    planes = []
-    for plane in (0, 1):
-        parts = [_squeezed(segment[layer][plane]).detach() for segment in foreign.segments]
-        parts = [part.transpose(0, 1) if reading == "HTD" else part for part in parts]
-        planes.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-    return planes[0], planes[1]
-
-
-class ForeignKV:
-    """K and V of each layer as canonical chunks in the model's dtype, every value looked at on the way."""
-
-    def __init__(self, foreign: Foreign, layers: Pairs, shape: Fingerprint, rounding: bool) -> None:
-        """`layers` are `[p, H, D]`. Raises `ForeignFormatError` for dtypes that are no floating point KV."""
-        self.positions = layers[0][0].shape[0]
-        self._source, self._layers, self._rounding = foreign.source, layers, rounding
-        self._target = DTYPES[shape.dtype]
-        self._rounded = False
-        self.source_dtypes = sorted({str(t.dtype).removeprefix("torch.") for pair in layers for t in pair})
-        if strange := set(self.source_dtypes) - {*DTYPES, "float64"}:
-            raise ForeignFormatError(
-                f"{foreign.source}: KV of dtype {', '.join(sorted(strange))}; expected {', '.join(DTYPES)} or float64"
-            )
-        if not self.positions:
-            raise ForeignFormatError(f"{foreign.source}: KV of no position")
-
-    @property
-    def dtype(self) -> str:
-        """What became of the dtype so far."""
-        source, target = " and ".join(self.source_dtypes), str(self._target).removeprefix("torch.")
-        if source == target:
-            return source
-        return f"{source} to {target}, {'rounded' if self._rounded else 'exact'}"
-
-    def chunks(self, size: int) -> Iterator[torch.Tensor]:
-        """Yield the canonical KV `[2, L, T, H, D]` of each `size` positions.
-
-        Raises `ForeignFormatError` at a value that is not finite, or that the dtype does not hold and may not round.
-        """
-        for start in range(0, self.positions, size):
-            planes = [
-                [self._cast(pair[plane][start : start + size], plane, layer, start)
-                 for layer, pair in enumerate(self._layers)]
-                for plane in (0, 1)
-            ]  # fmt: skip
-            yield torch.stack([torch.stack(plane) for plane in planes])
-
-    def _cast(self, part: torch.Tensor, plane: int, layer: int, start: int) -> torch.Tensor:
-        cast = part.to(self._target)
-        name = f"{self._source}: {'values' if plane else 'keys'} of layer {layer}"
-        for stage, found in (("", part), (f" in {str(self._target).removeprefix('torch.')}", cast)):
-            if not (finite := torch.isfinite(found)).all():
-                position, head, element = (~finite).nonzero()[0].tolist()
-                raise ForeignFormatError(
-                    f"{name} at position {start + position}, head {head}, element {element}: "
-                    f"{found[position, head, element].item()}{stage} is not finite"
-                )
-        if not torch.equal(cast.to(part.dtype), part):
-            if not self._rounding:
-                raise ForeignFormatError(
-                    f"{name}: {str(part.dtype).removeprefix('torch.')} does not fit into the model's "
-                    f"{str(self._target).removeprefix('torch.')} without rounding. PEFT rounds so whenever it runs an "
-                    "adapter; --round does it here, --dtype float32 is for engines whose KV is float32"
-                )
-            self._rounded = True
-        return cast
