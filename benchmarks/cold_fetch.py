@@ -52,13 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = []
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as environment:
         for beside, found in measure(Path(scratch), environment, requests, slow_s).items():
-            ordered = sorted(found)
-            figures += [
-                report.Figure.of(found, "hot request", "s", beside=beside),
-                report.Figure(
-                    "hot request, p99", "s", {"beside": beside}, *3 * [ordered[int(0.99 * len(found))]], len(found)
-                ),
-            ]
+            for made in (report.Figure.of, report.Figure.tail):
+                figures.append(made(found, "hot request", "s", beside=beside))
     for mode in options.mode or MODES:
         with tempfile.TemporaryDirectory() as scratch:
             figures += for_one(Path(scratch), mode, 20 if options.full else 1 if options.smoke else 5)
@@ -160,7 +155,7 @@ def for_one(scratch: Path, mode: Any, rounds: int) -> list[report.Figure]:
             answers += found
     n, about = len(answers), {"mode": mode, "requests for one": AT_ONCE}
     return [
-        report.Figure("bytes read / its bytes, at most", "", about, *3 * [max(read)], len(read)),
+        report.Figure.counted(max(read), "bytes read / its bytes, at most", "", len(read), **about),
         report.Figure.share(sum(a.cached_tokens == POSITIONS for a, _ in answers), n, "not computed", **about),
         report.Figure.share(sum(a.text.strip() == value for a, value in answers), n, "right", **about),
         report.Figure.of(together, "last answer", "s", **about),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,22 +127,11 @@ def rebuild(batches: int) -> tuple[float, int, bool]:
 def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[str]:
     """Run the service over stubs until it knows them; yield its address."""
     listen = f"127.0.0.1:{free_port()}"
-    config = {
-        "listen": listen,
-        "pods": [
-            {"name": stub.name, "url": stub.url, "events": publisher.events, "replay": publisher.replay}
-            for stub, publisher in pods
-        ],
-    }
+    named = [{"name": stub.name, "url": stub.url, "events": publisher.events, "replay": publisher.replay}
+             for stub, publisher in pods]  # fmt: skip
+    config = {"listen": listen, "pods": named}
     (directory / "fleet.json").write_text(json.dumps(config))  # which is YAML
-    command = [
-        sys.executable,
-        "-m",
-        "lmcache_cartridge.cli.main",
-        "fleet",
-        "serve",
-        directory / "fleet.json",
-    ]
+    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "fleet", "serve", directory / "fleet.json"]
     with (directory / "service.log").open("wb") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
     try:
@@ -159,11 +148,6 @@ def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[
     finally:
         process.terminate()
         process.wait(30)
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """Return the smallest sample that so large a share of them does not exceed."""
-    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -218,30 +202,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             scores = told["scores"]
             return max(scores, key=scores.get) == best
 
-        until(lambda: holds(calls["score"]().json()))
-        until(lambda: calls["pick"]().json()["pod"] == best)
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        through: list[str] = []
-        report.say(f"{repeat} turns")
-        for turn in range(repeat + repeat // 10):
-            for name, call in calls.items():
-                began = time.perf_counter()
-                reply = call()
-                seconds = time.perf_counter() - began
-                if turn >= repeat // 10:
-                    samples[name].append(seconds)
-                    through += [reply.json()["stub"]] if name == "Envoy + picker" else []
+        def timed(name: str) -> float:
             for stub, _ in pods:
                 stub.requests.clear()
+            return report.timed(calls[name])
+
+        until(lambda: holds(calls["score"]().json()))
+        until(lambda: calls["pick"]().json()["pod"] == best)
+        report.say(f"{repeat} turns")
+        samples = report.in_turns({name: partial(timed, name) for name in calls}, repeat)
+        through = [calls["Envoy + picker"]().json()["stub"] for _ in range(repeat // 5)]
     samples["score + pick"] = [a + b for a, b in zip(samples["score"], samples["pick"], strict=True)]
     pairs = zip(samples["Envoy + picker"], samples["Envoy alone"], strict=True)
     samples["added by the picker"] = [a - b for a, b in pairs]
     about = {"servers": options.pods, "p": positions}
-    figures = [report.Figure.of(seconds, "request", "s", asked=name, **about) for name, seconds in samples.items()]
-    figures += [
-        report.Figure("request, p99", "s", {"asked": name, **about}, *3 * [quantile(seconds, 0.99)], len(seconds))
-        for name, seconds in samples.items()
-    ]
+    figures = [
+        made(seconds, "request", "s", asked=name, **about)
+        for made in (report.Figure.of, report.Figure.tail) for name, seconds in samples.items()
+    ]  # fmt: skip
     figures += [
         report.Figure.share(through.count(best), len(through), "reached the server that has it", **about),
         report.Figure.of([one[0] for one in rebuilt], "index made again", "s", batches=batches),

@@ -89,7 +89,7 @@ class Bench:
 
     def add(self, what: str, unit: str, value: float, n: int = 1) -> None:
         """Add a number that was counted."""
-        self.figures.append(Figure(what, unit, {"device": str(self.device)}, *3 * [float(value)], n))
+        self.figures.append(Figure.counted(value, what, unit, n, device=str(self.device)))
 
     def same(self, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         """Add how many bytes differ, wherever they are."""

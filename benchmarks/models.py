@@ -64,10 +64,10 @@ class Row(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether every figure is at the noise, or the family was refused with a reason."""
-        if self.noise is None and not self.note.startswith(_NOT_HERE):
-            return self.note.startswith("refused")
-        limit = max(BOUND if self.dtype == "float32" else 0.0, 2 * (self.noise or 0))
+        """Whether every figure is at the noise, or the family was refused with a reason, or cannot be had on this machine."""
+        if self.noise is None:
+            return self.note.startswith(("refused", _NOT_HERE))
+        limit = max(BOUND if self.dtype == "float32" else 0.0, 2 * self.noise)
         found = [figure for figure in (self.cartridge, self.chain, self.trained) if figure is not None]
         return bool(found) and all(figure <= limit for figure in found) and (self.other or 0) > 3 * limit
 
@@ -175,31 +175,10 @@ class Made:
                 reasons = _REASON.findall(said)
                 note = f"refused: {reasons[-1]}" if reasons else f"not served: {error}"
                 if all(part in said for part in _NO_IMPORT):
-                    return self.unserved(family, dtype, mode)
+                    note = f"{_NOT_HERE}: vLLM imports torchvision for it, and this machine has none"
                 if "--no-save" not in note:
                     break
         return Row(family, dtype, mode, note=note[:400])
-
-    def unserved(self, family: str, dtype: str, mode: str) -> Row:
-        """Return a row of a family that vLLM cannot import here: what cartridge and chain hold, against transformers."""
-        import torch
-        from transformers import DynamicCache
-
-        (first, kv), (second, _) = self.found["a"], self.found["b"]
-        cache, at = DynamicCache(), len(first) + torch.arange(len(second))[None]
-        with torch.inference_mode():
-            self.model.model(input_ids=torch.tensor([second]), position_ids=at, past_key_values=cache, use_cache=True)
-        expected = self.model.logits_after(torch.cat([kv, self.model.canonical(cache)], dim=2), self.question)[
-            -1
-        ].log_softmax(-1)
-        plain, whole = self.plain("a"), len(first) + len(second)
-        figures = {
-            "cartridge": _apart(self.after(len(first), "a"), plain),
-            "chain": _apart(self.after(whole, "a", "b"), expected),
-            "other": _apart(self.after(len(second), "b"), plain),
-        }
-        note = f"{_NOT_HERE}: vLLM imports torchvision for it, and this machine has none; all against transformers"
-        return Row(family, dtype, mode, **figures, note="; ".join([note, *self.notes])[:400])
 
     def served(self, family: str, dtype: str, mode: str, *, saves: bool = True) -> Row:
         """Serve the cartridges and compare. Raises whatever keeps the server from answering."""
@@ -312,9 +291,9 @@ def figures(rows: Sequence[Row]) -> list[report.Figure]:
         case = {"model": row.family, "dtype": row.dtype, "mode": row.mode}
         for what in ("noise", "cartridge", "chain", "trained", "other"):
             if (value := getattr(row, what)) is not None:
-                made.append(report.Figure(what, "nats", case, value, value, value, 1))
+                made.append(report.Figure.counted(value, what, "nats", **case))
         said = {"sound": verdict} | ({"note": row.note} if row.note else {})
-        made.append(report.Figure("sound", "", case | said, *3 * [float(verdict != "NO")], 1))
+        made.append(report.Figure.counted(verdict != "NO", "sound", "", **case | said))
     return made
 
 

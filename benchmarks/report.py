@@ -38,6 +38,7 @@ from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.show import table
+from lmcache_cartridge.make.evaluate import interval
 from lmcache_cartridge.make.machine import gpus, machine
 
 ROOT = Path(__file__).parents[1]
@@ -77,10 +78,18 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def share(cls, right: int, n: int, what: str, **case: str | int | float) -> Figure:
         """Return `right` of `n` with Wilson's 95% interval."""
-        z, share = 1.96, right / n
-        middle, half = share + z * z / (2 * n), z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
-        low, high = ((middle + sign * half) / (1 + z * z / n) for sign in (-1, 1))
-        return cls(what, "share", case, share, max(low, 0.0), min(high, 1.0), n)
+        return cls(what, "share", case, right / n, *interval(right / n, n), n)
+
+    @classmethod
+    def counted(cls, value: float, what: str, unit: str, n: int = 1, **case: str | int | float) -> Figure:
+        """Return a number that was counted, or the worst of `n`."""
+        return cls(what, unit, case, float(value), float(value), float(value), n)
+
+    @classmethod
+    def tail(cls, samples: Sequence[float], what: str, unit: str, **case: str | int | float) -> Figure:
+        """Return the smallest sample that 99 in 100 do not exceed."""
+        worst = float(np.quantile(samples, 0.99, method="inverted_cdf"))
+        return cls.counted(worst, f"{what}, p99", unit, len(samples), **case)
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,10 +193,16 @@ class Benchmark:
         self.options = self.parser.parse_args(words)
         if self.options.out is None:
             self.options.out = Path(tempfile.gettempdir()) / "lmcache-cartridge" if self.options.smoke else RESULTS
-        self._command = shlex.join(["python", f"benchmarks/{self.name}.py", *_without(words, "--out", "--note")])
+        self._command = shlex.join(["python", f"benchmarks/{self.name}.py", *self._said(words)])
         self._digest, self._machine, self._commit = digest(self._measures), machine(), _commit()
         self._began = time.monotonic(), *_busy_s()
         return self.options
+
+    def _said(self, words: list[str]) -> list[str]:
+        """Return the words of a command line without what says where the result goes, and what is to be remarked."""
+        beside = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        beside.add_argument("--out"), beside.add_argument("--note")
+        return beside.parse_known_args(words)[1]
 
     def publish(self, figures: Sequence[Figure]) -> Path:
         """Write the result, print what is in it, and return its file. What it started has to have ended."""
@@ -217,24 +232,8 @@ class Benchmark:
 
 def _row(figure: Figure) -> dict[str, Any]:
     case = ", ".join(f"{name} {value}" for name, value in figure.case.items())
-    value, low, high = (f"{number:.3g}" for number in (figure.value, figure.low, figure.high))
-    return {
-        "case": case,
-        "what": figure.what,
-        "value": value,
-        "unit": figure.unit,
-        "between": f"{low}-{high}",
-        "n": figure.n,
-    }
-
-
-def _without(words: Sequence[str], *options: str) -> list[str]:
-    kept, skip = [], False
-    for word in words:
-        if not skip and not word.startswith(tuple(f"{option}=" for option in options)) and word not in options:
-            kept.append(word)
-        skip = not skip and word in options
-    return kept
+    return {"case": case, "what": figure.what, "value": f"{figure.value:.3g}", "unit": figure.unit,
+            "between": f"{figure.low:.3g}-{figure.high:.3g}", "n": figure.n}  # fmt: skip
 
 
 def _commit() -> str:
