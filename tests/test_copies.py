@@ -66,7 +66,7 @@ def test_a_note_of_the_copy_says_where_it_lies_and_is_lifted_by_itself(home: Hom
     assert "chunk 2" in quarantine.reason(digest, there)
     assert quarantine.reason(digest, here) is None
     quarantine.lift(digest, there)
-    assert quarantine.names() == set()
+    assert quarantine.notes() == {}
 
 
 @last
@@ -108,4 +108,4 @@ def test_of_two_sound_ones_either_may_go_with_its_files(home: Home, copy: str, i
     home.payload(gone).unlink()
     store.refresh()
     assert store.lookup(copies.prompt.hashes) == 4
-    assert Quarantine(home.path / "quarantine").names() == set()
+    assert Quarantine(home.path / "quarantine").notes() == {}

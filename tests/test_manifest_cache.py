@@ -197,7 +197,7 @@ def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
     asking.start()
     until(remote.requests)
     assert cache.fetch(remote.location) == cache.known(remote.location) == copy
-    assert cache.is_fresh(remote.location)
+    assert cache.known(remote.location, None)
     assert asking.is_alive()
     remote.proxy.always = None
     asking.join(30)
@@ -335,14 +335,14 @@ def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypat
     for others, fresh in (2, True), (9, False):
         for number in range(others):
             assert cache.known(f"s3://bucket/{number}") is None
-        assert (cache.is_fresh(remote.location), cache.known(remote.location)) == (fresh, copy)
+        assert (cache.known(remote.location, None) is not None, cache.known(remote.location)) == (fresh, copy)
 
 
 def test_a_cache_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
     remote.put()
     cache = remote.cache()
     assert cache.known(remote.location) is None
-    assert not cache.is_fresh(remote.location)
+    assert cache.known(remote.location, None) is None
     assert not remote.directory.exists()
     assert remote.requests() == 0
 
@@ -353,10 +353,10 @@ def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) 
     remote.requests()
     later = remote.cache()  # of a process that started just now
     assert later.known(remote.location) == copy
-    assert not later.is_fresh(remote.location)
+    assert later.known(remote.location, None) is None
     assert later.fetch(remote.location) == copy
     assert remote.requests() == 1
-    assert later.is_fresh(remote.location)
+    assert later.known(remote.location, None)
     assert later.fetch(remote.location) == copy
     assert remote.requests() == 0
 

@@ -26,7 +26,7 @@ def test_a_reason_is_seen_through_every_instance(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "asking made a directory"
     writer.put(DIGEST, "chunk 3 ≠ its checksum\nin two lines")
     assert reader.reason(DIGEST) == "chunk 3 ≠ its checksum\nin two lines"
-    assert (reader.reason("cd" * 32), reader.read("cd" * 32), reader.read(DIGEST).location) == (None, None, "")
+    assert (reader.reason("cd" * 32), reader.notes("cd" * 32), reader.notes()[DIGEST].location) == (None, {}, "")
 
 
 def test_lifting_ends_a_quarantine_and_again_is_no_change(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_many_that_quarantine_at_once_leave_one_whole_reason(tmp_path: Path) -> 
 def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Path) -> None:
     quarantine, where = Quarantine(tmp_path), "s3://bucket/a b"
     assert quarantine.put(DIGEST, "corrupt", where) is True
-    assert Quarantine(tmp_path).read(name_of(DIGEST, where)) == Note("corrupt", where)
+    assert Quarantine(tmp_path).notes() == {name_of(DIGEST, where): Note("corrupt", where)}
     assert (quarantine.reason(DIGEST), quarantine.reason(DIGEST, where)) == ("corrupt", "corrupt")
     assert quarantine.reason(DIGEST, "/elsewhere") is None
     quarantine.lift(DIGEST, "/elsewhere")
@@ -88,8 +88,7 @@ def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> Non
     assert mine.put(DIGEST, "chunk 4 is corrupt", "/here") is False
     for one in (mine, theirs):
         one.follow()
-    assert mine.reasons == {DIGEST: "chunk 3 is corrupt"}
-    assert theirs.reasons == {DIGEST: "quarantined: chunk 3 is corrupt"}
+    assert mine.reasons == theirs.reasons == {DIGEST: "quarantined: chunk 3 is corrupt"}
     Quarantine(tmp_path).lift(DIGEST)
     for one in (mine, theirs):
         one.follow()
@@ -100,7 +99,7 @@ def test_a_copy_elsewhere_is_not_quarantined_with_it(tmp_path: Path) -> None:
     mine, theirs = _follower(tmp_path), _follower(tmp_path, location="/there")
     assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
     theirs.follow()
-    assert (mine.reasons, theirs.reasons) == ({DIGEST: "chunk 3 is corrupt"}, {})
+    assert (mine.reasons, theirs.reasons) == ({DIGEST: "quarantined: chunk 3 is corrupt"}, {})
     assert (theirs.holds(DIGEST, "/here"), theirs.holds(DIGEST, "/there")) == (True, False)
     Quarantine(tmp_path).put(DIGEST, "by hand")
     theirs.follow()
@@ -114,8 +113,8 @@ def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path: Path) -> None:
         ("chunk 3\ns3://bucket/doc\n\"etag\"", Note("chunk 3", "s3://bucket/doc")), ("chunk 3\n\n", Note("chunk 3", "")),
     ):  # fmt: skip
         (tmp_path / f"{DIGEST}.txt").write_text(text)
-        assert quarantine.read(DIGEST) == note
-        assert quarantine.reason(DIGEST, "/anywhere") == note.reason, "a note of this name is about every copy"
+        assert quarantine.notes(DIGEST) == {DIGEST: note}
+        assert quarantine.reason(DIGEST, "/anywhere") == (None if note.location else note.reason)
 
 
 class _Remote:
@@ -148,7 +147,7 @@ class _Remote:
         return self.home.open(settings=settings | {"disk_dir": self.home.path / "cache"})
 
     def note(self) -> Note | None:
-        return self.quarantine.read(name_of(self.made.manifest.digest, self.location))
+        return self.quarantine.notes().get(name_of(self.made.manifest.digest, self.location))
 
     def claim(self, store: CartridgeStore) -> str | None:
         """Claim the cartridge by its location until it is there, or return why it will not be."""
@@ -180,7 +179,7 @@ def test_a_copy_on_s3_that_was_repaired_is_served_again_once_it_was_verified(rem
     store.refresh()
     assert remote.claim(store) is None
     assert_served(store, remote.made, remote.prompt)
-    assert remote.quarantine.names() == set()
+    assert remote.quarantine.notes() == {}
 
 
 def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote: _Remote) -> None:

@@ -265,7 +265,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     assert list(store.refused()) == ["doc@1"]
     assert reason in store.refused()["doc@1"]
     assert store.names() == ["other@1"]
-    assert Quarantine(Settings(home=home.path).quarantine_dir).names() == set()
+    assert Quarantine(Settings(home=home.path).quarantine_dir).notes() == {}
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
     assert store.claim(made.manifest.digest, {}).poll().refused
     assert_served(store, other, prompt_for(home, other, "other"))

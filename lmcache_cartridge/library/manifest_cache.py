@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -34,8 +35,12 @@ class _Entry:
         self.lock = threading.Lock()
         self.revision: str | None = None
         self.copy: Path | None = None
-        self.checked_s = float("-inf")
+        self.checked_s = -math.inf
         self.warned = False
+
+    def is_younger(self, age_s: float) -> bool:
+        """Whether S3 was asked within `age_s`; always so for an infinite one."""
+        return age_s == math.inf or time.monotonic() - self.checked_s < age_s
 
 
 class ManifestCache:
@@ -51,14 +56,16 @@ class ManifestCache:
         self._lock = threading.Lock()
         self._entries: Lru[str, _Entry] = Lru(_MAX_ENTRIES)
 
-    def known(self, location: str) -> Path | None:
-        """Return the directory of the copy that is here, however old, or None. Neither asks S3 nor waits for who does."""
-        return self._present(location, self._entry(location))
+    def known(self, location: str, max_age_s: float | None = math.inf) -> Path | None:
+        """Return the directory of the copy that is here, or None. Neither asks S3 nor waits for who does.
 
-    def is_fresh(self, location: str, *, max_age_s: float | None = None) -> bool:
-        """Return whether `fetch` without `force` would answer from the copy without asking S3."""
+        None also for one that S3 was not asked about in the last `max_age_s`, by default of the cache, and is not being
+        asked about now.
+        """
         entry = self._entry(location)
-        return (entry.lock.locked() or self._is_fresh(entry, max_age_s)) and self.known(location) is not None
+        max_age_s = self._max_age_s if max_age_s is None else max_age_s
+        is_fresh = entry.is_younger(max_age_s) or entry.lock.locked()
+        return self._present(location, entry) if is_fresh else None
 
     def fetch(
         self,
@@ -75,13 +82,12 @@ class ManifestCache:
         unless `force`. `check` raises for a new manifest whose ids are not to be fetched. Raises `SourceError`,
         `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
+        if not force and (found := self.known(location, max_age_s)):
+            return found
         entry = self._entry(location)
-        known = self._present(location, entry)
-        if known and not force and entry.lock.locked():
-            return known  # another thread is asking S3, which may take long
         with entry.lock:
             known = self._present(location, entry)
-            if known and not force and self._is_fresh(entry, max_age_s):
+            if known and not force and entry.is_younger(self._max_age_s if max_age_s is None else max_age_s):
                 return known
             try:
                 found = self._revalidate(location, entry, known, force, check)
@@ -112,9 +118,6 @@ class ManifestCache:
     def _entry(self, location: str) -> _Entry:
         with self._lock:
             return self._entries.get(location) or self._entries.put(location, _Entry())
-
-    def _is_fresh(self, entry: _Entry, max_age_s: float | None) -> bool:
-        return time.monotonic() - entry.checked_s < (self._max_age_s if max_age_s is None else max_age_s)
 
     def _present(self, location: str, entry: _Entry) -> Path | None:
         """Return the copy of a location, also that of an earlier process, if it still is there."""

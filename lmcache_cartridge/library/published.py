@@ -179,18 +179,14 @@ class Published(Registry):
                         _set_state(db, _State(found.revision, index.number, index.recent))
             _write_time(self._seen, self._clock())
             return found is not None
-        except SourceNotFound as error:
-            problem = str(error)
-            if "NoSuchBucket" in problem:
-                raise
-            problem = (
-                f"nothing is published at {self.location}; `lmcache-cartridge publish NAME --library {self.location}` "
-                "begins a library"
-            )
-            raise SourceNotFound(problem) from error
         except CartridgeError as error:
+            if isinstance(error, SourceNotFound) and "NoSuchBucket" not in str(error):
+                error = SourceNotFound(
+                    f"nothing is published at {self.location}; `lmcache-cartridge publish NAME --library {self.location}` "
+                    "begins a library"
+                )
             problem = str(error)
-            raise
+            raise error
         finally:
             if problem != (state := self._state()).problem:
                 with self._connect() as db:

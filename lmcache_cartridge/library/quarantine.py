@@ -24,6 +24,10 @@ class Note(NamedTuple):
     location: str
     """Where that copy lies; empty where the note is about all of them."""
 
+    def is_about(self, location: str | None) -> bool:
+        """Whether it is about the copy at `location`."""
+        return self.location in ("", location)
+
 
 class Quarantine:
     """Notes by content digest and place, under one directory that serving may write.
@@ -45,34 +49,27 @@ class Quarantine:
             return False
         return True
 
+    def notes(self, digest: str = "", location: str | None = None) -> dict[str, Note]:
+        """Return the notes about the copy at `location`, or any of a digest, or all that there are, by their names.
+
+        A name begins with the digest.
+        """
+        found = {}
+        with suppress(OSError):
+            for path in sorted(self._directory.glob(f"{digest or '[!.]'}*.txt")):
+                with suppress(OSError):
+                    note = _note(path.read_text(encoding="utf-8", errors="replace"))
+                    if location is None or note.is_about(location):
+                        found[path.stem] = note
+        return found
+
     def reason(self, digest: str, location: str | None = None) -> str | None:
         """Return why the copy at `location`, or any of a digest, is quarantined; None if it is not."""
-        notes = map(self.read, sorted(self.about(digest, location)))
-        return next((note.reason for note in notes if note is not None), None)
-
-    def about(self, digest: str, location: str | None = None) -> set[str]:
-        """Return the names that notes about the copy at `location` have, or all of a digest that there are."""
-        return _names(digest, location) if location else {name for name in self.names() if name.startswith(digest)}
-
-    def names(self) -> set[str]:
-        """Return the name of every note; it begins with the digest."""
-        try:
-            return {path.stem for path in self._directory.glob("[!.]*.txt")}
-        except OSError:
-            return set()
-
-    def read(self, name: str) -> Note | None:
-        """Return a note, None if there is none."""
-        try:
-            text = (self._directory / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-        reason, location, *_ = *text.rsplit("\n", 2), "", ""
-        return Note(reason, location) if location.startswith(("/", SCHEME)) else Note(text.strip(), "")  # by hand
+        return next((note.reason for note in self.notes(digest, location).values()), None)
 
     def lift(self, digest: str, location: str | None = None) -> None:
         """Let the copy at `location`, or all of a digest, be served again; no change if they may already."""
-        for name in self.about(digest, location):
+        for name in self.notes(digest, location):
             (self._directory / f"{name}.txt").unlink(missing_ok=True)
 
 
@@ -81,8 +78,9 @@ def name_of(digest: str, location: str) -> str:
     return f"{digest}-{blake3(location.encode()).hexdigest(8)}" if location else digest
 
 
-def _names(digest: str, location: str) -> set[str]:
-    return {digest, name_of(digest, location)}
+def _note(text: str) -> Note:
+    reason, location, *_ = *text.rsplit("\n", 2), "", ""
+    return Note(reason, location) if location.startswith(("/", SCHEME)) else Note(text.strip(), "")  # by hand
 
 
 class ProcessQuarantine:
@@ -94,37 +92,34 @@ class ProcessQuarantine:
         """By digest; such cartridges are not served. Replaced and never changed, so that it can be read at any time."""
         self._quarantine, self._location_of = quarantine, location_of
         self._notes: dict[str, Note] = {}
-        self._unwritten: set[str] = set()
-        """Names of notes that the directory did not take, so that they are not lifted when they are not there."""
-        self._lock = threading.Lock()
+        self._unwritten: dict[str, Note] = {}
+        """Notes that the directory did not take, so that they are not lifted when they are not there."""
+        self._lock = threading.RLock()
 
     def put(self, digest: str, reason: str, location: str) -> bool:
         """Quarantine a copy here and for those who see the same directory; whether it was not already."""
         with self._lock:
-            name = name_of(digest, location)
-            if name in self._notes or digest in self._notes:
+            if self.holds(digest, location):
                 return False
+            name = name_of(digest, location)
             self._notes[name] = Note(reason, location)
             if not self._quarantine.put(digest, reason, location):
-                self._unwritten.add(name)
-        self.publish()
-        return True
+                self._unwritten[name] = self._notes[name]
+            self.publish()
+            return True
 
     def holds(self, digest: str, location: str) -> bool:
         """Whether the copy at `location` is quarantined."""
-        return not _names(digest, location).isdisjoint(self._notes)
+        with self._lock:
+            return any(name.startswith(digest) and note.is_about(location) for name, note in self._notes.items())
 
     def follow(self) -> None:
         """Take in what others put into the directory, or lifted from it."""
-        noted = self._quarantine.names()
         with self._lock:
-            for name in self._notes.keys() - noted - self._unwritten:
-                del self._notes[name]
+            before, self._notes = self._notes, self._quarantine.notes() | self._unwritten
+            for name in before.keys() - self._notes.keys():
                 logger.info("the quarantine of %s was lifted", name)
-            for name in noted - self._notes.keys():
-                if (note := self._quarantine.read(name)) is not None:
-                    self._notes[name] = note._replace(reason=f"quarantined: {note.reason}")
-        self.publish()
+            self.publish()
 
     def forgive(self, digest: str) -> None:
         """Lift the quarantines that copies on S3 caused; what is there now is checked when it is loaded. Else no change."""
@@ -134,10 +129,15 @@ class ProcessQuarantine:
                     with suppress(OSError):
                         self._quarantine.lift(digest, note.location)
                     del self._notes[name]
-        self.publish()
+                    self._unwritten.pop(name, None)
+            self.publish()
 
     def publish(self) -> None:
         """Let `reasons` be of the copies that are served now."""
         with self._lock:
             found = ((name.partition("-")[0], note) for name, note in self._notes.items())
-            self.reasons = {d: note.reason for d, note in found if note.location in ("", self._location_of(d))}
+            self.reasons = {
+                digest: f"quarantined: {note.reason}"
+                for digest, note in found
+                if note.is_about(self._location_of(digest))
+            }

@@ -361,7 +361,7 @@ class Resolver:
     def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float | None = None) -> Path:
         """Return the local copy of a manifest in S3, not older than `max_age_s`, or than the cache allows."""
         force = reference.force_redownload
-        if not wait and (force or not self._manifests.is_fresh(location, max_age_s=max_age_s)):
+        if not wait and (force or self._manifests.known(location, max_age_s) is None):
             raise NeedsReading(reference, location)
         try:
             return self._manifests.fetch(location, force=force, max_age_s=max_age_s, check=self._check_fits)
