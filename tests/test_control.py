@@ -74,8 +74,8 @@ def workers(connect: Callable, server: ControlServer) -> ControlClient:
 
 def _claimed(workers: ControlClient, digest: str) -> RemoteClaim:
     """Claim a cartridge and wait for it."""
-    claim = workers.claim(digest, {})
-    until(lambda: all(rank["ready"] for rank in claim.poll()))
+    claim = RemoteClaim(workers, digest, {})
+    assert all(rank["ready"] for rank in claim.begin(20).result())
     return claim
 
 
@@ -83,22 +83,58 @@ def test_a_claim_holds_its_chunks_until_it_is_released(
     workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     claim = _claimed(workers, made.manifest.digest)
-    (state,) = claim.poll()
+    (state,) = claim.begin().result()
     assert (state["resident"], state["chunks"], state["refused"], state["eta_s"]) == (4, 4, None, 0.0)
     assert store.cpu.stats().held == 4
     for _ in range(2):
         claim.release()
         until(lambda: store.cpu.stats().held == 0)
     with pytest.raises(UnsupportedEngine, match="does not answer claim: closed"):
-        claim.poll()
+        claim.begin().result()
     assert store.status()["claims"] == 0
+
+
+def test_a_claim_is_answered_once_it_is_ready_stuck_or_its_time_is_up(
+    serve: Callable, connect: Callable, home: Home, made: Made
+) -> None:
+    """Memory has room for the first of two cartridges: the other waits, unless it can be computed."""
+    other = home.make("other", positions=64, seed=3)
+    small = home.open(chunks=4, settings=STILL)
+    workers = connect(serve(small))
+    first = _claimed(workers, made.manifest.digest)
+    second, began = RemoteClaim(workers, other.manifest.digest, {}), time.monotonic()
+    (state,) = second.begin(20, may_compute=True).result()
+    assert not state["ready"] and time.monotonic() < began + 10
+    began = time.monotonic()
+    (state,) = second.begin(0.5).result()
+    assert not state["ready"] and 0.5 <= time.monotonic() - began < 10
+    waiting = second.begin(60)
+    time.sleep(0.2)
+    assert not waiting.done(), "the control: nothing has changed yet"
+    first.release()
+    assert waiting.result(20)[0]["ready"]
+
+
+def test_a_client_that_leaves_while_its_claim_is_waited_for_lets_it_go(
+    serve: Callable, connect: Callable, home: Home, made: Made
+) -> None:
+    other = home.make("other", positions=64, seed=3)
+    store = home.open(chunks=4, settings=STILL)
+    workers = connect(serve(store))
+    first = _claimed(workers, made.manifest.digest)
+    second = RemoteClaim(workers, other.manifest.digest, {})
+    second.begin(600)
+    until(lambda: store.status()["claims"] == 2)
+    second.release()
+    until(lambda: store.status()["claims"] == 1)
+    assert first.begin().result()[0]["ready"]
 
 
 def test_a_claim_may_say_where_a_cartridge_lies(workers: ControlClient, tmp_path: Path, store: CartridgeStore) -> None:
     other = make_artifact(tmp_path / "other", positions=32, seed=7)
     places = {other.manifest.digest: (str(tmp_path / "other"), str(tmp_path / "other"))}
-    claim = workers.claim(other.manifest.digest, places)
-    until(lambda: claim.poll()[0]["ready"])
+    claim = RemoteClaim(workers, other.manifest.digest, places)
+    until(lambda: claim.begin().result()[0]["ready"])
     assert store.cpu.stats().held == 2
 
 
@@ -128,10 +164,9 @@ def test_everything_the_store_can_do_is_there(
     [
         (("explode",), "no method 'explode'"),
         (("__class__",), "no method"),
-        (("claim",), "TypeError"),
-        (("claim", "b", "c"), "AttributeError"),
-        (("claim", "b", {"c": 5}), "TypeError"),
-        (("claim", ["a"], {}), "AttributeError"),
+        (("claim", "b", "c", 0, False), "AttributeError"),
+        (("claim", "b", {"c": 5}, 0, False), "TypeError"),
+        (("claim", ["a"], {}, 0, False), "AttributeError"),
         (("evict", "a", "b"), "TypeError"),
         (("pin", "00" * 32), "is not there"),
         (("pin", 7), "AttributeError"),
@@ -145,7 +180,7 @@ def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
     with pytest.raises(CartridgeError, match=message):
         workers.call(*call)
     assert (workers.call("status")[0]["served"], store.names()) == (1, ["doc@1"])
-    assert store.cpu.stats().held == 4 and claim.poll()[0]["ready"], "the claim was lost"
+    assert store.cpu.stats().held == 4 and claim.begin().result()[0]["ready"], "the claim was lost"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +203,7 @@ def test_a_client_that_talks_nonsense_is_disconnected_and_loses_its_claims_only(
     store.refresh()
     mine = _claimed(workers, made.manifest.digest)
     with frames.connect(server.path) as connection:
-        connection.sendall(frames.encode(["claim", other.manifest.digest, {}]))
+        connection.sendall(frames.encode(["claim", other.manifest.digest, {}, 0.0, False]))
         assert connection.recv(4)
         until(lambda: store.cpu.stats().held == 6)
         connection.sendall(data)
@@ -179,7 +214,7 @@ def test_a_client_that_talks_nonsense_is_disconnected_and_loses_its_claims_only(
                 rest = connection.recv(1 << 16)
             except ConnectionResetError:
                 rest = b""
-    assert workers.call("status")[0]["rank"] == 0 and mine.poll()[0]["ready"]
+    assert workers.call("status")[0]["rank"] == 0 and mine.begin().result()[0]["ready"]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -188,9 +223,9 @@ def test_a_client_that_goes_in_the_middle_of_a_frame_loses_its_claims(
     server: ControlServer, store: CartridgeStore, made: Made, sent: int
 ) -> None:
     with frames.connect(server.path) as connection:
-        connection.sendall(frames.encode(["claim", made.manifest.digest, {}]))
+        connection.sendall(frames.encode(["claim", made.manifest.digest, {}, 0.0, False]))
         until(lambda: store.cpu.stats().held == 4)
-        connection.sendall(frames.encode(["claim", made.manifest.digest, {}])[:sent])
+        connection.sendall(frames.encode(["claim", made.manifest.digest, {}, 0.0, False])[:sent])
         time.sleep(0.05)
         assert store.cpu.stats().held == 4
     until(lambda: store.cpu.stats().held == 0)
@@ -280,8 +315,8 @@ def test_thirty_two_threads_get_their_own_answers(workers: ControlClient, home: 
     def work(number: int) -> None:
         digest = list(sizes)[number % 4]
         for turn in range(10):
-            claim = workers.claim(digest, {})
-            assert claim.poll()[0]["chunks"] == sizes[digest]
+            claim = RemoteClaim(workers, digest, {})
+            assert claim.begin().result()[0]["chunks"] == sizes[digest]
             with pytest.raises(CartridgeError, match=f"m{number}x{turn}"):
                 workers.call(f"m{number}x{turn}")
             assert workers.call("unpin", digest) == [0]
@@ -297,8 +332,7 @@ def test_a_claim_that_nobody_refers_to_is_released_wherever_that_is_found_out(
     class Request:
         def __init__(self) -> None:
             self.itself = self  # only the garbage collector ends it
-            self.claim = workers.claim(made.manifest.digest, {})
-            until(lambda: self.claim.poll()[0]["ready"])
+            self.claim = _claimed(workers, made.manifest.digest)
 
     for _ in range(40):
         Request()
@@ -357,26 +391,27 @@ def test_a_claim_that_is_released_while_it_is_asked_for_holds_nothing(
     workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
     for _ in range(50):
-        claim = workers.claim(made.manifest.digest, {})
+        claim = RemoteClaim(workers, made.manifest.digest, {})
         answer = claim.begin()
         claim.release()
         with suppress(CartridgeError):
             answer.result(20)
     until(lambda: store.status()["claims"] == 0)
     assert store.cpu.stats().held == 0
-    assert _claimed(workers, made.manifest.digest).poll()[0]["ready"], "the control: this one is there"
+    there = _claimed(workers, made.manifest.digest)
+    assert there.begin().result()[0]["ready"], "the control"
     assert store.cpu.stats().held == 4
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(
     workers: ControlClient, store: CartridgeStore, made: Made
 ) -> None:
-    claim = workers.claim(made.manifest.digest, {})
+    claim = RemoteClaim(workers, made.manifest.digest, {})
     for _ in range(20):
         claim.begin().cancel()
-    until(lambda: claim.poll()[0]["ready"])
+    until(lambda: claim.begin().result()[0]["ready"])
     store.cpu.stats()
-    (state,) = claim.poll()
+    (state,) = claim.begin().result()
     assert (state["resident"], store.status()["claims"]) == (4, 1)
 
 
@@ -386,16 +421,15 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(
 def test_a_call_that_hangs_ends_no_claim_and_holds_up_no_other_call(
     workers: ControlClient, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim = workers.claim(made.manifest.digest, {})
-    until(lambda: claim.poll()[0]["ready"])
+    claim = _claimed(workers, made.manifest.digest)
     go_on, hangs = threading.Event(), threading.Event()
     monkeypatch.setattr(store, "evict", lambda digest: (hangs.set(), go_on.wait(60), 7)[2])
     late = workers.begin("evict", made.manifest.digest)
     assert hangs.wait(20)
     try:
-        assert claim.poll()[0]["ready"]
-        other = workers.claim(made.manifest.digest, {})
-        assert other.poll()[0]["ready"]
+        assert claim.begin().result()[0]["ready"]
+        other = RemoteClaim(workers, made.manifest.digest, {})
+        assert other.begin().result()[0]["ready"]
         assert workers.call("numbers")[0]["claims"] == 2
         with monkeypatch.context() as short:
             short.setattr(client, "TIMEOUT_S", 0.2)
@@ -417,8 +451,7 @@ def test_calls_that_hang_are_bounded_and_claims_go_on(
     hanging = [workers.begin("evict", "x") for _ in range(3)]
     try:
         waiting = workers.begin("numbers")
-        claim = workers.claim(made.manifest.digest, {})
-        until(lambda: claim.poll()[0]["ready"])
+        assert _claimed(workers, made.manifest.digest)
         assert not waiting.done()
     finally:
         go_on.set()

@@ -21,7 +21,7 @@ from lmcache_cartridge.engine.withdrawals import Withdrawals
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import http
-from lmcache_cartridge.serve.claim import Claim, _pause_s
+from lmcache_cartridge.serve.claim import Claim
 from lmcache_cartridge.serve.request import Reference, Router
 from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
@@ -507,18 +507,3 @@ def test_a_request_for_none_that_asks_for_one_is_refused(
     with pytest.raises(GracefulHTTPError, match=message) as caught:
         _rendered(_request(**fields), **settings)
     assert caught.value.http_status == status
-
-
-@pytest.mark.parametrize("load_s", [0.005, 0.13, 3.0, 40.0])
-@pytest.mark.parametrize("tells", [True, False])
-def test_the_end_of_a_load_is_noticed_soon_and_polled_for_seldom(load_s: float, tells: bool) -> None:
-    """Sixteen chunks, each of which takes as long; what is left is known once the first is there."""
-    now, polls = 0.0, 0
-    while now < load_s:
-        loaded = int(now / load_s * 16)
-        eta = now / loaded * (16 - loaded) if tells and loaded else None
-        now += _pause_s(now, [0.0, eta])
-        polls += 1
-    late = now - load_s
-    assert late <= max(0.002, 0.02 * load_s if tells else min(0.1 * load_s, 0.2))
-    assert polls < 400

@@ -30,25 +30,17 @@ class ControlClient:
     def begin(self, method: str, *arguments: Any) -> Future[list[Any]]:
         """Call all workers and return the future of each rank's result. Does not block.
 
-        Its error is a `CartridgeError`: a worker's own, or that one does not answer.
+        Its error is a `CartridgeError`: a worker's own, or that one does not answer within `TIMEOUT_S`.
         """
         return self._run(_once(_Lines(self._paths), [method, *arguments]))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return each rank's result. Blocks, `TIMEOUT_S` at most; raises `CartridgeError` as `begin` says."""
-        return _result(self.begin(method, *arguments), method)
+        """Return each rank's result. Blocks; raises `CartridgeError` as `begin` says."""
+        return self.begin(method, *arguments).result()
 
     async def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Do `call` without blocking a thread."""
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return await asyncio.wrap_future(self.begin(method, *arguments))
-        except TimeoutError:
-            raise UnsupportedEngine(f"a worker does not answer {method}: timed out") from None
-
-    def claim(self, tag: str, places: Mapping[str, tuple[str, str]]) -> RemoteClaim:
-        """Return a claim on a cartridge or chain in every worker, the caller's to poll and release."""
-        return RemoteClaim(self, tag, places)
+        return await asyncio.wrap_future(self.begin(method, *arguments))
 
     def close(self) -> None:
         """Disconnect, which ends every claim and every call. Nothing may be called any more."""
@@ -110,19 +102,12 @@ class _Lines:
 
 async def _once(lines: _Lines, message: list[Any]) -> list[Any]:
     try:
-        return await lines.ask(message)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await lines.ask(message)
+    except TimeoutError:
+        raise UnsupportedEngine(f"a worker does not answer {message[0]}: timed out") from None
     finally:
         lines.close()
-
-
-def _result(future: Future, method: str) -> Any:
-    """Wait for a call's result, `TIMEOUT_S` at most, and give it up then."""
-    try:
-        return future.result(TIMEOUT_S)
-    except TimeoutError:
-        raise UnsupportedEngine(f"a worker does not answer {method}: timed out") from None
-    finally:
-        future.cancel()
 
 
 class RemoteClaim:
@@ -139,13 +124,12 @@ class RemoteClaim:
         self._end = weakref.finalize(self, _soon, workers._loop, self._lines.close)
         self._end.atexit = False
 
-    def poll(self) -> list[dict[str, Any]]:
-        """Return how far each worker is with it; see `CartridgeStore.claim`. Blocks as `ControlClient.call` does."""
-        return _result(self.begin(), "claim")
+    def begin(self, wait_s: float = 0.0, *, may_compute: bool = False) -> Future[list[dict[str, Any]]]:
+        """Return the future of how far each worker is once it has all of it or refuses it, after `wait_s` at the latest.
 
-    def begin(self) -> Future[list[dict[str, Any]]]:
-        """Return the future of what `poll` returns. Does not block."""
-        return self._workers._run(_shielded(self._lines, self._what))
+        With `may_compute` also once what is missing finds no memory, or its source fails. Does not block.
+        """
+        return self._workers._run(_shielded(self._lines, [*self._what, wait_s, may_compute]))
 
     def release(self) -> None:
         """Let the memory go. Does not wait; releasing twice is no change."""

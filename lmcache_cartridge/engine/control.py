@@ -14,7 +14,8 @@ import resource
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,10 +61,6 @@ class ControlServer(frames.FrameServer):
         super().__init__(self.path, _Service(store).answer)
 
 
-def _call(store: Callable[[], Any], method: str, *arguments: Any) -> Any:
-    return getattr(store(), method)(*arguments)
-
-
 def _tail(store: Callable[[], Any], tag: str) -> tuple[list[int], bytes] | None:
     kv = store().tail(tag)
     return None if kv is None else (list(kv.shape), kv.view(torch.uint8).numpy().tobytes())
@@ -94,7 +91,7 @@ class _Service:
         from ..library.workers import Workers
 
         self._store, self._calls = store, Workers("cartridge-call", _MAX_CALLS)
-        self._methods: dict[str, Callable[..., Any]] = {name: partial(_call, store, name) for name in _METHODS} | {
+        self._methods: dict[str, Callable[..., Any]] = {
             "tail": partial(_tail, store),
             "captured": partial(_captured, store),
             "answers": lambda token_ids: store().trust.answers(store().engine, token_ids),
@@ -108,13 +105,11 @@ class _Service:
         try:
             while True:
                 method, *arguments = msgspec.msgpack.decode(await frames.read(reader), type=list)
-                if method == "claim":  # which waits for nothing
-                    answer = frames.result(partial(self._claim, held, *arguments), logger, "a claim")
+                if method == "claim":
+                    call: Awaitable[Any] = self._claim(reader, held, *arguments)
                 else:
-                    call = partial(
-                        frames.result, partial(self._method, method, *arguments), logger, f"the call {method}"
-                    )
-                    answer = await asyncio.wrap_future(self._calls.submit(object(), call))
+                    call = asyncio.wrap_future(self._calls.submit(object(), partial(self._method, method, *arguments)))
+                answer = await frames.result(call, logger, f"the call {method}")
                 writer.write(frames.encode(answer))
                 await writer.drain()
         except (OSError, EOFError) as error:
@@ -126,14 +121,24 @@ class _Service:
                 claim.close()
             writer.close()
 
-    def _claim(self, held: list[Claim], tag: str, places: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Claim something, unless it is claimed already, and return how far that is."""
+    async def _claim(
+        self, reader: asyncio.StreamReader, held: list[Claim], tag: str, places: Mapping[str, Sequence[str]],
+        wait_s: float, may_compute: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Claim something, unless it is claimed already, and answer `RemoteClaim.begin`."""
         if not held:
             held.append(self._store().claim(tag, _places(places)))
-        readiness = held[0].poll()
-        return readiness._asdict() | {"ready": readiness.ready}
+        began = time.monotonic()
+        while True:
+            state, left = held[0].poll(), began + wait_s - time.monotonic()
+            is_stuck = may_compute and not state.opening and state.resident == state.admitted
+            if state.ready or state.refused or is_stuck or left <= 0 or reader.at_eof():
+                return state._asdict() | {"ready": state.ready}
+            await asyncio.sleep(min(0.002 + (wait_s - left) / 10, 0.05, left))  # little is added to any load
 
     def _method(self, method: str, *arguments: Any) -> Any:
+        if method in _METHODS:
+            return getattr(self._store(), method)(*arguments)
         if method not in self._methods:
             raise CartridgeError(f"there is no method {method!r}")
         return self._methods[method](*arguments)

@@ -80,10 +80,10 @@ class FrameServer:
         self._loop.call_soon_threadsafe(self._server.close)
 
 
-def result(call: Callable[[], Any], logger: logging.Logger, what: str) -> list[Any]:
+async def result(call: Awaitable[Any], logger: logging.Logger, what: str) -> list[Any]:
     """Return `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged as `what` too."""
     try:
-        return [None, call()]
+        return [None, await call]
     except CartridgeError as error:
         return [str(error), None]
     except Exception as error:

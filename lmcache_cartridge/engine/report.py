@@ -153,8 +153,8 @@ class ReportServer(frames.FrameServer):
             return control
 
         try:
-            call = partial(frames.result, partial(take, await frames.read(reader)), logger, "taking a report")
-            writer.write(frames.encode(await asyncio.wrap_future(self._calls.submit(object(), call))))
+            taking = asyncio.wrap_future(self._calls.submit(object(), partial(take, await frames.read(reader))))
+            writer.write(frames.encode(await frames.result(taking, logger, "taking a report")))
             await writer.drain()
             if accepted:
                 await reader.read()

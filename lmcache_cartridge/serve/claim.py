@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,13 +15,8 @@ from . import http
 from .request import Refusal
 from .resolve import Selection
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.2
-_PAUSE, _LEAST_PAUSE, _OF_ETA = 0.1, 0.01, 0.5
-"""Between two polls: a share of the time waited so far, so that little is added to any load (with pauses that double, one
-of 130 ms is noticed after 254), and no more than half of what the load still needs, as far as that is known, so that a long
-one is noticed too when it ends. No less than a hundredth of the time waited."""
-_LAST_POLL_S = 0.5
-"""How long the workers may take to say how far a claim is, when its time is up."""
+_ANSWER_S = 0.5
+"""How long the workers may take to answer once a claim's time is up."""
 
 
 class Claim(RemoteClaim):
@@ -58,39 +51,27 @@ class Claim(RemoteClaim):
         Waits `ready_timeout_s` at most. What can be computed is not waited for where memory is short or its source
         fails. Raises `Refusal` where there is no text, or the settings do not allow it.
         """
-        selection = self.selection
+        selection, may_compute = self.selection, self.selection.must_inject == 0
         if selection.tag is None:
             return True
-        started = time.monotonic()
-        deadline = started + settings.ready_timeout_s
-        while True:
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), _LAST_POLL_S)):
-                    ranks = await asyncio.wrap_future(self.begin())
-            except TimeoutError:
-                ranks = []  # not told in time
-            refused = next((rank for rank in ranks if rank["refused"]), None)
-            if refused is not None and refused["mismatch"]:
-                raise selection.refused(refused)
-            late = time.monotonic() > deadline
-            if ranks and all(rank["ready"] for rank in ranks):
-                self.is_whole = True
-                return True
-            loading = [rank for rank in ranks if not rank["ready"] and not rank["opening"]]
-            stuck = any(rank["resident"] == rank["admitted"] for rank in loading)
-            if selection.must_inject == 0 and (late or refused is not None or stuck):
-                return True  # what is missing is computed, from the documents' own tokens
-            if late or refused is not None:
-                if settings.on_miss == "document" and selection.document_ids is not None:
-                    self.use_text()
-                    return False
-                if refused is not None:
-                    raise selection.refused(refused)
-                eta_s = max((5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks), default=5.0)
-                raise Refusal(
-                    503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60)
-                )
-            await asyncio.sleep(_pause_s(time.monotonic() - started, [rank["eta_s"] for rank in ranks]))
+        try:
+            async with asyncio.timeout(settings.ready_timeout_s + _ANSWER_S):
+                ranks = await asyncio.wrap_future(self.begin(settings.ready_timeout_s, may_compute=may_compute))
+        except TimeoutError:
+            ranks = []  # not told in time
+        refused = next((rank for rank in ranks if rank["refused"]), None)
+        if refused is not None and refused["mismatch"]:
+            raise selection.refused(refused)
+        self.is_whole = bool(ranks) and all(rank["ready"] for rank in ranks)
+        if self.is_whole or may_compute:
+            return True  # what is missing is computed, from the documents' own tokens
+        if settings.on_miss == "document" and selection.document_ids is not None:
+            self.use_text()
+            return False
+        if refused is not None:
+            raise selection.refused(refused)
+        eta_s = max((5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks), default=5.0)
+        raise Refusal(503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60))
 
     def use_text(self) -> None:
         """Put the documents' own text in the place of the KV, which is let go."""
@@ -123,15 +104,6 @@ class Claim(RemoteClaim):
         self._prompts -= 1
         if self._prompts <= 0:
             self.release()
-
-
-def _pause_s(waited_s: float, etas_s: Sequence[float | None]) -> float:
-    """Return how long to wait before the next poll; `etas_s` are what the ranks still need, None where one does not know."""
-    pause_s = waited_s * _PAUSE
-    known = [eta_s for eta_s in etas_s if eta_s is not None]
-    if known and len(known) == len(etas_s):
-        pause_s = min(pause_s, max(max(known) * _OF_ETA, waited_s * _LEAST_PAUSE))
-    return min(max(pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
 class Grant(dict):
