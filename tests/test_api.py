@@ -475,9 +475,6 @@ class ApiTests:
             reply = served.asker.http.post(path, json=body | named)
             assert reply.status_code == 400, (named, reply.text)
             assert "name cartridges in" in reply.json()["error"]["message"]
-        twice = json.dumps(body)[:-1] + ', "cartridges": ["a"], "cartridges": ["b"]}'
-        reply = served.asker.http.post(path, content=twice, headers={"content-type": "application/json"})
-        assert (reply.status_code, "2 times" in reply.text) == (400, True)
 
     def test_an_escaped_or_oddly_encoded_field_is_seen_too(self, served: Served) -> None:
         body = json.dumps({**_CHAT, "cartridges": ["c"]})

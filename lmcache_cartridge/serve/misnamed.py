@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
-
-from .request import Refusal
 
 HEADERS = ("x-cartridges", "x-cartridges-required")
 _WORDS = ("cartridge", "cartridges")
@@ -21,20 +17,6 @@ _LONGEST = 64
 _INNER = {"cartridge", "cartridges", "cartridgeid", "cartridgeids", "cartridgelabel"}
 _CONTAINERS = ("extra_body", "extra_args", "metadata", "vllm_xargs", "sampling_params")
 """Objects in a request that are for something else, where clients put fields that they know no place for."""
-_KEY = re.compile(rb'"([A-Za-z_. -]{7,14})"\s*:')
-_LETTER_ESCAPE = b"\\u00"
-
-
-def may_name(body: bytes, *others: str) -> bool:
-    """Whether a JSON body can have a field that names cartridges, or one of `others`, spelt right or nearly so.
-
-    Looks at the bytes only, so that a body that has nothing to do with cartridges need not be parsed.
-    """
-    if b"artridge" in body or b"kv_transfer_params" in body or _LETTER_ESCAPE in body:
-        return True
-    if json.detect_encoding(body) != "utf-8" or any(other.encode() in body for other in others):
-        return True
-    return any(_resembles(key.decode()) for key in set(_KEY.findall(body)))
 
 
 def find_header(names: Iterable[str]) -> str | None:
@@ -47,20 +29,6 @@ def _is_slip(name: str) -> bool:
     return name.lower() not in HEADERS and bool(
         get_close_matches(_letters(name), map(_letters, HEADERS), cutoff=_CLOSE)
     )
-
-
-def parse(body: bytes, names: Collection[str]) -> Any:
-    """Return the value of a JSON body. Raises `Refusal` if an object has one of `names` twice, `ValueError` as json."""
-
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            for name, count in Counter(name for name, _ in pairs).items():
-                if count > 1 and name in names:
-                    raise Refusal(400, f"the request has the field `{name}` {count} times")
-        return fields
-
-    return json.loads(body, object_pairs_hook=checked)
 
 
 def find(fields: Mapping[str, Any], read: Collection[str]) -> str | None:
