@@ -32,18 +32,18 @@ BY_OTHERS = {
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
     "--questions questions.jsonl --no-promote": "test_train.py",
     "lmcache-cartridge evaluate handbook@2 --questions asked.jsonl --url http://localhost:8000 "
-    "--output report": "test_evaluate.py",
-    "lmcache-cartridge import ward-a-adapter --model $MODEL --id ward-a --document ward-a.txt --round": "test_convert.py",
-    "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "test_convert_served.py",
-    "lmcache-cartridge verify ward-a": "test_convert.py",
-    "lmcache-cartridge show ward-a": "test_convert.py",
+    "--output report": "make/test_evaluate.py",
+    "lmcache-cartridge import ward-a-adapter --model $MODEL --id ward-a --document ward-a.txt --round": "make/test_convert.py",
+    "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "make/test_convert_served.py",
+    "lmcache-cartridge verify ward-a": "make/test_convert.py",
+    "lmcache-cartridge show ward-a": "make/test_convert.py",
     "curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
     '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
-    '"max_tokens": 1}\'': "test_convert_served.py",
+    '"max_tokens": 1}\'': "make/test_convert_served.py",
     "lmcache-cartridge build --model ./llama --lora ./nurse --document handbook.txt --id handbook-nurse": "test_adapters.py",
     "lmcache-cartridge serve ./llama --enable-lora --lora-modules nurse=./nurse": "test_lora.py",
-    "lmcache-cartridge export ward-a --to peft --output adapter": "test_convert_export.py",
-    "lmcache-cartridge export ward-a --to hazy --output checkpoint": "test_convert_export.py",
+    "lmcache-cartridge export ward-a --to peft --output adapter": "make/test_convert_export.py",
+    "lmcache-cartridge export ward-a --to hazy --output checkpoint": "make/test_convert_export.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
     "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "test_api.py",
     "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "test_canary_served.py",

@@ -7,7 +7,7 @@ cartridge is made, by rounding every matrix product at random, and the bound is 
 
 Of 60 small models of ten families with random weights, float32 against bfloat16 came to 0.4 to 1.6 of the measured
 noise; one chunk of eight in another layout to 5 to 100 of it, a head in the place of another to 17 to 200. With four
-times the noise as bound `tests/test_canary.py` has no false alarm and no miss.
+times the noise as bound `tests/make/test_canary.py` has no false alarm and no miss.
 
 An engine whose KV cache is fp8 gives other answers, from the same prompt computed by itself too, and how far from these
 depends on the question: on the shipped model 0.1 to 0.25 for words of the document, 1.9 for one of unknown words, where

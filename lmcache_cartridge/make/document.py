@@ -68,9 +68,7 @@ def read_ids(model: CausalModel, path: Path) -> Document:
             found = np.load(path, allow_pickle=False)
         else:
             text = raw.decode("utf-8")
-            found = np.array(
-                json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-            )
+            found = np.array(json.loads(text) if text.lstrip().startswith("[") else list(map(int, text.split())))
     except (ValueError, EOFError, OverflowError, RecursionError) as error:
         raise ArtifactError(f"{path} is no list of token ids: {error}") from None
     if found.size == 0:

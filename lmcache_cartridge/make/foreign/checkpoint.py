@@ -78,14 +78,11 @@ def _parse(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]] | None:
 
 def _trainable(path: Path, content: dict[str, Any]) -> tuple[str, tuple[Pairs, ...]]:
     trainable = _zipped(path, content, "trainable")
-    there = [name for name in _FROZEN if _tensors(path, content.get(f"{name}_keys"), f"{name}_keys")]
-    if len(there) == 2:
+    frozen = {name: pairs for name in _FROZEN if (pairs := _zipped(path, content, name))}
+    if len(frozen) == 2:
         raise ForeignFormatError(f"{path}: has both frozen_keys and fixed_keys, which are two names for one thing")
-    if not there:
-        if any(_tensors(path, content.get(f"{name}_values"), f"{name}_values") for name in _FROZEN):
-            raise ForeignFormatError(f"{path}: has frozen values but no frozen keys")
-        return "HazyResearch checkpoint, nothing frozen", (trainable,)
-    return f"HazyResearch checkpoint, {there[0]}_keys", (_zipped(path, content, there[0]), trainable)
+    name = next((f"{name}_keys" for name in frozen), "nothing frozen")
+    return f"HazyResearch checkpoint, {name}", (*frozen.values(), trainable)
 
 
 def _zipped(path: Path, content: dict[str, Any], name: str) -> Pairs:
@@ -99,10 +96,9 @@ def _tensors(path: Path, value: Any, name: str) -> list[torch.Tensor]:
     """Return the tensors of a list or `ParameterList`; none for None."""
     if isinstance(value, torch.nn.ParameterList):
         # Its own methods are not used: the file may have put anything in their place.
-        parameters = vars(value).get("_parameters")
-        value = "?"
-        if isinstance(parameters, dict) and set(parameters) == {str(i) for i in range(len(parameters))}:
-            value = [parameters[str(i)] for i in range(len(parameters))]
+        value = vars(value).get("_parameters")
+        is_list = isinstance(value, dict) and set(value) == {str(i) for i in range(len(value))}
+        value = [value[str(i)] for i in range(len(value))] if is_list else "?"
     value = [] if value is None else value
     if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
         raise ForeignFormatError(f"{path}: {name} is not a list of tensors")
@@ -113,13 +109,9 @@ def _pairs(path: Path, layers: list | tuple) -> Pairs:
     found = []
     for number, layer in enumerate(layers):
         if isinstance(layer, dict):
-            names = next((names for names in _NAMES if set(layer) == set(names)), None)
-            layer = [layer[name] for name in names] if names else None
-        if (
-            not isinstance(layer, list | tuple)
-            or len(layer) != 2
-            or not all(isinstance(t, torch.Tensor) for t in layer)
-        ):
+            layer = next(([layer[name] for name in names] for names in _NAMES if set(layer) == set(names)), None)
+        is_pair = isinstance(layer, list | tuple) and len(layer) == 2
+        if not is_pair or not all(isinstance(tensor, torch.Tensor) for tensor in layer):
             raise ForeignFormatError(f"{path}: layer {number} is neither (K, V) nor a dict of k and v")
         found.append((layer[0], layer[1]))
     if not found:
@@ -130,9 +122,7 @@ def _pairs(path: Path, layers: list | tuple) -> Pairs:
 def _flat(path: Path, content: dict[Any, Any]) -> Pairs:
     matches = {_FLAT.fullmatch(name): tensor for name, tensor in content.items() if isinstance(name, str)}
     planes = {(int(m[1]), m[2]): tensor for m, tensor in matches.items() if m}
-    layers = range(len(planes) // 2)
-    if set(planes) != {(layer, plane) for layer in layers for plane in ("keys", "values")}:
+    layers = [[(layer, plane) for plane in ("keys", "values")] for layer in range(len(planes) // 2)]
+    if set(planes) != {each for layer in layers for each in layer}:
         raise ForeignFormatError(f"{path}: layers.N.attention.prefix has gaps: not keys and values of every layer")
-    if not all(isinstance(tensor, torch.Tensor) for tensor in planes.values()):
-        raise ForeignFormatError(f"{path}: layers.N.attention.prefix holds something that is no tensor")
-    return [(planes[layer, "keys"], planes[layer, "values"]) for layer in layers]
+    return _pairs(path, [[planes[each] for each in layer] for layer in layers])

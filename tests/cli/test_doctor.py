@@ -27,7 +27,7 @@ from lmcache_cartridge.settings import HOME_VARIABLE, Settings
 with quietly():
     import lmcache_cartridge.engine.backend  # noqa: F401  of others' warnings, as they are imported
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(autouse=True)

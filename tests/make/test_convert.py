@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "vocabulary of a document": (lambda p: _document(p, [5, 1 << 40]), "token id 1099511627776 is outside"),
     "frozen and fixed": (_both, "both frozen_keys and fixed_keys"),
     "frozen keys without values": (lambda p: _lost(p, "frozen_values"), "3 frozen_keys and 0 frozen_values"),
-    "frozen values without keys": (lambda p: _lost(p, "frozen_keys"), "frozen values but no frozen keys"),
+    "frozen values without keys": (lambda p: _lost(p, "frozen_keys"), "0 frozen_keys and 3 frozen_values"),
     "trainable keys without values": (lambda p: _lost(p, "trainable_values"), "3 trainable_keys and 0 trainable_values"),
     "a layer of one tensor": (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), "layer 0 is neither"),
     "an empty list": (lambda p: _saved(p, []), "an empty list is no KV"),
