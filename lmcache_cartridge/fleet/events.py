@@ -55,10 +55,10 @@ class Follower:
 
     def __init__(
         self, index: Index, source: Source, events: str, replay: str | None, *, name: str, timeout_s: float,
-        verify_s: float,
+        verify_s: float, counts: Counts | None = None,
     ) -> None:  # fmt: skip
         """`events` and `replay` are ZMQ endpoints to connect to; without `replay` nothing of the past is known."""
-        self.counts = Counts()
+        self.counts = counts or Counts()
         self.known = False
         """Whether what was published before is in the index, as far as it can be had."""
         self.whole = False

@@ -45,7 +45,6 @@ class Metrics:
             for tier in TIERS:
                 blocks.add_metric([pod.name, tier], held.get((pod.number, tier), 0))
         yield blocks
-        counts = {pod.name: pod.counts for pod in self._pods}
         for name, (text, value) in _GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["pod"])
             for pod in self._pods:
@@ -53,6 +52,6 @@ class Metrics:
             yield gauge
         for name in Counts.__struct_fields__:
             counter = CounterMetricFamily(PREFIX + f"event_{name}", f"Of a server's events: {name}.", labels=["pod"])
-            for pod_name, of in counts.items():
-                counter.add_metric([pod_name], getattr(of, name))
+            for pod in self._pods:
+                counter.add_metric([pod.name], getattr(pod.counts, name))
             yield counter

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmcache_cartridge.fleet")
 
 _WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{[^\n]*\})? ([0-9.e+]+)$", re.M)
-_MODELS_EVERY = 10
-"""Polls from one look at a server's models to the next."""
 _ANYWHERE = ("*", "0.0.0.0", "[::]", "::")
 UNREACHABLE = (aiohttp.ClientError, OSError, TimeoutError)
 """What a server that does not answer raises."""
@@ -46,8 +44,10 @@ class Pod:
         Empty until it told."""
         self.followers: dict[int, Follower] = {}
         """Its events, by data-parallel rank."""
+        self.counts = Counts()
+        """What they came to, of all ranks."""
         self._endpoints = {} if config.events is None else {0: (config.events, config.replay)}
-        self._fleet, self._index, self._polls = fleet, index, 0
+        self._fleet, self._index = fleet, index
 
     @property
     def is_known(self) -> bool:
@@ -58,15 +58,6 @@ class Pod:
     def is_whole(self) -> bool:
         """Whether nothing is missing there."""
         return bool(self.followers) and all(follower.whole for follower in self.followers.values())
-
-    @property
-    def counts(self) -> Counts:
-        """Return what its events came to, of all ranks."""
-        total = Counts()
-        for follower in self.followers.values():
-            for name in Counts.__struct_fields__:
-                setattr(total, name, getattr(total, name) + getattr(follower.counts, name))
-        return total
 
     def adapter(self, model: str | None) -> str | None:
         """Return `model` where it is the name of a LoRA adapter, whose blocks are its own."""
@@ -84,13 +75,13 @@ class Pod:
                     events, replay = self._endpoints[rank]
                     self.followers[rank] = follower = Follower(
                         self._index, Source(self.number, rank), events, replay, name=self.name,
-                        timeout_s=self._fleet.timeout_s, verify_s=self._fleet.verify_s,
+                        timeout_s=self._fleet.timeout_s, verify_s=self._fleet.verify_s, counts=self.counts,
                     )  # fmt: skip
                     tasks.create_task(self._keep_following(follower))
                 await asyncio.sleep(self._fleet.poll_s)
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
-        """Ask once for its health and load, sometimes for its models, and for its events until it tells of some."""
+        """Ask once for its health, load and models, and for its events until it tells of some."""
         try:
             await self._ask(session)
             problem = None
@@ -107,13 +98,11 @@ class Pod:
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         await self._get(session, "/health")
         self.waiting = sum(int(float(value)) for value in _WAITING.findall(await self._get(session, "/metrics")))
-        if not self.models or self._polls % _MODELS_EVERY == 0:
-            cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
-            self.models = {card["id"]: card.get("parent") for card in cards}
+        cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
+        self.models = {card["id"]: card.get("parent") for card in cards}
         if not self._endpoints:
             self._endpoints = _endpoints(await self._get(session, "/kv_event_sources"), self.url)
         await self.resolve()
-        self._polls += 1
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> str:
         async with session.get(self.url + path, raise_for_status=True) as response:

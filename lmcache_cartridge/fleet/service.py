@@ -73,9 +73,9 @@ class Fleet:
         self.pods = [Pod(number, pod, config, self.index) for number, pod in enumerate(config.pods)]
         self.metrics = Metrics(self.index, self.pods)
         self._chance = chance or random.Random()
-        self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._renderer = Renderer(self._sessions, config.names_ttl_s)
+        self._session: aiohttp.ClientSession
+        self._renderer: Renderer
 
     async def start(self) -> None:
         """Begin to follow the servers. Returns at once, before anything of them is known."""
@@ -85,6 +85,7 @@ class Fleet:
             timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),
             connector=aiohttp.TCPConnector(limit=0),
         )
+        self._renderer = Renderer(self._session, self.config.names_ttl_s)
         self._tasks = [asyncio.create_task(pod.watch(self._session), name=pod.name) for pod in self.pods]
 
     async def close(self) -> None:
@@ -92,8 +93,7 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def score(
         self, *, prompt: str | None = None, messages: Sequence[Any] | None = None, token_ids: Sequence[int] | None = None,
@@ -183,10 +183,6 @@ class Fleet:
         known = {pod.name: pod.is_known for pod in self.pods}
         scores = {name: one._asdict() | {"known": known[name]} for name, one in found.items()}
         return {"tokens": len(tokens.ids), "scores": scores, "left_out": left_out}
-
-    def _sessions(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "start() comes first"
-        return self._session
 
 
 def score(

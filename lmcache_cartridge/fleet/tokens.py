@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -58,7 +58,7 @@ _decoder = msgspec.json.Decoder(_Shown | list[_Shown])
 class Renderer:
     """Asks servers for tokens. One event loop."""
 
-    def __init__(self, session: Callable[[], aiohttp.ClientSession], ttl_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, ttl_s: float) -> None:
         """Tokens of names are remembered for `ttl_s`, and given out for longer while they are asked for again."""
         self._session, self._ttl_s = session, ttl_s
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -105,7 +105,7 @@ class Renderer:
         for number in range(len(pods)):
             pod = pods[(self._turn + number) % len(pods)]
             try:
-                async with self._session().post(f"{pod.url}{path}/render", json=body, headers=headers) as response:
+                async with self._session.post(f"{pod.url}{path}/render", json=body, headers=headers) as response:
                     status, told = response.status, await response.read()
                 if status == 200:
                     shown = _decoder.decode(told)
