@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ..artifact import reading
 from ..artifact.bytesource import FileReader
 from ..artifact.manifest import Manifest, check_id
 from ..errors import CartridgeError, RegistryError, SourceDenied, SourceError, SourceNotFound
@@ -154,14 +153,8 @@ class Published(Registry):
         """Begin a library where there is none, and look. Raises `SourceError` for who may not write there."""
         self._change(lambda db: None)
 
-    def register(
-        self, root: Path, location: str | None = None, *, promote: bool = True, label: str | None = None
-    ) -> Manifest:
-        """See `Registry.register`. The artefact was stored at its `place`, whatever `location` says."""
-        return super().register(root, self.place(reading.load_manifest(root)), promote=promote, label=label)
-
     def place(self, one: Manifest | RegistryEntry) -> str:
-        """Return the location of an artefact. Other content lies elsewhere, so nobody overwrites what another stored."""
+        """Return where an artefact has to be stored, and is registered at. Other content lies elsewhere, so nobody overwrites what another stored."""
         return f"{self.location}/cartridges/{one.id}/{one.version}/{one.digest[:16]}"
 
     def _look(self) -> bool:

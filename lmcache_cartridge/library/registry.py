@@ -122,9 +122,15 @@ class Registry:
                 self._create(db)
 
     def register(
-        self, root: Path, location: str | None = None, *, promote: bool = True, label: str | None = None
+        self,
+        root: Path,
+        location: str | None = None,
+        *,
+        promote: bool = True,
+        label: str | None = None,
+        version: int | None = None,
     ) -> Manifest:
-        """Add the artefact at `root` under the id and version of its manifest, and return that.
+        """Add the artefact at `root` under the id and version of its manifest, and return that, with `version` for its own.
 
         With `location` the payload lies there, and `root` holds a copy of its manifest and token ids only. Without
         `promote` a new version is had by its `id@version` alone, until `promote()`; the id means what it meant. `label` is pointed at
@@ -138,6 +144,7 @@ class Registry:
         reading.load_token_ids(manifest, root)
         if location is None:
             reading.check_local_header(manifest, root)
+        manifest = msgspec.structs.replace(manifest, version=version or manifest.version)
         entry = entry_of(manifest, location or str(root), promoted=promote)
         if label is not None:
             check_id(label)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from ..artifact import files, reading
+from ..artifact import reading
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, CartridgeExists, CartridgeNotFound, SettingsError, SourceNotFound
@@ -20,7 +18,7 @@ from ..library.workers import note
 from ..settings import Settings
 from .s3 import S3Source
 from .sources import Sources
-from .transfer import Progress, files_of
+from .transfer import Progress
 from .writers import DirectoryWriter, S3Writer
 
 _SHARE = 0.9
@@ -62,23 +60,19 @@ class Library:
         other content has this id and version: of two publishers the second is told.
         """
         self.registry.begin()
-        if not next_version:
-            return self._publish(root, label=label, promote=promote, progress=progress)
-        while True:
-            version = self._free_version(reading.load_manifest(root))
-            with _renumbered(root, version) as copy:
-                try:
-                    return self._publish(copy, label=label, promote=promote, progress=progress)
-                except CartridgeExists:
-                    if self._free_version(reading.load_manifest(root)) == version:
-                        raise  # it is not the number that is taken
-
-    def _publish(self, root: Path, *, label: str | None, promote: bool, progress: Progress) -> Manifest:
         manifest = reading.load_manifest(root)
-        with suppress(CartridgeNotFound):
-            check_same(manifest.name, self.registry.find(manifest.name).digest, manifest.digest)
-        self._writer.store(root, self.registry.place(manifest), progress)
-        return self.registry.register(root, promote=promote, label=label)
+        while True:
+            if next_version:
+                manifest = msgspec.structs.replace(manifest, version=self._free_version(manifest))
+            with suppress(CartridgeNotFound):
+                check_same(manifest.name, self.registry.find(manifest.name).digest, manifest.digest)
+            place = self.registry.place(manifest)
+            self._writer.store(root, manifest, place, progress)
+            try:
+                return self.registry.register(root, place, promote=promote, label=label, version=manifest.version)
+            except CartridgeExists:
+                if not next_version or self._free_version(manifest) == manifest.version:
+                    raise  # it is not the number that is taken
 
     def _free_version(self, manifest: Manifest) -> int:
         """Return the next version of an id, or the one that has this content already, as of the last look."""
@@ -147,17 +141,6 @@ def look(settings: Settings) -> None:
 def follower_of(settings: Settings) -> Follower | None:
     """Return what follows the library that settings name, the caller's to close; None where they name none."""
     return None if settings.library is None else Follower(settings)
-
-
-@contextmanager
-def _renumbered(root: Path, version: int) -> Iterator[Path]:
-    """Lend a directory with the artefact at `root` under another version, which is no part of its digest."""
-    with tempfile.TemporaryDirectory(prefix="lmcache-cartridge-") as name:
-        copy, manifest = Path(name), reading.load_manifest(root)
-        for file in files_of(manifest):
-            (copy / file).symlink_to((root / file).resolve())
-        files.write(copy / reading.MANIFEST, [msgspec.structs.replace(manifest, version=version).encode()])
-        yield copy
 
 
 def _location(settings: Settings) -> str:

@@ -47,15 +47,25 @@ class Pulled(NamedTuple):
     """False where it was here already."""
 
 
-def push(root: Path, location: str, source: S3Source, *, force: bool, progress: Progress) -> Pushed:
+def push(
+    root: Path,
+    location: str,
+    source: S3Source,
+    *,
+    force: bool,
+    progress: Progress,
+    manifest: Manifest | None = None,
+) -> Pushed:
     """Store the artefact at `root` under an `s3://` location, manifest last, having verified every checksum.
 
+    `manifest` is its own with another id or version, which are no part of its digest.
     Raises `CartridgeExists` where an artefact of other content is there, unless `force`: then its manifest goes first,
     so that nobody takes new bytes for those of the old one. A push that fails leaves files without a manifest, which are
     no artefact; the next one replaces them.
     """
     there = _manifest_at(location, source)
-    manifest = verified(root, progress)
+    found = verified(root, progress)
+    manifest = manifest or found
     if there is not None and there.digest == manifest.digest and _is_complete(there, location, source):
         return Pushed(there, False)
     if there is not None and there.digest != manifest.digest and not force:
@@ -66,15 +76,14 @@ def push(root: Path, location: str, source: S3Source, *, force: bool, progress: 
         )
     if there is not None and there.digest != manifest.digest:  # else another push may just have completed the same
         source.delete(location, reading.MANIFEST)
-    data = (root / reading.MANIFEST).read_bytes()
-    if decode(data, str(root)).digest != manifest.digest:
+    if reading.load_manifest(root).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
     for file in files_of(manifest):
         with (root / file).open("rb") as opened:
             source.upload(location, file, opened, _counted(file, os.fstat(opened.fileno()).st_size, progress))
     if manifest.payload:
         _check_size(manifest, location, source)
-    source.upload(location, reading.MANIFEST, BytesIO(data))
+    source.upload(location, reading.MANIFEST, BytesIO(manifest.encode()))
     return Pushed(manifest, True)
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from io import BytesIO
 from pathlib import Path
 
-from ..artifact import files, reading
+from ..artifact import files
 from ..artifact.local import LocalSource
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound
@@ -59,9 +59,9 @@ class S3Writer:
     def swap(self, file: str, data: bytes, known: str | None) -> str | None:
         return self._source.swap(self._location, file, data, known)
 
-    def store(self, root: Path, location: str, progress: Progress) -> Manifest:
-        """Store the artefact at `root`, having verified it; see `transfer.push`. No change where it is there already."""
-        return transfer.push(root, location, self._source, force=False, progress=progress).manifest
+    def store(self, root: Path, manifest: Manifest, location: str, progress: Progress) -> None:
+        """Store the artefact at `root` as `manifest` numbers it; see `transfer.push`. No change where it is there already."""
+        transfer.push(root, location, self._source, force=False, progress=progress, manifest=manifest)
 
     def close(self) -> None:
         """Give back connections and threads."""
@@ -95,15 +95,17 @@ class DirectoryWriter:
         except OSError as error:
             raise _mapped(path, error) from error
 
-    def store(self, root: Path, location: str, progress: Progress) -> Manifest:
-        """Store the artefact at `root`, whole or not at all, having verified it. No change where it is there already."""
-        manifest, target = reading.load_manifest(root), Path(location)
+    def store(self, root: Path, manifest: Manifest, location: str, progress: Progress) -> None:
+        """Store the artefact at `root` as `manifest` numbers it, whole or not at all, having verified it.
+
+        No change where it is there already.
+        """
+        target = Path(location)
         try:
             if not transfer.holds(target, manifest):
                 transfer.fetch(manifest, str(root), self._source, target, progress, self._locked())
         except OSError as error:
             raise _mapped(target, error) from error
-        return manifest
 
     def close(self) -> None:
         """Nothing to give back."""

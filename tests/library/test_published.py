@@ -124,7 +124,7 @@ def made(root: Path, name: str = "doc", version: int = 1, seed: int = 0) -> Path
 
 def add(library: Published, root: Path, **options: Any) -> None:
     """Publish an artefact that was not stored."""
-    library.register(root, **options)
+    library.register(root, library.place(reading.load_manifest(root)), **options)
 
 
 def index_of(where: Where) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monk
     manifest = reading.load_manifest(root)
     one, other = (DirectoryWriter(where.location) for _ in range(2))
     target = Path(where.machine("author").place(manifest))
-    one.store(root, str(target), lambda *_: None)
+    one.store(root, manifest, str(target), lambda *_: None)
     (target / reading.PAYLOAD).unlink()
     holds, seen = transfer.holds, list[bool]()
 
@@ -289,7 +289,7 @@ def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monk
         answer = holds(place, wanted)
         if not seen:
             seen.append(answer)
-            other.store(root, str(target), lambda *_: None)
+            other.store(root, manifest, str(target), lambda *_: None)
             seen.append(holds(place, wanted))
             monkeypatch.setattr(shutil, "rmtree", watched)
         return answer
@@ -300,7 +300,7 @@ def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monk
 
     rmtree = shutil.rmtree
     monkeypatch.setattr(transfer, "holds", interleaved)
-    one.store(root, str(target), lambda *_: None)
+    one.store(root, manifest, str(target), lambda *_: None)
     assert seen[0] is False and all(seen[1:]) and len(seen) > 2
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name], "and leaves nothing beside it"
 
@@ -566,11 +566,8 @@ def test_a_change_that_cannot_be_is_refused_before_it_is_written(where: Where) -
         two.label("a", "a@1")
     with pytest.raises(CartridgeNotFound):
         two.promote("b@1")
-    two.register(where.tmp_path / "a", "/somewhere/else")
-    assert (two.following().position, two.find("a").location) == (
-        1,
-        two.place(reading.load_manifest(where.tmp_path / "a")),
-    )
+    add(two, where.tmp_path / "a")
+    assert two.following().position == 1
 
 
 def test_a_label_is_pointed_at_what_a_name_means_now(where: Where) -> None:
