@@ -1,5 +1,7 @@
 """MemoryTier: the chunks of one engine rank in one memory, and who may rely on them for how long.
+
 An entry has one reference count. Whoever relies on a chunk has a `Hold`, and what is held is never evicted:
+
 hold(keys)    a claim's: grows from poll to poll, as chunks find memory and are loaded
 lease(keys)   the tier's own, with a deadline: LMCache asks for chunks by key, and by key it lets them go
 lend(keys)    a loan of one chunk's bytes, while they are copied
@@ -21,7 +23,7 @@ from ..library.index import ChunkKey
 from .loads import ChunkSource, LoadThreads
 from .loan import Entry, Lease, Loan, Make, loans
 from .readiness import Readiness
-from .replacement import Replacement
+from .replacement import Replacement, count_digests
 from .slab import slab
 from .tier_stats import TierStats
 
@@ -32,7 +34,8 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 class Hold:
     """Chunks of one tier that may not be evicted before `close()`.
 
-    A hold that is dropped instead is closed when the tier next needs room or is asked for its totals."""
+    A hold that is dropped instead is closed when the tier next needs room or is asked for its totals.
+    """
 
     whole = closed = False
     _problem: str | None = None
@@ -282,7 +285,7 @@ class MemoryTier:
             hold._is_counted = True
             hits = sum(key in self._entries and self._entries[key].state == "resident" for key in hold.keys)
             self._hits, self._misses = self._hits + hits, self._misses + len(hold.keys) - hits
-            self._use(_count(hold.keys), hits == len(hold.keys))
+            self._use(count_digests(hold.keys), hits == len(hold.keys))
         if len(hold._entries) < len(hold.keys):
             if now >= hold._retry_at:
                 self._admit(hold)
@@ -293,7 +296,7 @@ class MemoryTier:
         """Keep the longest leading run of `keys` that is resident in time, and return it."""
         self._settle()
         here: list[Any] = list(map(self._entries.get, keys))
-        uses = _count(keys)
+        uses = count_digests(keys)
         is_used = here and (here[0] is None or here[0].holds == len(here[0].leases))
         # A claimed chunk was counted when it was claimed. So a chunk is not counted while somebody copies it.
         if self._are_resident(here):
@@ -337,7 +340,7 @@ class MemoryTier:
         # What is here is kept first, so that loading its neighbours cannot evict it.
         self._add(hold, filter(None, here))
         admitted = here if all(here) else self._load_missing(hold)
-        for digest in _count(hold.keys[: len(admitted)]):
+        for digest in count_digests(hold.keys[: len(admitted)]):
             self._cartridges.move_to_end(digest)
         return admitted
 
@@ -441,10 +444,3 @@ class MemoryTier:
 
 def _is_resident(entry: Entry | None) -> bool:
     return entry is not None and entry.state == "resident"
-
-
-def _count(keys: Sequence[ChunkKey]) -> dict[str, int]:
-    """Return how many of a prompt's keys are of each digest: mostly they are of one, and a Counter takes long."""
-    if keys and keys[0].digest == keys[-1].digest:
-        return {keys[0].digest: len(keys)}
-    return Counter(key.digest for key in keys)
