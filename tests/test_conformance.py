@@ -22,7 +22,7 @@ from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.errors import SourceNotFound
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory.loan import Loan
+from lmcache_cartridge.memory.holds import Hold
 from lmcache_cartridge.memory.tier import MemoryTier
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
 from lmcache_cartridge.sources.s3 import S3Source
@@ -239,7 +239,7 @@ class TestMemoryTier(HoldTests):
     def has(self, tier: MemoryTier, digest: str, chunk: int) -> bool:
         return tier.resident([ChunkKey(digest, chunk)]) == 1
 
-    def hold(self, tier: MemoryTier, digest: str, chunk: int) -> Loan:
+    def hold(self, tier: MemoryTier, digest: str, chunk: int) -> Hold:
         (loan,) = tier.lend([ChunkKey(digest, chunk)])
         return loan
 

@@ -16,7 +16,7 @@ from waiting import run_threads, until
 from lmcache_cartridge.errors import CartridgeError, OverBudget
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import device as device_module
-from lmcache_cartridge.memory.loan import Loan
+from lmcache_cartridge.memory.holds import Hold
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.memory.tier import MemoryTier
 
@@ -30,7 +30,7 @@ def _tiers(store: CartridgeStore) -> tuple[MemoryTier, MemoryTier]:
     return store.device, store.cpu
 
 
-def _within(tier: MemoryTier, loan: Loan, made: Made, chunk: int) -> bool:
+def _within(tier: MemoryTier, loan: Hold, made: Made, chunk: int) -> bool:
     """Whether a loan's bytes are the tier's of that chunk."""
     for own in tier.lend([ChunkKey(made.manifest.digest, chunk)]):
         with own:

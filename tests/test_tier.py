@@ -27,8 +27,8 @@ from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.library.workers import STALLED_S
 from lmcache_cartridge.memory.loads import ChunkSource, Piece
-from lmcache_cartridge.memory.loan import Loan
-from lmcache_cartridge.memory.readiness import Readiness
+from lmcache_cartridge.memory.holds import Hold
+from lmcache_cartridge.memory.holds import Readiness
 from lmcache_cartridge.memory.tier import Hold, MemoryTier
 
 SLOT = 64
@@ -63,7 +63,7 @@ def _keys(digest: str, count: int) -> list[ChunkKey]:
     return [ChunkKey(digest, chunk) for chunk in range(count)]
 
 
-def _intact(loan: Loan, key: ChunkKey) -> bool:
+def _intact(loan: Hold, key: ChunkKey) -> bool:
     return bool((loan.bytes == _byte(key)).all()) and loan.bytes.numel() == SLOT
 
 
@@ -72,7 +72,7 @@ def _quiet(tier: MemoryTier) -> None:
     until(lambda: not tier.stats().loading)
 
 
-def _lend(tier: MemoryTier, key: ChunkKey) -> Loan | None:
+def _lend(tier: MemoryTier, key: ChunkKey) -> Hold | None:
     return next(iter(tier.lend([key])), None)
 
 
@@ -382,7 +382,7 @@ class _Machine(RuleBasedStateMachine):
         self.loads, self.clock = _Loads(), Clock()
         self.tier = MemoryTier(SLOT, self.slots * SLOT, one_by_one(self.loads), lease_s=100, clock=self.clock)
         self.leases: dict[ChunkKey, list[float]] = {}
-        self.loans: list[tuple[ChunkKey, Loan]] = []
+        self.loans: list[tuple[ChunkKey, Hold]] = []
         self.holds: list[tuple[Hold, set[ChunkKey]]] = []
 
     def teardown(self) -> None:
@@ -674,8 +674,8 @@ class _Halves(ChunkSource):
     def __init__(self, loads: _Loads) -> None:
         self._loads = loads
 
-    def plan(self, digest: str) -> Callable[[int], list[Piece]]:
-        return lambda chunk: [Piece(ChunkKey(digest, chunk // 2), chunk % 2)]
+    def pieces(self, key: ChunkKey) -> list[Piece]:
+        return [Piece(ChunkKey(key.digest, key.chunk // 2), key.chunk % 2)]
 
     def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
         assert out is None
@@ -707,8 +707,7 @@ def test_what_comes_to_be_wanted_while_it_is_read_is_read_once(open_tier: Callab
     until(lambda: loads.counts[keys[0]])
     with tier.hold(keys) as hold:
         hold.poll()
-        until(lambda: not tier._threads._unplanned)
-        time.sleep(0.05)
+        until(lambda: all(entry.reads for entry in tier._entries.values()))
         loads.held[keys[0]].set()
         until(lambda: hold.poll().ready)
     assert loads.counts == {keys[0]: 1}
@@ -746,15 +745,15 @@ def test_closing_loads_nothing_that_no_thread_has_begun_with(open_tier: Callable
     assert (tier.stats().resident, tier.stats().loading) == (1, 0)
 
 
-@pytest.mark.parametrize("in_plan", [True, False])
-def test_a_bug_in_loading_together_fails_all_of_them_and_hangs_nobody(
-    open_tier: Callable, loads: _Loads, in_plan: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("place", ["pieces", "read", "put", "finish"])
+def test_a_bug_in_loading_fails_its_chunks_and_hangs_nobody(
+    open_tier: Callable, loads: _Loads, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> NoReturn:
         raise ZeroDivisionError("oops")
 
-    source = one_by_one(loads)
-    setattr(source, "plan" if in_plan else "read", broken)
+    source = _Halves(loads)
+    setattr(source, place, broken)
     tier = open_tier(5, source=source)
     assert tier.lease(_keys("a", 5), 60) == 0
     _quiet(tier)
@@ -766,8 +765,8 @@ _LOADS_BIG_TENSORS = """
 import os, threading, torch
 from lmcache_cartridge.library.index import ChunkKey
 from chunks import one_by_one
-from lmcache_cartridge.memory.loan import Loan
-from lmcache_cartridge.memory.readiness import Readiness
+from lmcache_cartridge.memory.holds import Hold
+from lmcache_cartridge.memory.holds import Readiness
 from lmcache_cartridge.memory.tier import MemoryTier
 
 size = 4 << 20

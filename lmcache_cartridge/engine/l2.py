@@ -31,8 +31,8 @@ from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEn
 from ..library.index import Hasher
 from ..memory.claims import Claim
 from ..memory.described import Engine
+from ..memory.holds import Readiness
 from ..memory.layout import HELD, rank_heads
-from ..memory.readiness import Readiness
 from ..memory.store import CartridgeStore
 from ..memory.tiles import WORD, has_blocks, is_tiled
 from ..settings import from_mapping

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ..artifact.cartridge import Place
 from ..errors import CartridgeError, OverBudget
-from .readiness import Readiness
-from .tier import Hold
+from .holds import Readiness, Reservation
 
 _GIVE_UP_S = 600.0
 """How long a fetch in the background is tried for."""
@@ -22,7 +21,7 @@ class Claim:
     def __init__(
         self,
         tag: str,
-        opening: Iterator[Hold | Readiness | None],
+        opening: Iterator[Reservation | Readiness | None],
         refusal: Callable[[], Readiness | None],
         clock: Callable[[], float],
     ) -> None:
@@ -31,7 +30,7 @@ class Claim:
         """
         self.tag, self.started_at, self.closed = tag, clock(), False
         self._opening, self._refusal, self._clock = opening, refusal, clock
-        self._opened: Hold | Readiness | None = None
+        self._opened: Reservation | Readiness | None = None
         self._resident_before: int | None = None
         self._lock = threading.Lock()
         self._open()
@@ -62,10 +61,10 @@ class Claim:
         """Let its chunks be evicted. Closing twice is no change."""
         with self._lock:
             self.closed = True
-            if isinstance(self._opened, Hold):
+            if isinstance(self._opened, Reservation):
                 self._opened.close()
 
-    def _open(self) -> Hold | Readiness | None:
+    def _open(self) -> Reservation | Readiness | None:
         with self._lock:
             if self._opened is None and not self.closed:
                 self._opened = next(self._opening, _FAILED)

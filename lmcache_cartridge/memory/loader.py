@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -278,8 +277,8 @@ class CatalogSource(ChunkSource):
         self._loader, self._catalog = loader, catalog
         self.room, self.finish = loader.room, loader.finish  # type: ignore[method-assign]
 
-    def plan(self, digest: str) -> Callable[[int], Sequence[Piece]]:
-        return partial(self._loader.pieces, self._segments(digest))
+    def pieces(self, key: ChunkKey) -> Sequence[Piece]:
+        return self._loader.pieces(self._segments(key.digest), key.chunk)
 
     def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
         """Read a stored chunk; quarantine a copy whose bytes are wrong, and read from another place where there is one."""

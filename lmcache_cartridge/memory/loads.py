@@ -7,7 +7,9 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from ..errors import CartridgeError
 from ..library.index import ChunkKey
 from ..library.workers import STALLED_S, Workers, go_on
 from ..sources.cores import use_all_cores
+from .holds import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +57,9 @@ class Piece(NamedTuple):
 class ChunkSource:
     """Where a tier's chunks come from. As it stands each is read by itself; called by the loading threads."""
 
-    def plan(self, digest: str) -> Callable[[int], Sequence[Piece]]:
-        """Return what tells the pieces of each chunk of a cartridge or chain. May block; raises `CartridgeError`."""
-        return lambda chunk: [Piece(ChunkKey(digest, chunk))]
+    def pieces(self, key: ChunkKey) -> Sequence[Piece]:
+        """Return what a chunk is made of. May block; raises `CartridgeError`."""
+        return [Piece(key)]
 
     def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
         """Return the verified bytes of a piece, flat uint8: `out`, filled, where there is one. Blocks; raises `CartridgeError`."""
@@ -74,28 +77,15 @@ class ChunkSource:
         """Fill a chunk's slot once all its pieces are in `room`."""
 
 
-Loaded = Callable[[Sequence[ChunkKey], Sequence[CartridgeError | None]], None]
-"""Is told which chunks were loaded together, and for each None or why it could not be."""
+class Read:
+    """A piece that is to be read, and the chunks that wait for it."""
 
+    __slots__ = ("at", "begun", "future", "wanted")
 
-class _Chunk:
-    """A chunk that is being loaded."""
-
-    __slots__ = ("error", "key", "left", "pieces", "room", "seconds", "slot")
-
-    def __init__(self, key: ChunkKey, slot: torch.Tensor, room: torch.Tensor) -> None:
-        self.key, self.slot, self.room = key, slot, room
-        self.pieces: Sequence[Piece] = ()
-        self.left, self.seconds = 0, 0.0
-        self.error: CartridgeError | None = None
-
-    def attempt(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Make a call, unless something went wrong before, and note what goes wrong."""
-        try:
-            if self.error is None:
-                call(*arguments)
-        except Exception as caught:
-            self.error = _as_error(self.key, caught)
+    def __init__(self, at: ChunkKey) -> None:
+        self.at, self.begun = at, False
+        self.wanted: list[tuple[Entry, Piece]] = []
+        self.future: Future[None]
 
 
 class LoadThreads:
@@ -107,7 +97,7 @@ class LoadThreads:
     def __init__(
         self,
         source: ChunkSource,
-        loaded: Loaded,
+        loaded: Callable[[Sequence[Entry]], None],
         lock: threading.RLock,
         *,
         threads: int = 4,
@@ -115,20 +105,13 @@ class LoadThreads:
         is_slow: Callable[[str], bool] = lambda digest: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """No thread begins with a chunk while a caller holds `lock`, so chunks submitted meanwhile are loaded together.
+        """`loaded` is called by the loading thread, under `lock`, with chunks that are loaded, or have an `error`.
 
-        Digests that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting. `loaded` is
-        called by the loading thread.
+        Digests that are `is_slow` to load have `slow_threads` of their own, so that they keep no others waiting.
         """
         self._source, self._loaded, self._is_slow = source, loaded, is_slow
-        self._chunks: dict[ChunkKey, _Chunk] = {}
-        self._unplanned: dict[str, list[_Chunk]] = {}
-        self._wanted: dict[ChunkKey, list[tuple[_Chunk, Piece]]] = {}
-        """Who waits for each piece until it was read."""
-        self._waiting: set[ChunkKey] = set()
-        """Those of them that no thread has begun with."""
-        self._jobs: set[ChunkKey] = set()
-        """Pieces that a thread will look at, those too that were taken back."""
+        self._loading: dict[ChunkKey, Entry] = {}
+        self._reads: dict[ChunkKey, Read] = {}
         self._seconds, self._counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
         self._lock = lock
         limits = {"cartridge-load": threads, "cartridge-fetch": slow_threads}
@@ -138,35 +121,28 @@ class LoadThreads:
             if limit
         ]
 
-    def submit(self, key: ChunkKey, slot: torch.Tensor) -> None:
-        """Have a chunk loaded into `slot`, which is the loading threads' until `loaded` is called. Does not wait."""
+    def submit(self, entries: Sequence[Entry]) -> None:
+        """Have chunks loaded into their slots, which are the loading threads' until `loaded` is called. Does not wait."""
         with self._lock:
-            chunk = self._chunks[key] = _Chunk(key, slot, self._source.room(slot))
-            if key.digest not in self._unplanned:
-                self._unplanned[key.digest] = []
-                self._begin(key.digest, partial(self._plan, key.digest))
-            self._unplanned[key.digest].append(chunk)
+            for entry in entries:
+                entry.room = self._source.room(entry.bytes)
+                self._loading[entry.key] = entry
+            for digest, group in groupby(entries, lambda entry: entry.key.digest):
+                self._begin(digest, partial(self._plan, list(group)))
 
-    def waiting(self) -> list[ChunkKey]:
-        """Return the chunks that no thread has begun with, the last submitted first."""
+    def loading(self) -> list[Entry]:
+        """Return the chunks that are being loaded, the last submitted first."""
         with self._lock:
-            return [
-                key
-                for key, chunk in reversed(self._chunks.items())
-                if chunk.left == len(chunk.pieces) and self._waiting.issuperset(piece.at for piece in chunk.pieces)
-            ]
+            return list(reversed(self._loading.values()))
 
-    def take_back(self, key: ChunkKey) -> None:
-        """Forget one of `waiting`; `loaded` is not called. `lock` has been held since."""
-        chunk = self._chunks.pop(key)
-        if chunk in (unplanned := self._unplanned.get(key.digest, [])):
-            unplanned.remove(chunk)
-        for piece in chunk.pieces:
-            wanted = self._wanted[piece.at]
-            wanted.remove((chunk, piece))
-            if not wanted:
-                del self._wanted[piece.at]
-                self._waiting.remove(piece.at)
+    def take_back(self, entry: Entry) -> None:
+        """Forget a chunk that no thread has begun to read for; `loaded` is not called. `lock` has been held since."""
+        del self._loading[entry.key]
+        for read in entry.reads:
+            read.wanted = [wanted for wanted in read.wanted if wanted[0] is not entry]
+            if not read.wanted:
+                read.future.cancel()
+                del self._reads[read.at]
 
     def durations(self) -> tuple[float, tuple[int, ...]]:
         """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides."""
@@ -185,78 +161,82 @@ class LoadThreads:
         """Wait for what threads have begun, but not for what is stalled, and fail the rest; submit nothing afterwards."""
         for workers in self._workers:
             workers.close(STALLED_S)
-        self._end(list(self._chunks.values()), CartridgeError("this engine stops"))
+        self._end(self.loading(), CartridgeError("this engine stops"))
 
-    def _begin(self, digest: str, job: Callable[[], None]) -> None:
-        self._workers[-self._is_slow(digest)].submit(object(), lambda: go_on(job), (digest,))
+    def _begin(self, digest: str, job: Callable[[], None]) -> Future[None]:
+        return self._workers[-self._is_slow(digest)].submit(object(), lambda: go_on(job), (digest,))
 
-    def _plan(self, digest: str) -> None:
-        with self._lock:
-            chunks = self._unplanned.pop(digest)
-        try:
-            pieces_of = self._source.plan(digest)
-            planned = [(chunk, pieces_of(chunk.key.chunk)) for chunk in chunks]
-        except Exception as caught:
-            self._end(chunks, _as_error(ChunkKey(digest, 0), caught))
-            return
-        with self._lock:
-            for chunk, pieces in planned:
-                if self._chunks.get(chunk.key) is chunk:
-                    chunk.pieces, chunk.left = pieces, len(pieces)
+    def _plan(self, entries: Sequence[Entry]) -> None:
+        planned = []
+        for entry in entries:
+            try:
+                planned.append((entry, self._source.pieces(entry.key)))
+            except Exception as caught:
+                self._end([entry], _as_error(entry.key, caught))
+        with self._lock:  # for all, so that what several are made of is not read before all want it
+            for entry, pieces in planned:
+                if self._loading.get(entry.key) is entry:  # else it was taken back
+                    entry.left = len(pieces)
                     for piece in pieces:
-                        self._want(chunk, piece)
+                        self._want(entry, piece)
 
-    def _want(self, chunk: _Chunk, piece: Piece) -> None:
-        at = piece.at
-        if at not in self._wanted:
-            self._wanted[at] = []
-            self._waiting.add(at)
-            if at not in self._jobs:
-                self._jobs.add(at)
-                self._begin(at.digest, partial(self._read, at))
-        self._wanted[at].append((chunk, piece))
+    def _want(self, entry: Entry, piece: Piece) -> None:
+        read = self._reads.get(piece.at)
+        if read is None:
+            read = self._reads[piece.at] = Read(piece.at)
+            read.future = self._begin(piece.at.digest, partial(self._read, read))
+        read.wanted.append((entry, piece))
+        entry.reads.append(read)
 
-    def _read(self, at: ChunkKey) -> None:
+    def _read(self, read: Read) -> None:
         started, data, error = time.perf_counter(), None, None
         with self._lock:
-            self._jobs.remove(at)
-            if at not in self._waiting:
+            if not read.wanted:
                 return  # it was taken back
-            self._waiting.remove(at)
-            rooms = [chunk.room for chunk, piece in self._wanted[at] if piece.where is None]
+            read.begun = True
+            rooms = [entry.room for entry, piece in read.wanted if piece.where is None]
         try:
-            data = self._source.read(at, next(iter(rooms), None))
+            data = self._source.read(read.at, next(iter(rooms), None))
         except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
-            error = _as_error(at, caught)
+            error = _as_error(read.at, caught)
         with self._lock:
-            wanted = self._wanted.pop(at)  # with those who came to want it meanwhile
-        for chunk, piece in wanted:
-            chunk.error = chunk.error or error
-            if data is not chunk.room:
-                chunk.attempt(self._source.put, piece, data, chunk.room)
+            del self._reads[read.at]  # with those who came to want it meanwhile
+        for entry, piece in read.wanted:
+            entry.error = entry.error or error
+            if data is not entry.room:
+                _attempt(entry, self._source.put, piece, data, entry.room)
         took_s, done = time.perf_counter() - started, []
         with self._lock:
             self._seconds += took_s
-            for chunk, _ in wanted:
-                chunk.seconds += took_s
-                chunk.left -= 1
-                if not chunk.left:
-                    done.append(chunk)
-        for chunk in done:
-            chunk.attempt(self._source.finish, chunk.room, chunk.slot)
+            for entry, _ in read.wanted:
+                entry.seconds += took_s
+                entry.left -= 1
+                if not entry.left:
+                    done.append(entry)
+        for entry in done:
+            _attempt(entry, self._source.finish, entry.room, entry.bytes)
         self._end(done)
 
-    def _end(self, chunks: Sequence[_Chunk], error: CartridgeError | None = None) -> None:
+    def _end(self, entries: Sequence[Entry], error: CartridgeError | None = None) -> None:
         """Tell of chunks that are loaded, or could not be; not of those that were taken back or told of."""
         with self._lock:
-            chunks = [chunk for chunk in chunks if self._chunks.get(chunk.key) is chunk]
-            for chunk in chunks:
-                del self._chunks[chunk.key]
-                self._counts[bisect_left(LOAD_SECONDS, chunk.seconds)] += 1
-                chunk.error = chunk.error or error
-                if chunk.error is not None:
-                    logger.warning("chunk %d of %s was not loaded: %s", *reversed(chunk.key), chunk.error)
-            self._loaded([chunk.key for chunk in chunks], [chunk.error for chunk in chunks])
+            entries = [entry for entry in entries if self._loading.get(entry.key) is entry]
+            for entry in entries:
+                del self._loading[entry.key]
+                self._counts[bisect_left(LOAD_SECONDS, entry.seconds)] += 1
+                entry.error = entry.error or error
+                if entry.error is not None:
+                    logger.warning("chunk %d of %s was not loaded: %s", *reversed(entry.key), entry.error)
+            self._loaded(entries)
+
+
+def _attempt(entry: Entry, call: Callable[..., None], *arguments: Any) -> None:
+    """Make a call for a chunk, unless something went wrong with it before, and note what goes wrong."""
+    try:
+        if entry.error is None:
+            call(*arguments)
+    except Exception as caught:
+        entry.error = _as_error(entry.key, caught)
 
 
 def _as_error(key: ChunkKey, caught: Exception) -> CartridgeError:

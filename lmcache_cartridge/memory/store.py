@@ -28,12 +28,11 @@ from . import tiles
 from .claims import Background, Claim
 from .described import Engine
 from .device import Promotions, device_bytes
+from .holds import Make, Readiness, Reservation
 from .layout import ChunkShape, rank_heads
 from .loader import CatalogSource, ChunkLoader
-from .loan import Loan, Make
-from .readiness import Readiness
 from .residents import described, residents
-from .tier import Hold, MemoryTier
+from .tier import MemoryTier
 
 _POLL_S = 0.1
 """How often claims in the background are polled."""
@@ -151,11 +150,11 @@ class CartridgeStore:
         keys = self._leading(hashes, tag)
         return max(tier.resident(keys) for tier in self._memory.values())
 
-    def lend(self, chunk_hash: int, tag: str | None = None, make: Make = Loan) -> Any:
+    def lend(self, chunk_hash: int, tag: str | None = None, make: Make | None = None) -> Any:
         """Return a loan of one chunk, the caller's to close, or None if it cannot be had; see `lend_run`."""
         return next(iter(self.lend_run((chunk_hash,), tag, make)), None)
 
-    def lend_run(self, hashes: Sequence[int], tag: str | None = None, make: Make = Loan) -> list[Any]:
+    def lend_run(self, hashes: Sequence[int], tag: str | None = None, make: Make | None = None) -> list[Any]:
         """Lend one chunk after the other until one cannot be had; return the loans, the caller's to close.
 
         They are the chunks that a lookup leased; without one, those that it could find now. One that is not resident any
@@ -247,7 +246,7 @@ class CartridgeStore:
 
     def _opening(
         self, tag: str, places: Mapping[str, Place], room: Callable[[int], str | None] | None
-    ) -> Iterator[Hold | Readiness | None]:
+    ) -> Iterator[Reservation | Readiness | None]:
         """See `Claim`."""
         self._catalog.keep(tag)
         unknown = {digest: place for digest, place in places.items() if not self._catalog.knows(digest)}

@@ -1,10 +1,10 @@
 """MemoryTier: the chunks of one engine rank in one memory, and who may rely on them for how long.
 
-An entry has one reference count. Whoever relies on a chunk has a `Hold`, and what is held is never evicted:
+An entry has one reference count. Whoever relies on a chunk has a hold, and what is held is never evicted:
 
 hold(keys)    a claim's: grows from poll to poll, as chunks find memory and are loaded
 lease(keys)   the tier's own, with a deadline: LMCache asks for chunks by key, and by key it lets them go
-lend(keys)    a loan of one chunk's bytes, while they are copied
+lend(keys)    of one chunk each, while their bytes are copied
 """
 
 from __future__ import annotations
@@ -14,69 +14,48 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CartridgeError, OverBudget
+from ..errors import OverBudget
 from ..library.index import ChunkKey
+from .holds import Entry, Hold, Lease, Make, Readiness, Reservation
 from .loads import ChunkSource, LoadThreads
-from .loan import Entry, Lease, Loan, Make, loans
-from .readiness import Readiness
 from .replacement import Replacement, count_digests
 from .slab import slab
-from .tier_stats import TierStats
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
 """The pause before a failed load is tried again doubles from the first to the last."""
 
 
-class Hold:
-    """Chunks of one tier that may not be evicted before `close()`.
+class TierStats(NamedTuple):
+    """Counters since the start, in chunks where no unit is named, and what is resident now.
 
-    A hold that is dropped instead is closed when the tier next needs room or is asked for its totals.
+    promoted - evicted = resident, always.
     """
 
-    whole = closed = False
-    _problem: str | None = None
-    _is_counted = False
-    _retry_s = _retry_at = 0.0
-
-    def __init__(self, tier: MemoryTier, keys: Sequence[ChunkKey], entries: set[Entry]) -> None:
-        self.keys, self._tier, self._entries = keys, tier, entries
-
-    def poll(self) -> Readiness:
-        """Admit what is missing, as far as memory allows, and return how far everything is. Does not wait.
-
-        A chunk that was admitted has memory until `close`. With `whole` all chunks are admitted or none, else as many
-        of the leading ones as fit beside those that others hold. A failed load is tried again after a pause that grows
-        from poll to poll. After `close` nothing is held, and nothing is admitted.
-        """
-        with self._tier._lock:
-            if not self.closed:
-                self._tier._grow(self)
-            resident = sum(entry.state == "resident" for entry in self._entries)
-            return Readiness(resident, len(self._entries), len(self.keys), problem=self._problem)
-
-    def close(self) -> None:
-        """Let the chunks go; those being loaded are loaded to their end. Closing twice is no change."""
-        tier = self._tier
-        with tier._lock:
-            self.closed = True
-            if self._entries:
-                entries, self._entries = self._entries, set()
-                tier._let_go(entries)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # No lock: a garbage collection comes anywhere, in a thread that holds another lock too.
-        if self._entries:
-            self._tier._dropped.append(self)
+    hits: int
+    """Chunks that somebody asked for and that were resident."""
+    misses: int
+    promoted: int
+    """Chunks that became resident."""
+    failed: int
+    evicted: int
+    resident: int
+    loading: int
+    held: int
+    """Chunks with a reference count above 0: claimed, leased or lent."""
+    leased: int
+    """Leases of one chunk each that were not released and have not run out."""
+    lent: int
+    """Loans that are open."""
+    resident_bytes: int
+    budget_bytes: int
+    load_seconds: float
+    """Time spent in loads, failed ones too."""
+    load_counts: tuple[int, ...]
+    """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for longer ones."""
 
 
 class MemoryTier:
@@ -103,8 +82,7 @@ class MemoryTier:
                 f"{slot_bytes}, better to the size of the cartridges in use"
             )
         self._memory = slab(self.budget_bytes, device, pin_memory=pin_memory)  # equal slots, so nothing fragments
-        self._used = 0
-        """Slots that were handed out at least once."""
+        self._unused = iter(range(0, self.budget_bytes, slot_bytes))
         self._free: list[torch.Tensor] = []
         """Slots that were given back, as views: to make one costs more than the rest of a hit."""
         self._lease_s, self.clock = lease_s, clock
@@ -114,24 +92,21 @@ class MemoryTier:
         self._replacement = Replacement(self.slots)
         self._leases: OrderedDict[Lease, None] = OrderedDict()
         """Those that were not released, in the order in which they run out."""
-        self._dropped: deque[Hold] = deque()
-        """Holds that were not closed when the last reference to them went."""
         self._returned: deque[Entry] = deque()
-        """One of each loan that ended and is not counted yet: to end one takes no lock."""
-        self._lock = threading.RLock()  # re-entrant: `load` lends, and dropped holds are closed
+        """What holds gave back and is not counted yet, one for each time; and what loans did."""
+        self._repaid: deque[Entry] = deque()
+        self._lock = threading.RLock()  # re-entrant: `load` lends
         self._changed = threading.Condition(self._lock)
         self._threads = LoadThreads(source, self._loaded, self._lock, clock=clock, **loading)
         self.relieve = self._threads.relieve
         self._hits = self._misses = self._promoted = self._failed = self._evicted = 0
         # Totals are kept as they change: whoever asks for them must not hold up a hit.
-        self._held = self._lent = self._idle = 0
+        self._lent = self._idle = 0
         self._closed = False
 
-    def hold(self, keys: Sequence[ChunkKey], *, whole: bool = False) -> Hold:
+    def hold(self, keys: Sequence[ChunkKey], *, whole: bool = False) -> Reservation:
         """Return a hold on `keys`, the caller's to poll and close. Nothing is admitted before its first `poll()`."""
-        hold = Hold(self, tuple(keys), set())
-        hold.whole = whole
-        return hold
+        return Reservation(self._returned, keys, whole, self._poll)
 
     def lease(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False, plain: bool = False) -> int:
         """Lease the longest leading run of `keys` that is resident within `timeout_s`, and return its length.
@@ -164,19 +139,21 @@ class MemoryTier:
         with self._lock:
             return all((entry := self._entries.get(key)) is not None and entry.lease(True) for key in keys)
 
-    def lend(self, keys: Sequence[ChunkKey], make: Make = Loan) -> list[Any]:
-        """Return a loan of each of the longest leading run of `keys` that is resident, the caller's to close."""
+    def lend(self, keys: Sequence[ChunkKey], make: Make | None = None) -> list[Any]:
+        """Return a hold on each of the longest leading run of `keys` that is resident, or what `make` makes of it.
+
+        They are the caller's to close.
+        """
         with self._lock:
             self._settle()
-            run: list[Any] = list(map(self._entries.get, keys))
-            if not self._are_resident(run):
-                run = list(takewhile(_is_resident, run))
+            run: list[Any] = list(takewhile(_is_resident, map(self._entries.get, keys)))
             self._keep(run)
             self._lent += len(run)
-        return loans(run, self._returned, make)
+        holds = [Hold(self._repaid, (entry,)) for entry in run]
+        return holds if make is None else [make(hold.bytes, hold.close) for hold in holds]
 
-    def load(self, key: ChunkKey, timeout_s: float, make: Make = Loan) -> Any:
-        """Return a loan of a chunk, loaded first if need be; None if it is not resident within `timeout_s`."""
+    def load(self, key: ChunkKey, timeout_s: float, make: Make | None = None) -> Any:
+        """Do `lend` with a chunk, loaded first if need be; None if it is not resident within `timeout_s`."""
         with self._lock:
             run = self._keep_run((key,), timeout_s)
             lent = self.lend((key,), make)
@@ -206,11 +183,11 @@ class MemoryTier:
         """Return counters and totals, at a cost that does not grow with the chunks; no side effects."""
         with self._lock:
             self._expire()
-            resident = self._promoted - self._evicted
+            resident, loading = self._promoted - self._evicted, self._threads.loading()
+            held = resident - self._idle + sum(entry.holds > 0 for entry in loading)
             return TierStats(
-                self._hits, self._misses, self._promoted, self._failed, self._evicted,
-                resident, len(self._entries) - resident, self._held, len(self._leases), self._lent,
-                resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
+                self._hits, self._misses, self._promoted, self._failed, self._evicted, resident, len(loading), held,
+                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
             )  # fmt: skip
 
     def close(self) -> None:
@@ -220,44 +197,49 @@ class MemoryTier:
             self._changed.notify_all()
         self._threads.close()
 
-    # The lock is held in everything below but `_loaded`, which takes it.
+    def _poll(self, hold: Reservation) -> Readiness:
+        with self._lock:
+            if not hold.closed:
+                self._grow(hold)
+            entries = list(hold.entries)
+            resident = sum(entry.state == "resident" for entry in entries)
+            return Readiness(resident, len(entries), len(hold.keys), problem=hold.problem)
 
-    def _add(self, hold: Hold, entries: Iterable[Entry]) -> None:
+    # The lock is held in everything below.
+
+    def _add(self, hold: Reservation, entries: Iterable[Entry]) -> None:
         """Have a hold keep entries too."""
-        new = set(entries) - hold._entries
+        new = set(entries) - hold.entries
         self._keep(new)
-        hold._entries |= new
+        hold.entries |= new
+        if hold.closed:  # meanwhile, by another thread
+            hold.close()
 
     def _keep(self, entries: Iterable[Entry]) -> None:
         """Count one hold more of each: the one place where reference counts grow."""
         for entry in entries:
-            if not entry.holds:
-                self._held += 1
-                self._idle -= entry.state == "resident"
+            self._idle -= entry.is_idle()
             entry.holds += 1
 
     def _let_go(self, entries: Iterable[Entry]) -> None:
         """Count one hold less of each: the one place where reference counts shrink."""
         for entry in entries:
             entry.holds -= 1
-            if not entry.holds and entry.state != "gone":
-                self._held -= 1
+            if entry.is_idle():
                 self._idled(entry)
 
     def _idled(self, entry: Entry) -> None:
-        """Have an entry that nobody holds be evicted in its turn, if it is resident."""
-        if entry.state == "resident":
-            self._idle += 1
-            self._replacement.offer(entry.key.digest)
+        """Have a resident entry that nobody holds be evicted in its turn."""
+        self._idle += 1
+        self._replacement.offer(entry.key.digest)
 
     def _settle(self) -> None:
-        """Count the loans that ended without the lock, and close the holds that were dropped."""
-        if self._returned:
-            returned = [self._returned.popleft() for _ in range(len(self._returned))]
-            self._let_go(returned)
-            self._lent -= len(returned)
-        while self._dropped:
-            self._dropped.popleft().close()
+        """Count what was given back without the lock."""
+        while self._returned:
+            self._let_go((self._returned.popleft(),))
+        while self._repaid:
+            self._lent -= 1
+            self._let_go((self._repaid.popleft(),))
 
     def _expire(self) -> None:
         """Do `_settle`, and end the leases that have run out."""
@@ -271,51 +253,41 @@ class MemoryTier:
         lease.entry.leases.remove(lease)
         self._let_go((lease.entry,))
 
-    def _grow(self, hold: Hold) -> None:
+    def _grow(self, hold: Reservation) -> None:
         """Forget what could not be loaded of a hold, and admit what is missing."""
         self._settle()
         now = self.clock()
-        if failed := [entry for entry in hold._entries if entry.state == "gone"]:
-            hold._problem = str(failed[0].error)
-            hold._entries.difference_update(failed)
-            self._let_go(failed)
-            hold._retry_s = min(2 * hold._retry_s or _FIRST_RETRY_S, _LAST_RETRY_S)
-            hold._retry_at = now + hold._retry_s
-        if not hold._is_counted:
-            hold._is_counted = True
-            hits = sum(key in self._entries and self._entries[key].state == "resident" for key in hold.keys)
-            self._hits, self._misses = self._hits + hits, self._misses + len(hold.keys) - hits
-            self._use(count_digests(hold.keys), hits == len(hold.keys))
-        if len(hold._entries) < len(hold.keys):
-            if now >= hold._retry_at:
-                self._admit(hold)
-        elif hold._problem is not None and all(entry.state == "resident" for entry in hold._entries):
-            hold._problem, hold._retry_s = None, 0.0
+        if failed := [entry for entry in list(hold.entries) if entry.state == "gone"]:
+            hold.problem = str(failed[0].error)
+            hold.entries.difference_update(failed)
+            hold.retry_s = min(2 * hold.retry_s or _FIRST_RETRY_S, _LAST_RETRY_S)
+            hold.retry_at = now + hold.retry_s
+        here: list[Any] = list(map(self._entries.get, hold.keys))
+        if not hold.is_counted:
+            hold.is_counted = True
+            self._use(hold.keys, here)
+        if len(hold.entries) < len(hold.keys):
+            if now >= hold.retry_at:
+                self._admit(hold, here)
+        elif hold.problem is not None and all(map(_is_resident, here)):
+            hold.problem, hold.retry_s = None, 0.0
+
+    def _use(self, keys: Sequence[ChunkKey], wanted: Sequence[Entry | None]) -> None:
+        """Count that somebody wants chunks: `wanted` of those that were not counted yet, None for what is not here."""
+        hits = sum(map(_is_resident, wanted))
+        self._hits, self._misses = self._hits + hits, self._misses + len(wanted) - hits
+        if wanted:
+            for digest, count in count_digests(keys).items():
+                self._replacement.use(digest, count, is_here=all(wanted))
 
     def _keep_run(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> list[Entry]:
         """Keep the longest leading run of `keys` that is resident in time, and return it."""
         self._settle()
         here: list[Any] = list(map(self._entries.get, keys))
-        uses = count_digests(keys)
-        is_used = here and (here[0] is None or here[0].holds == len(here[0].leases))
         # A claimed chunk was counted when it was claimed. So a chunk is not counted while somebody copies it.
-        if self._are_resident(here):
-            self._hits += len([entry for entry in here if entry.holds == len(entry.leases)])
-            self._keep(here)
-            for digest, count in uses.items():
-                self._cartridges.move_to_end(digest)
-                if is_used:
-                    self._replacement.use(digest, count, is_here=True)
-            return here
-        for entry in here:
-            if entry is None or not (entry.holds or entry.state == "resident"):
-                self._misses += 1
-            elif entry.state == "resident" and entry.holds == len(entry.leases):
-                self._hits += 1
-        if is_used:
-            self._use(uses, all(here))
+        self._use(keys, [entry for entry in here if entry is None or entry.holds == len(entry.leases)])
         hold = self.hold(keys, whole=whole)
-        entries, run = self._admit(hold), 0
+        entries, run = self._admit(hold, here), 0
 
         def has_ended() -> bool:
             nonlocal run
@@ -325,28 +297,29 @@ class MemoryTier:
 
         self._changed.wait_for(has_ended, timeout_s)
         kept = [] if whole and run < len(keys) else entries[:run]
-        held, hold._entries = hold._entries, set()
-        self._let_go(held.difference(kept))
+        hold.entries.difference_update(kept)
+        hold.close()
+        self._settle()
         return kept
 
-    def _admit(self, hold: Hold) -> list[Entry]:
-        """Have a hold keep those of its chunks that are here, and start loading the others as far as there is room.
+    def _admit(self, hold: Reservation, here: Sequence[Any]) -> list[Entry]:
+        """Have a hold keep those of its chunks that are `here`, and start loading the others as far as there is room.
 
         Returns the leading run that it keeps.
         """
-        here: list[Any] = list(map(self._entries.get, hold.keys))
-        if not all(here) and hold.whole and not self._fits(hold.keys):
+        missing = not all(here)
+        if missing and hold.whole and not self._fits(hold.keys):
             return []
         # What is here is kept first, so that loading its neighbours cannot evict it.
         self._add(hold, filter(None, here))
-        admitted = here if all(here) else self._load_missing(hold)
+        admitted = self._load_missing(hold) if missing else list(here)
         for digest in count_digests(hold.keys[: len(admitted)]):
             self._cartridges.move_to_end(digest)
         return admitted
 
-    def _load_missing(self, hold: Hold) -> list[Entry]:
+    def _load_missing(self, hold: Reservation) -> list[Entry]:
         """Start loading chunks as long as there is room, and return the leading run that the hold keeps."""
-        admitted, victims = [], self._victims()
+        admitted, new, victims = list[Entry](), list[Entry](), self._victims()
         for key in hold.keys:
             found = self._entries.get(key)
             if found is None:
@@ -355,31 +328,23 @@ class MemoryTier:
                     break
                 found = self._entries[key] = Entry(key, slot)
                 self._cartridges.setdefault(key.digest, {})[key.chunk] = found
-                self._threads.submit(key, slot)
                 self._add(hold, (found,))
+                new.append(found)
             admitted.append(found)
+        self._threads.submit(new)
         return admitted
-
-    def _are_resident(self, entries: Sequence[Entry | None]) -> bool:
-        """Whether all of these are here and nothing at all is on its way, which takes no look at each."""
-        return all(entries) and len(self._entries) == self._promoted - self._evicted
 
     def _fits(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether all of `keys` could be in memory at once, given what is held."""
         self._expire()
         here = list(filter(None, map(self._entries.get, keys)))
-        free = len(self._free) + self.slots - self._used + self._idle - sum(map(Entry.is_idle, here))
+        free = self.slots - len(self._entries) + self._idle - sum(map(Entry.is_idle, here))
         missing = len(keys) - len(here)
-        return missing <= free or missing <= free + sum(e.key not in keys for e in self._unwanted())
+        return missing <= free or missing <= free + len(set(self._unwanted()).difference(here))
 
     def _unwanted(self) -> list[Entry]:
-        """Return what nobody holds of the chunks that no thread has begun to load."""
-        return [entry for entry in map(self._entries.__getitem__, self._threads.waiting()) if not entry.holds]
-
-    def _use(self, uses: dict[str, int], is_here: bool) -> None:
-        """Count a use of so many chunks of each cartridge."""
-        for digest, count in uses.items():
-            self._replacement.use(digest, count, is_here=is_here)
+        """Return what nobody holds of the chunks that no thread has begun to load, the last submitted first."""
+        return list(filter(Entry.is_unwanted, self._threads.loading()))
 
     def _victims(self) -> Iterator[Entry]:
         """Yield idle chunks in the order in which to evict them, each to be evicted before the next is asked for.
@@ -396,34 +361,29 @@ class MemoryTier:
 
     def _take_slot(self, victims: Iterator[Entry]) -> torch.Tensor | None:
         """Return a free slot, that of a victim if need be; None where there is none."""
-        if not self._free and self._used < self.slots:
-            self._free.append(self._memory[self._used * self.slot_bytes : (self._used + 1) * self.slot_bytes])
-            self._used += 1
+        if not self._free and (start := next(self._unused, None)) is not None:
+            return self._memory[start : start + self.slot_bytes]
         if not self._free:
             self._expire()
             self._drop(*islice(victims, 1))
-        if not self._free and not self._closed:
+        if not self._free:
             for entry in self._unwanted()[:1]:
-                self._threads.take_back(entry.key)
+                self._threads.take_back(entry)
                 self._free_slot(entry)
         return self._free.pop() if self._free else None
 
-    def _loaded(self, keys: Sequence[ChunkKey], errors: Sequence[CartridgeError | None]) -> None:
+    def _loaded(self, entries: Sequence[Entry]) -> None:
         """Note how loads ended, and wake whoever waits for them."""
-        with self._changed:
-            for key, error in zip(keys, errors, strict=True):
-                entry = self._entries[key]  # loading chunks are never evicted
-                if error is None:
-                    entry.state = "resident"
-                    self._promoted += 1
-                    if not entry.holds:
-                        self._idled(entry)
-                else:
-                    entry.error = error
-                    self._held -= entry.holds > 0
-                    self._failed += 1
-                    self._free_slot(entry)
-            self._changed.notify_all()
+        for entry in entries:
+            if entry.error is not None:
+                self._failed += 1
+                self._free_slot(entry)
+                continue
+            entry.state = "resident"
+            self._promoted += 1
+            if entry.is_idle():
+                self._idled(entry)
+        self._changed.notify_all()
 
     def _drop(self, *entries: Entry) -> None:
         """Evict idle chunks."""
