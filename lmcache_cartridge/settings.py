@@ -58,7 +58,7 @@ class Settings(BaseModel):
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier: the host's memory for chunks, in each worker."""
     disk_bytes: Bytes = 16 << 30
-    """Budget of the disk tier, which keeps what was read from S3. All processes that use the same `disk_dir` share it;
+    """Budget of the disk tier, which keeps what was read from S3, as far as the disk is fast enough. All processes that use the same `disk_dir` share it;
     0 switches the tier off."""
     disk_local: bool = False
     """Whether the disk tier also copies artefacts that lie in directories. For slow network storage."""

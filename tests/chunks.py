@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from waiting import until
 
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory.loads import ChunkSource
@@ -26,8 +27,8 @@ class one_by_one(ChunkSource):  # noqa: N801
         return out
 
 
-def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torch.Tensor) -> None:
-    """Fill `out` with one chunk of some cartridges in a row. Raises why it cannot be had."""
+def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torch.Tensor, *, wait: bool = True) -> None:
+    """Fill `out` with one chunk of some cartridges in a row, and `wait` for its copies. Raises why it cannot be had."""
     room = loader.room(out)
     cartridges = {segment.cartridge.manifest.digest: segment.cartridge for segment in segments}
     for piece in loader.pieces(segments, chunk):
@@ -35,3 +36,10 @@ def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torc
         if data is not room:
             loader.put(piece.where, data, room)
     loader.finish(room, out)
+    if wait:
+        copied(loader)
+
+
+def copied(loader: ChunkLoader) -> None:
+    """Wait until the disk tier has its copies."""
+    until(lambda: not loader._counts["unwritten"])

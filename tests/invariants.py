@@ -14,9 +14,9 @@ def check(of: Any) -> None:
     """
     if isinstance(of, DiskCache):
         there = [path.stat().st_size for path in of.root.glob("*/*-*-*.bin") if len(path.parent.name) == 64]
+        said, copies = of.stats(), len(there)
         there += [path.stat().st_size for path in of.root.glob("*/*.part")]
-        said = of.stats()
-        assert said.resident_bytes >= sum(there) and said.resident >= len(there), "files are left out of the sum"
+        assert said.resident_bytes >= sum(there) and said.resident >= copies, "files are left out of the sum"
         assert sum(there) <= said.budget_bytes, "the budget is exceeded"
         return
     for tier in of._memory.values() if hasattr(of, "cpu") else [of]:

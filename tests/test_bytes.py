@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from chunks import copied
 from homes import Home, catalog_of
 from making import Made, make_artifact, make_fingerprint, sha256_hasher
 from s3 import S3Server
@@ -157,6 +158,7 @@ class _Way:
             for chunk in range(first, min(first + at_once, len(hashes))):
                 self._compare(hashes[chunk], tag, stored.kv[:, :, chunk * self._tokens :][:, :, : self._tokens])
         claim.close()
+        copied(self.store._loader)
         for chunk_hash in hashes:
             while self.store.release(chunk_hash, tag):
                 pass

@@ -45,9 +45,6 @@ class _Local:
     def __init__(self) -> None:
         self.ranges: list[reading.ByteRange] = []
 
-    def request_bytes(self, location: str) -> int:
-        return 0
-
     def read_into(
         self, location: str, file: str, where: reading.ByteRange, out: memoryview, seen: Seen | None = None
     ) -> None:

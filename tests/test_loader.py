@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from chunks import load
+from chunks import copied, load
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_kv, make_rope
 
 from lmcache_cartridge.artifact import check
@@ -48,9 +49,6 @@ class _Counting:
     def __init__(self) -> None:
         self.reads: list[ByteRange] = []
         self.addresses: list[int] = []
-
-    def request_bytes(self, location: str) -> int:
-        return 0
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen) -> None:
         self.reads.append(where)
@@ -217,6 +215,26 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path
             loaded = _load(_loader(made, 16, rank=rank, world=2, disk=disk), made, tmp_path / "doc", 0)
             assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16, 2 * rank : 2 * rank + 2])
     assert disk.stats().hits == 2
+
+
+def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, away = DiskCache(tmp_path / "cache", 1 << 20), threading.Event()
+    write = disk.write
+    monkeypatch.setattr(disk, "write", lambda *arguments: away.wait(60) and write(*arguments))
+    loader = _loader(made, 16, disk=disk)
+    size = loader.shape.size_bytes
+    monkeypatch.setattr(loader_module, "_MAX_UNWRITTEN_BYTES", 2 * size)
+    segments, slot = [Segment(Cartridge(made.manifest, tmp_path / "doc", str(tmp_path / "doc")), 0)], torch.empty(0)
+    for chunk in range(3):  # into one slot: the copy is of the bytes as they were
+        slot = torch.empty(size, dtype=torch.uint8) if chunk == 0 else slot
+        load(loader, segments, chunk, slot, wait=False)
+    assert disk.stats().resident == 0
+    away.set()
+    copied(loader)
+    assert [_disk_file(disk, made, chunk).exists() for chunk in range(3)] == [True, True, False]
+    assert _disk_file(disk, made, 0).read_bytes() == heads_bytes(made.kv[:, :, :16])
 
 
 def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: Path) -> None:

@@ -98,19 +98,6 @@ def test_a_part_that_broke_goes_on_from_where_it_broke(
     assert proxy.requests == [f"bytes={100 + done}-{99 + PART}" for done in (0, 1000, 2000, 3000)]
 
 
-def test_buffers_in_a_row_come_by_one_request_and_go_on_from_where_it_broke(
-    proxy: FaultyProxy, source: S3Source, location: str
-) -> None:
-    outs = [bytearray(600) for _ in range(5)]
-    source.read_each(location, "payload", 100, [memoryview(out) for out in outs])
-    assert proxy.requests == ["bytes=100-3099"]
-    proxy.faults = [cut(1000)]
-    again = [bytearray(600) for _ in range(5)]
-    source.read_each(location, "payload", 100, [memoryview(out) for out in again])
-    assert proxy.requests[1:] == ["bytes=100-3099", "bytes=1100-3099"]
-    assert b"".join(outs) == b"".join(again) == CONTENT[100:3100]
-
-
 def test_the_connection_of_an_answer_that_is_refused_is_closed_at_once(
     proxy: FaultyProxy, source: S3Source, location: str
 ) -> None:

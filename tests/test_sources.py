@@ -117,21 +117,6 @@ def test_a_range_fills_the_buffer_and_nothing_beyond_it(place: Place, start: int
     assert _read(place, start, end) == CONTENT[start:end]
 
 
-@pytest.mark.parametrize("sizes", [[1], [10, 10, 10], [70_000, 1, 0, 130_000], [SIZE - 5]])
-def test_buffers_in_a_row_are_filled_one_after_the_other_and_nothing_beyond_them(
-    place: Place, sizes: list[int]
-) -> None:
-    buffers = [bytearray(b"\xee" * (size + 2)) for size in sizes]
-    place.source.read_each(place.location, "payload", 5, [memoryview(buffer)[1:-1] for buffer in buffers])
-    assert b"".join(buffer[1:-1] for buffer in buffers) == CONTENT[5 : 5 + sum(sizes)]
-    assert all(buffer[0] == buffer[-1] == 0xEE for buffer in buffers)
-
-
-def test_buffers_in_a_row_beyond_the_end_are_truncated(place: Place) -> None:
-    with pytest.raises(TruncatedPayload, match="payload"):
-        place.source.read_each(place.location, "payload", SIZE - 15, [memoryview(bytearray(10)) for _ in range(2)])
-
-
 @pytest.mark.parametrize("step", [1000, PART, SIZE - 1, SIZE, 2 * SIZE])
 def test_a_reader_is_shown_all_bytes_in_order_as_they_come(
     place: Place, monkeypatch: pytest.MonkeyPatch, step: int

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from chunks import copied
 from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, prompt_for
 from invariants import check
 from making import (
@@ -456,6 +457,7 @@ def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:
         store = CartridgeStore(settings, make_engine(make_fingerprint()), Trust)
         assert_served(store, made, prompt_for(home, made))
         assert store.tiers()["disk"]["misses"] == expected_misses
+        copied(store._loader)
         store.close()
 
 

@@ -26,10 +26,9 @@ from waiting import Clock, run_threads, until
 from lmcache_cartridge.errors import CorruptChunk, SourceError
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.library.workers import STALLED_S
+from lmcache_cartridge.memory.holds import Hold, Readiness
 from lmcache_cartridge.memory.loads import ChunkSource, Piece
-from lmcache_cartridge.memory.holds import Hold
-from lmcache_cartridge.memory.holds import Readiness
-from lmcache_cartridge.memory.tier import Hold, MemoryTier
+from lmcache_cartridge.memory.tier import MemoryTier
 
 SLOT = 64
 
@@ -766,7 +765,7 @@ import os, threading, torch
 from lmcache_cartridge.library.index import ChunkKey
 from chunks import one_by_one
 from lmcache_cartridge.memory.holds import Hold
-from lmcache_cartridge.memory.holds import Readiness
+from lmcache_cartridge.memory.holds import Hold, Readiness
 from lmcache_cartridge.memory.tier import MemoryTier
 
 size = 4 << 20
@@ -846,7 +845,7 @@ def test_memory_is_locked_to_the_page_and_unlocked_when_the_last_view_of_it_has_
     keys = _keys("a", 300)
     tier = MemoryTier(SLOT, 300 * SLOT, one_by_one(loads), pin_memory=True)
     assert list(cuda.locked.values()) == [5 * 4096]
-    loan = tier.load(keys[0], 20)
+    (loan,) = tier.load(keys[:1], 20)
     assert loan.bytes.data_ptr() == next(iter(cuda.locked)), "the first slot"
     tier.close()
     view = loan.bytes[1:]
@@ -863,7 +862,7 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Cuda(code=2))
     tier = MemoryTier(SLOT, 4 * SLOT, one_by_one(loads), pin_memory=True)
-    with tier.load(_keys("a", 1)[0], 20) as loan:
+    with tier.load(_keys("a", 1), 20)[0] as loan:
         assert _intact(loan, _keys("a", 1)[0])
     tier.close()
     assert "cannot lock 4096 bytes" in caplog.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ..errors import SourceError
@@ -55,12 +55,6 @@ class ByteSource(FileReader, Protocol):
 
         `seen` is called in this thread.
         """
-
-    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        """Fill `outs` one after the other with a file's bytes from `start` on, by one request."""
-
-    def request_bytes(self, location: str) -> int:
-        """Return about how large a request should be, where a few large ones cost less than many small ones; 0 elsewhere."""
 
     def close(self) -> None:
         """Give back connections and threads. Reads still under way may fail."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import SourceDenied, SourceError, SourceNotFound, TruncatedPayload
@@ -33,19 +32,6 @@ class LocalSource:
             read_exactly(descriptor, where.start, out, path, seen)
         finally:
             os.close(descriptor)
-
-    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        path = f"{location}/{file}"
-        descriptor = _open(path)
-        try:
-            for out in outs:
-                read_exactly(descriptor, start, out, path)
-                start += len(out)
-        finally:
-            os.close(descriptor)
-
-    def request_bytes(self, location: str) -> int:
-        return 0
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
         path = Path(location) / file

@@ -39,9 +39,9 @@ class Promotions(ChunkSource):
         self._cpu = cpu
 
     def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
-        loan = next(iter(self._cpu.lend([at])), None) or self._cpu.load(at, _PROMOTE_S)
-        if loan is None or out is None:
+        loans = self._cpu.lend([at]) or self._cpu.load([at], _PROMOTE_S)
+        if not loans or out is None:
             raise CartridgeError(f"chunk {at.chunk} of {at.digest} left the cpu tier before it reached the device")
-        with loan:
+        with loans[0] as loan:
             copy_and_wait(loan.bytes, out)
         return out

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..artifact import reading
 from ..artifact.cartridge import Cartridge, Segment
 from ..artifact.check import ChunkCheck
 from ..artifact.location import is_remote
-from ..artifact.manifest import Manifest, Payload
+from ..artifact.manifest import Manifest
 from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
 from ..library.catalog import Catalog
 from ..library.index import ChunkKey
+from ..library.workers import Workers
 from ..sources.disk_cache import CopyKey, DiskCache
 from ..sources.sources import Sources
 from . import codec, tiles
@@ -30,6 +33,9 @@ from .slab import slab
 MAX_SCRATCH_BYTES = 1 << 30
 """Largest stored chunk that engine chunks of another size are cut from; each loading thread may hold one."""
 
+_MAX_UNWRITTEN_BYTES = 256 << 20
+"""Bytes of copies that may wait to be written: of what comes faster than the disk takes it, no copy is kept."""
+_CLOSE_S = 1.0
 _MAX_FINITE = 10_000
 """Cartridges of which it is remembered that they have no NaN; of others it is looked for again."""
 
@@ -87,14 +93,16 @@ class ChunkLoader:
         # One latent vector a token is the same bytes in both layouts.
         self._packed = layout if quantiser or (layout != "heads" and shape.planes == 2) else None
         self._lock = threading.Lock()
-        self._stats = SourceStats(0, 0, 0, 0.0, 0)
+        self._writer = Workers("cartridge-copy", 1)
+        self._counts: Any = Counter()
+        """`SourceStats`, and how many bytes are `unwritten`: on their way to the disk tier."""
         self._finite: dict[str, int] = {}
         """A bit for each stored chunk of a cartridge whose bytes, of the manifest's checksums, have no NaN; of the last
         `_MAX_FINITE` cartridges."""
 
     def stats(self) -> SourceStats:
         """Return the counters; no side effects."""
-        return self._stats
+        return SourceStats(*(self._counts[name] for name in SourceStats._fields))
 
     def pieces(self, segments: Sequence[Segment], chunk: int) -> list[Piece]:
         """Return the stored chunks that an engine chunk of some cartridges in a row overlaps. Raises `CartridgeError`."""
@@ -103,7 +111,7 @@ class ChunkLoader:
         for segment in segments:
             manifest, offset = segment.cartridge.manifest, segment.offset
             first, last = max(start - offset, 0), min(end - offset, manifest.positions)
-            stored_tokens = _payload(manifest).chunk_tokens
+            stored_tokens = manifest.stored.chunk_tokens
             is_as_served = (
                 offset == 0
                 and stored_tokens == last - first == tokens
@@ -124,7 +132,7 @@ class ChunkLoader:
         manifest = cartridge.manifest
         try:
             data = self._scratch(manifest, stored) if out is None else out
-            if _payload(manifest).encoding == "plain":
+            if manifest.stored.encoding == "plain":
                 self._read(cartridge, stored, data.numpy().data)
             else:
                 packed = slab(len(self._heads) * manifest.head_bytes(stored)).numpy().data
@@ -141,7 +149,7 @@ class ChunkLoader:
             out.copy_(data)
             return
         ((manifest, _, _), offset), stored, start = where
-        first = stored * _payload(manifest).chunk_tokens
+        first = stored * manifest.stored.chunk_tokens
         piece = self._piece(manifest, stored)
         low = max(start - offset, first)
         high = min(start + self.shape.tokens - offset, first + piece.tokens)
@@ -212,7 +220,7 @@ class ChunkLoader:
     def _fetch(self, cartridge: Cartridge, stored: int, out: memoryview) -> None:
         """Fill `out` from the source itself, verify it, and keep a copy in the disk tier."""
         manifest, _, location = cartridge
-        file, where = _payload(manifest).file, reading.chunk_range(manifest, stored, self._heads)
+        file, where = manifest.stored.file, reading.chunk_range(manifest, stored, self._heads)
         check, started, done = self._check(manifest, stored), time.perf_counter(), 0
         try:
             self._sources.read_into(location, file, where, out, check.update)
@@ -220,18 +228,27 @@ class ChunkLoader:
         except (SourceError, ArtifactError) as error:
             raise type(error)(f"cartridge {manifest.name}: chunk {stored}: {error}") from error
         finally:
-            took_s = time.perf_counter() - started
-            with self._lock:
-                now = self._stats
-                self._stats = now._replace(
-                    reads=now.reads + 1,
-                    failed=now.failed + (not done),
-                    read_bytes=now.read_bytes + done,
-                    read_seconds=now.read_seconds + took_s,
-                )
+            self._count(reads=1, failed=not done, read_bytes=done, read_seconds=time.perf_counter() - started)
         self._finish(check, manifest, stored, out, f"{location}/{file}")
         if disk := self._disk_for(cartridge):
-            disk.write(self._copy_key(cartridge, stored), out)
+            self._keep(disk, self._copy_key(cartridge, stored), out)
+
+    def _keep(self, disk: DiskCache, key: CopyKey, data: memoryview) -> None:
+        """Have a copy written to the disk tier in the background, so that no load waits for that disk, nor for its lock."""
+        if self._counts["unwritten"] >= _MAX_UNWRITTEN_BYTES:
+            return
+        copy = np.array(data)
+        self._count(unwritten=copy.nbytes)
+        writing = self._writer.submit(object(), lambda: disk.write(key, copy.data), (str(disk.root),))
+        writing.add_done_callback(lambda _: self._count(unwritten=-copy.nbytes))
+
+    def _count(self, **counts: float) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def close(self) -> None:
+        """Write no more copies; waits a moment for the one under way."""
+        self._writer.close(_CLOSE_S)
 
     def _disk_for(self, cartridge: Cartridge) -> DiskCache | None:
         return self._disk if self._keep_local or is_remote(cartridge.location) else None
@@ -247,8 +264,7 @@ class ChunkLoader:
         try:
             check.finish(data, where)
         except CorruptChunk:
-            with self._lock:
-                self._stats = self._stats._replace(corrupt=self._stats.corrupt + 1)
+            self._count(corrupt=1)
             raise
         with self._lock:
             self._finite[manifest.digest] = self._finite.get(manifest.digest, 0) | 1 << stored
@@ -266,7 +282,7 @@ class ChunkLoader:
         except ManifestError:
             return
         except ArtifactError as error:
-            where = root / _payload(manifest).file
+            where = root / manifest.stored.file
             raise type(error)(f"cartridge {manifest.name}: chunk {stored} of {where}: {error}") from error
 
 
@@ -299,9 +315,3 @@ class CatalogSource(ChunkSource):
         if not segments:
             raise CartridgeError(f"a cartridge of {tag} was quarantined or removed meanwhile")
         return segments
-
-
-def _payload(manifest: Manifest) -> Payload:
-    if manifest.payload is None:
-        raise ArtifactError(f"cartridge {manifest.name} has token ids alone, and no chunks")
-    return manifest.payload

@@ -145,9 +145,11 @@ class LoadThreads:
                 del self._reads[read.at]
 
     def durations(self) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides."""
-        with self._lock:
-            return self._seconds, tuple(self._counts)
+        """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides.
+
+        `lock` is held.
+        """
+        return self._seconds, tuple(self._counts)
 
     def relieve(self) -> None:
         """Put other threads in the place of those that are stalled, for all cartridges but theirs. Does not wait.

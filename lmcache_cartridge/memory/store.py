@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..artifact.cartridge import Place
+from ..artifact.reading import load_token_ids
 from ..errors import CartridgeError
 from ..library.catalog import Catalog, Needed
 from ..library.index import ChunkKey
@@ -31,11 +32,12 @@ from .device import Promotions, device_bytes
 from .holds import Make, Readiness, Reservation
 from .layout import ChunkShape, rank_heads
 from .loader import CatalogSource, ChunkLoader
-from .residents import described, residents
 from .tier import MemoryTier
 
 _POLL_S = 0.1
 """How often claims in the background are polled."""
+_RECENT = 1 << 13
+"""Chunks of a tier that are looked at for what is whole: less than a millisecond, for which hits wait."""
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -168,8 +170,7 @@ class CartridgeStore:
             more = next(filter(None, (tier.lend(rest, make) for tier in self._memory.values())), [])
             found = self.trust.may_answer(rest[0].digest) if tag is None else self._catalog.derive(tag) is not None
             if not more and found:
-                loan = self.cpu.load(rest[0], self._settings.lookup_timeout_s, make)
-                more = [] if loan is None else [loan]
+                more = self.cpu.load(rest[:1], self._settings.lookup_timeout_s, make)
             if not more:
                 break
             loans += more
@@ -288,11 +289,9 @@ class CartridgeStore:
         """
         self._background.cancel(digest)
         self._catalog.forgive(digest)
-        if self._disk is not None:
+        if self._disk:
             self._disk.evict(digest)
-        if self.device is not None:
-            self.device.evict(digest)
-        return self.cpu.evict(digest)
+        return [tier.evict(digest) for tier in self._memory.values()][-1]
 
     def refresh(self) -> None:
         """Take in what changed in the registry and the quarantine since the last look. Blocks for local reads.
@@ -340,7 +339,24 @@ class CartridgeStore:
             "background_errors": noted(),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
-        } | residents(self._memory.values(), self._catalog, waiting, self._settings.resident_names)
+        } | self._residents(waiting)
+
+    def _residents(self, waiting: Iterable[str]) -> dict[str, list[str]]:
+        """Return `id@version` of some cartridges: `whole` in one tier, the last used first; `coming`, of tags that `waiting` are.
+
+        Looks at the last used chunks only, so that what lies behind many others may be missing.
+        """
+        if not (limit := self._settings.resident_names):
+            return {}
+        counts: dict[str, int] = {}
+        for tier in self._memory.values():
+            for digest, count in tier.resident_by_digest(_RECENT).items():
+                counts[digest] = max(count, counts.get(digest, 0))
+        whole = [digest for digest, count in counts.items() if self._catalog.chunks_of(digest) == count]
+        kinds = {"whole": whole, "coming": waiting}
+        return {
+            kind: [n for d in digests for n in self._catalog.names_of(d)][:limit] for kind, digests in kinds.items()
+        }
 
     def chunks_by_tier(self) -> dict[str, dict[str, int]]:
         """Return how many chunks each tier holds of each digest, at a cost that grows with them."""
@@ -348,26 +364,35 @@ class CartridgeStore:
         return counts if self._disk is None else counts | {"disk": self._disk.chunks_by_digest()}
 
     def described(self, digest: str) -> tuple[list[int], dict[str, int]] | None:
-        """See `residents.described`."""
-        return described(self._catalog, digest, self.engine.chunk_tokens)
+        """Return the token ids of a cartridge's whole chunks, and how many chunks of each tier are all of it.
+
+        None for a chain, for what is not served, and for an adapter's: its token ids are the base model's too. Blocks for
+        local reads; raises `CartridgeError`.
+        """
+        segments, tokens = self._catalog.segments(digest), self.engine.chunk_tokens
+        if len(segments) != 1:
+            return None
+        manifest, root, _ = segments[0].cartridge
+        if manifest.fingerprint.lora is not None or manifest.payload is None:
+            return None
+        in_memory = manifest.positions // tokens
+        stored = -(-in_memory * tokens // manifest.payload.chunk_tokens)
+        token_ids = load_token_ids(manifest, root)[: in_memory * tokens].tolist()
+        return token_ids, {"device": in_memory, "cpu": in_memory, "disk": stored}
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return the counters of every tier there is, fastest first; no side effects."""
-        tiers = {name: tier.stats()._asdict() for name, tier in self._memory.items()}
-        if self._disk is not None:
-            tiers["disk"] = self._disk.stats()._asdict()
-        return tiers | {"source": self._loader.stats()._asdict()}
+        tiers: dict[str, Any] = self._memory | {"disk": self._disk, "source": self._loader}
+        return {name: tier.stats()._asdict() for name, tier in tiers.items() if tier is not None}
 
     def close(self) -> None:
         """Stop loading. Loans stay valid."""
         self._stopping.set()
         self._keeper.join()
-        if self._follower is not None:
-            self._follower.close()
-        self._catalog.close()
-        for tier in self._memory.values():
-            tier.close()
-        self._sources.close()
+        open_: list[Any] = [self._follower, self._catalog, *self._memory.values(), self._loader, self._sources]
+        for each in open_:
+            if each is not None:
+                each.close()
 
     def _claims(self) -> list[Claim]:
         with self._lock:

@@ -136,8 +136,7 @@ class MemoryTier:
 
     def promised(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether all of these were leased for prompts that name no cartridge; no side effects."""
-        with self._lock:
-            return all((entry := self._entries.get(key)) is not None and entry.lease(True) for key in keys)
+        return all((entry := self._entries.get(key)) is not None and entry.lease(True) for key in keys)
 
     def lend(self, keys: Sequence[ChunkKey], make: Make | None = None) -> list[Any]:
         """Return a hold on each of the longest leading run of `keys` that is resident, or what `make` makes of it.
@@ -152,18 +151,17 @@ class MemoryTier:
         holds = [Hold(self._repaid, (entry,)) for entry in run]
         return holds if make is None else [make(hold.bytes, hold.close) for hold in holds]
 
-    def load(self, key: ChunkKey, timeout_s: float, make: Make | None = None) -> Any:
-        """Do `lend` with a chunk, loaded first if need be; None if it is not resident within `timeout_s`."""
+    def load(self, keys: Sequence[ChunkKey], timeout_s: float, make: Make | None = None) -> list[Any]:
+        """Do `lend` with what is resident within `timeout_s`, loaded first if need be."""
         with self._lock:
-            run = self._keep_run((key,), timeout_s)
-            lent = self.lend((key,), make)
+            run = self._keep_run(keys, timeout_s)
+            lent = self.lend(keys, make)
             self._let_go(run)
-        return next(iter(lent), None)
+        return lent
 
     def resident(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the leading run of `keys` that is resident now; no side effects."""
-        with self._lock:
-            return len(list(takewhile(_is_resident, map(self._entries.get, keys))))
+        return len(list(takewhile(_is_resident, map(self._entries.get, keys))))
 
     def evict(self, digest: str) -> int:
         """Drop the chunks of a cartridge, or of a chain, that nobody holds and return how many."""

@@ -4,7 +4,7 @@
     <root>/<digest>/<random>.part                           a copy being written, or what a killed process left of one
     <root>/lock                                             held for every change; says what all files come to
 
-A copy appears by rename, and counts in full from before it is written. So what the lock file says is too much after a
+A copy appears by rename, and its bytes count in full from before they are written. So what the lock file says is too much after a
 process was killed, never too little, until the files are counted again: when a cache is opened, and when the budget is used
 up and the oldest files that the last count found are gone.
 """
@@ -69,6 +69,7 @@ class DiskStats(NamedTuple):
     written_bytes: int
     resident: int
     resident_bytes: int
+    """With those that are being written."""
     budget_bytes: int
 
 
@@ -166,20 +167,25 @@ class DiskCache:
             return None
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.parent / f"{uuid.uuid4().hex}.part"
-        self._add(lock, size_bytes, 1)
+        self._add(lock, size_bytes, 0)
         try:
             with _opened(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 os.ftruncate(file, size_bytes)
         except OSError:
             part.unlink(missing_ok=True)
-            self._add(lock, -size_bytes, -1)
+            self._add(lock, -size_bytes, 0)
             raise
         return part
 
     def _publish(self, lock: int, part: Path, path: Path) -> int:
         """Let a filled file be the copy; return how many it takes the place of."""
         replaced = self._remove(lock, path)
-        part.rename(path)
+        self._add(lock, 0, 1)
+        try:
+            part.rename(path)
+        except OSError:
+            self._add(lock, 0, -1)
+            raise
         return replaced
 
     def discard(self, key: CopyKey) -> None:
@@ -272,7 +278,7 @@ class DiskCache:
             cartridges.append(sorted(self._copies(digest), key=lambda copy: copy.chunk))
         cartridges.sort(key=lambda copies: max(copies, default=()), reverse=True)
         self._oldest = [copy for copies in cartridges for copy in copies]
-        return _Sum(sum(sizes) + sum(copy.bytes for copy in self._oldest), len(sizes) + len(self._oldest))
+        return _Sum(sum(sizes) + sum(copy.bytes for copy in self._oldest), len(self._oldest))
 
     def _set(self, lock: int, total: _Sum) -> None:
         os.pwrite(lock, _SUM.pack(*total), 0)
@@ -304,7 +310,7 @@ class DiskCache:
         if (size_bytes := _size(path)) is None:
             return 0
         path.unlink()
-        self._add(lock, -size_bytes, -1)
+        self._add(lock, -size_bytes, -(path.suffix == ".bin"))
         with suppress(OSError):
             path.parent.rmdir()
         return 1

@@ -71,13 +71,6 @@ class S3Source:
         if seen:
             seen(out)
 
-    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        call = self._call(location, file)
-        call.run([partial(_fill, call, start, outs)])
-
-    def request_bytes(self, location: str) -> int:
-        return self._part_bytes
-
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
         return self._ask(location, file, partial(_read_small, limit_bytes=limit_bytes, known=known))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..artifact.bytesource import ByteRange, ByteSource, Seen, SmallFile
 from ..artifact.local import LocalSource
 from ..artifact.location import is_remote
@@ -20,12 +18,6 @@ class Sources:
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         self._of(location).read_into(location, file, where, out, seen)
-
-    def read_each(self, location: str, file: str, start: int, outs: Sequence[memoryview]) -> None:
-        self._of(location).read_each(location, file, start, outs)
-
-    def request_bytes(self, location: str) -> int:
-        return self._of(location).request_bytes(location)
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
         return self._of(location).read(location, file, limit_bytes, known=known)
