@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
 from ..errors import CartridgeError, ModelMismatch
 from ..library.index import ChunkKey
-
-if TYPE_CHECKING:
-    from .loads import Read
 
 Make = Callable[[torch.Tensor, Callable[[], None]], Any]
 """Makes something of a chunk's resident bytes and of what ends the hold on it."""
@@ -50,6 +48,18 @@ class Entry:
     def lease(self, plain: bool) -> Lease | None:
         """Return its oldest lease of a lookup that did, or did not, name cartridges; None without one."""
         return next((lease for lease in self.leases if lease.plain == plain), None)
+
+
+class Read:
+    """A piece that is to be read, and the chunks that wait for it."""
+
+    __slots__ = ("at", "begun", "future", "wanted")
+
+    def __init__(self, at: ChunkKey) -> None:
+        self.at, self.begun = at, False
+        self.wanted: list[tuple[Entry, Any]] = []
+        """Each with what the piece is of it."""
+        self.future: Future[None]
 
 
 class Lease:

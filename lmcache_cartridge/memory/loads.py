@@ -19,7 +19,7 @@ from ..errors import CartridgeError
 from ..library.index import ChunkKey
 from ..library.workers import STALLED_S, Workers, go_on
 from ..sources.cores import use_all_cores
-from .holds import Entry
+from .holds import Entry, Read
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +75,6 @@ class ChunkSource:
 
     def finish(self, room: torch.Tensor, slot: torch.Tensor) -> None:
         """Fill a chunk's slot once all its pieces are in `room`."""
-
-
-class Read:
-    """A piece that is to be read, and the chunks that wait for it."""
-
-    __slots__ = ("at", "begun", "future", "wanted")
-
-    def __init__(self, at: ChunkKey) -> None:
-        self.at, self.begun = at, False
-        self.wanted: list[tuple[Entry, Piece]] = []
-        self.future: Future[None]
 
 
 class LoadThreads:
