@@ -22,7 +22,6 @@ from blake3 import blake3
 
 from ..artifact.model import Fingerprint
 from ..errors import UnsupportedEngine
-from ..library.workers import Workers
 from ..memory.quantise import Quantiser
 from . import frames
 from .contract import CONTROL
@@ -132,6 +131,8 @@ class ReportServer(frames.FrameServer):
 
         Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
         """
+        from ..library.workers import Workers  # here, for the connector reports and serves none
+
         _take_place(path)
         self._path, self._accept, self._gone = path, accept, gone
         self._calls = Workers("cartridge-report", 8)
