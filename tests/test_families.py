@@ -31,6 +31,7 @@ from lmcache_cartridge.artifact.hf_config import config_fields, of_config
 from lmcache_cartridge.artifact.model import Fingerprint, check_shift, rotating_layers
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.making import load_for
 from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import model as make_model_module
@@ -226,6 +227,20 @@ def test_import_takes_the_factors_that_the_engine_takes(
     expected = CausalModel(str(directory), max_model_len=int(most[1]) if most else None).fingerprint
     assert found.rope[0].parameters["factors"] == factors
     assert found.rope[0].inv_freq == expected.rope[0].inv_freq and not found.differences(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "factors", "told"),
+    [([], "short", True), (["--max-model-len", "1024"], "long", True), (["--max-model-len=512"], "short", True),
+     (["--dtype", "bfloat16", "--max_model_len", "513"], "long", False)],
+)  # fmt: skip
+def test_cartridges_for_a_server_that_is_started_are_made_as_it_will_rotate(
+    tmp_path: Path, given: list[str], factors: str, told: bool
+) -> None:
+    directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())
+    model, args = load_for(given, str(directory))
+    assert model.fingerprint.rope[0].parameters["factors"] == factors
+    assert (args[-2:] == ["--dtype", "float32"]) == told and set(given) <= set(args)
 
 
 def test_a_document_too_long_for_the_short_factors_says_how_to_get_the_long_ones(tmp_path: Path) -> None:

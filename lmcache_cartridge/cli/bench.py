@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
-from .making import maker_of, vllm_args
+from .making import load_for, maker_of
 from .options import ServedChunk, ServerModel, Url, Vllm, command, load_model, option, settings_of
 from .show import bars, is_json, say, show, table
 
@@ -25,7 +25,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, with the report of what was measured."""
 TOKENS = 16
 """Tokens of each answer."""
-WAYS = ("dense", "prefix", "warm", "cold")
+WAYS: Any = ("dense", "prefix", "warm", "cold")
 
 
 def _numbers(text: str) -> list[int]:
@@ -123,7 +123,7 @@ def _running(
     if not target.has_cartridges:
         raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
                              "leave out --model")  # fmt: skip
-    maker = _named(maker_of(lambda: load_model(model), settings_of(), chunk))
+    maker = maker_of(lambda: load_model(model), settings_of(), chunk)
     stack.callback(maker.clear)
     return target, maker
 
@@ -142,10 +142,10 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
             return super().settings.model_copy(update={"admin": True, "cpu_bytes": room})
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
-    loaded = load_model(model)
+    loaded, args = load_for(vllm, model)
     room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
-    server = Own(model, home, chunk=chunk, vllm_args=vllm_args(vllm, loaded))
-    maker = _named(maker_of(lambda: loaded, server.settings, chunk))
+    server = Own(model, home, chunk=chunk, vllm_args=args)
+    maker = maker_of(lambda: loaded, server.settings, chunk)
     say(f"starting a server of {model} (tens of seconds)")
     stack.callback(server.stop)
     server.start()
@@ -154,25 +154,19 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
     return target, maker
 
 
-def _named(maker: Maker) -> Maker:
-    import uuid
-
-    maker.run = f"bench-{uuid.uuid4().hex[:6]}"
-    return maker
-
-
 def _measure(
     target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int,
-    wanted: list[str] | None, budget_s: float,
+    wanted: Any, budget_s: float,
 ) -> Report:  # fmt: skip
     from ..make.bench import figures
-    from ..make.bench.load import WAYS, Load, Plan
+    from ..make.bench.load import Load, Plan
     from ..make.bench.page import Report
     from ..make.bench.places import choose, questions
     from ..make.bench.watch import Watch
 
-    ways = tuple(way for way in WAYS if wanted is None or way in wanted)
-    plan = Plan([], c, repeat, TOKENS, ways, budget_s)
+    if maker is not None:
+        maker.run = maker.run.replace("validate", "bench")
+    plan = Plan([], c, repeat, TOKENS, wanted or WAYS, budget_s)
     asked = questions(target, plan.questions)
     load, around = Load(target, asked, TOKENS), max(map(len, asked)) + TOKENS
     with bars() as progress:
@@ -192,7 +186,7 @@ def _measure(
         told.append("the server has no counters of cached tokens, so that nothing shows that a run was of its way")
     if any(unlike.values()):
         told.append("a trained cartridge is compared in time with a generated text of p tokens, and not in its answers")
-    if "cold" in ways and not all(place.files for place in chosen if place.cartridge):
+    if "cold" in plan.ways and not all(place.files for place in chosen if place.cartridge):
         told.append("no file was dropped from the system's page cache, from which what is cold may have been read")
     return Report(target, plan, measured, rows, watch, told)
 

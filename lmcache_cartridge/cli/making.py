@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .options import load_model
+
 if TYPE_CHECKING:
     from ..make.ladder.maker import Maker
+    from ..make.model import CausalModel
     from ..settings import Settings
 
 
@@ -19,11 +22,12 @@ def maker_of(loaded: Any, settings: Settings, chunk: int, **more: Any) -> Maker:
     return Maker(loaded, kept, settings.cartridges_dir, chunk=chunk, **more)
 
 
-def vllm_args(given: list[str], loaded: Any) -> list[str]:
-    """Return vLLM's options for a server of a model: those given, in the dtype of its cartridges."""
+def load_for(vllm: list[str], model: str, dtype: str = "auto") -> tuple[CausalModel, list[str]]:
+    """Return a model as a server with these options of vLLM has it, and the options: in the dtype of its cartridges."""
     from ..make.ladder.own import eager
+    from ..serve.arguments import Arguments
 
-    args = given or eager()
-    if any(word.partition("=")[0] == "--dtype" for word in args):
-        return args
-    return [*args, "--dtype", loaded.fingerprint.dtype]  # vLLM's own choice for float32 is 16 bits
+    args = vllm or eager()
+    most, given = map(Arguments(args).get, ("max-model-len", "dtype"))
+    loaded = load_model(model, dtype=dtype, max_model_len=int(most) if most and most.isdecimal() else None)
+    return loaded, args if given else [*args, "--dtype", loaded.fingerprint.dtype]  # vLLM's own for float32 is 16 bits

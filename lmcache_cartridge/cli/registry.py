@@ -223,9 +223,8 @@ def publish(
         )
         where = published.registry.find(manifest.name).location
         promoted = manifest.name in published.registry.current([manifest.id])
-    as_what = "" if manifest.name == row.name else f" as {manifest.name}"
     result = {"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "location": where, "label": label}
-    show(result, f"published {row.name}{as_what} at {where}")
+    show(result, f"published {row.name} as {manifest.name} at {where}")
 
 
 def _push(name: str, location: str, *, force: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..errors import SettingsError
-from .making import maker_of, vllm_args
+from .making import load_for, maker_of
 from .options import (
     NAMED,
     ServedChunk,
@@ -188,8 +189,7 @@ class _Setting:
         from ..make.ladder.own import OwnServer
 
         say(f"making cartridges of generated text with {model}")
-        loaded = load_model(model, dtype=dtype)
-        args = vllm_args(self._vllm, loaded)
+        loaded, args = load_for(self._vllm, model, dtype)
         server = OwnServer(model, home, mode=self._modes[0], chunk=self._chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
         maker = maker_of(lambda: loaded, server.settings, self._chunk)
@@ -229,7 +229,7 @@ def _tell(ground: Ground, rows: list[Row], *, allow_unchecked: bool) -> int:
     from ..make.ladder import climb
 
     passed = climb.status(rows, allow_unchecked=allow_unchecked) == 0
-    count = {name: sum(row.result == name for row in rows) for name in (climb.PASS, climb.FAIL, climb.NOT_CHECKED)}
+    count = Counter(row.result for row in rows)
     lines = [f"{row.result:11}  {row.tier:6}  {row.what}: {row.found} ({row.seconds:.1f} s)" for row in rows]
     if not passed and not count[climb.FAIL]:
         lines.append(
