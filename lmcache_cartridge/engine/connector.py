@@ -6,11 +6,11 @@ compilation of Triton stubs when it comes too early (vLLM 0.32).
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
@@ -197,27 +197,22 @@ def check_api(config: VllmConfig, role: KVConnectorRole) -> None:
     plugin it logs so and goes on. `REQUEST_API: "off"` in `kv_connector_extra_config` allows a server without.
     """
     from ..errors import UnsupportedEngine
+    from . import refusals
     from .describe import transfer_of
 
-    wanted = transfer_of(config).get_from_extra_config(REQUEST_API, "on")
-    if wanted == "off":
+    if transfer_of(config).get_from_extra_config(REQUEST_API, "on") == "off":
         if role == KVConnectorRole.SCHEDULER:
             logger.warning(
                 "the request API of lmcache-cartridge is switched off: this server IGNORES the request field "
                 "`cartridges`, and injects only documents at the head of a prompt"
             )
         return
-    if wanted != "on":
-        raise UnsupportedEngine(f'{REQUEST_API} in kv_connector_extra_config is "on" or "off", not {wanted!r}')
-    without = f'without it requests would be answered without the cartridges that they name ("{REQUEST_API}": "off")'
-    if API_PLUGIN not in (envs.VLLM_PLUGINS or ()):
-        raise UnsupportedEngine(f"the environment must have VLLM_PLUGINS={API_PLUGIN}, the request API: {without}")
-    entries = metadata.entry_points(group="vllm.endpoint_plugins", name=API_PLUGIN)
+    refusals.check(refusals.ENVIRONMENT, {"VLLM_PLUGINS": "", **os.environ})
     try:
-        (entry,) = entries
+        [entry] = metadata.entry_points(group="vllm.endpoint_plugins", name=API_PLUGIN)
         entry.load()
     except Exception as error:
-        what = f"{len(entries)} entry points" if len(entries) != 1 else f"{entry.value} cannot be loaded ({error!r})"
         raise UnsupportedEngine(
-            f"vLLM cannot load the request API: {what}; install lmcache-cartridge again: {without}"
+            f"vLLM cannot load the request API ({error!r}); install lmcache-cartridge again, or requests would be answered without the "
+            "cartridges that they name"
         ) from error

@@ -32,12 +32,3 @@ CONTROL_METHOD = "cartridge_control"
 """The method that our connectors add to vLLM's workers: it returns the path of a worker's control socket."""
 NULL_BLOCK = 0
 """The block that vLLM gives all requests for positions that a window has left behind: what is in it is nobody's."""
-WINDOWS_RECOMPUTED = (
-    "every layer of the model has a sliding window, so vLLM keeps no blocks in which what could not be loaded could be "
-    "computed; set kv_load_failure_policy to fail"
-)
-WINDOWS_SAVED = (
-    "every layer of the model has a sliding window, so vLLM gives a request's earlier blocks to others, and LMCache would "
-    "save what those write; have nothing saved (`serve --no-save`, or kv_role kv_consumer)"
-)
-"""Why LMCache's own saving does not go with a model whose layers all have a window."""

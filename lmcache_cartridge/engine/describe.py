@@ -17,9 +17,9 @@ from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
 from . import host, host_inprocess, refusals
-from .contract import API_PLUGIN, CONTROL, WINDOWS_RECOMPUTED, WINDOWS_SAVED
+from .contract import API_PLUGIN, CONTROL
 from .forms import SKIP_SAVING
-from .refusals import QUANTISED_CACHES, SEVERAL_GROUPS
+from .refusals import QUANTISED_CACHES
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -42,36 +42,17 @@ def transfer_of(config: VllmConfig) -> KVTransferConfig:
 
 def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
     """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
-    transfer = transfer_of(config)
-    refuse = UnsupportedEngine
-    if transfer.kv_role not in ("kv_consumer", "kv_both"):
-        raise refuse(f'kv_role is {transfer.kv_role}: such an engine may load nothing. Set "kv_role": "kv_both"')
-    if transfer.kv_connector == "MultiConnector":
-        raise refuse(
-            "MultiConnector: in the step in which KV could not be loaded, the connectors beside ours save what was computed "
-            "without it, and answer from that later; nobody can stop them (vLLM 0.32). LMCache's own saving goes beside "
-            'cartridges: name our connector alone, with "kv_role": "kv_both"'
-        )
-    refusals.check(_facts(config))
-    if config.model_config.use_mla and _is_inside(config):
-        raise refuse(
-            "multi-head latent attention: one latent vector a token is served in multiprocess mode only; use --mode "
-            "multiprocess"
-        )
-    if config.cache_config.cache_dtype in QUANTISED_CACHES and config.cache_config.kv_cache_dtype_skip_layers:
-        raise refuse(
-            "some layers' KV is quantised and some is not; LMCache has one dtype. Remove --kv-cache-dtype-skip-layers"
-        )
-    if kv_cache_config is not None:
-        _check_groups(config, kv_cache_config)
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-
-def _facts(config: VllmConfig) -> refusals.Facts:
     parallel, transfer, speculates = config.parallel_config, transfer_of(config), config.speculative_config
     several = engine_number(config) or _NAME.search(_name(config))
-    return refusals.Facts(
-        in_process=_is_inside(config),
-        saves=saves(config),
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config else []
+    is_inside = (
+        transfer.get_from_extra_config(CONTROL, None) is None
+    )  # LMCache runs in vLLM's workers, not beside as a server
+    facts = refusals.Facts(
+        in_process=is_inside,
+        saves=saves(config) if is_inside else transfer.kv_role != "kv_consumer",
         stages=parallel.pipeline_parallel_size,
         engines=max(parallel.data_parallel_size, 2 if several else 1),
         split=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
@@ -79,29 +60,19 @@ def _facts(config: VllmConfig) -> refusals.Facts:
         cache_dtype=config.cache_config.cache_dtype,
         may_sleep=config.model_config.enable_sleep_mode,
         extra=transfer.kv_connector_extra_config,
+        connector=transfer.kv_connector or "",
+        role=transfer.kv_role or "",
+        is_latent=config.model_config.use_mla,
+        skips_layers=config.cache_config.kv_cache_dtype_skip_layers,
+        groups=len(groups),
+        gives_up_blocks=any(
+            isinstance(spec := group.kv_cache_spec, SlidingWindowSpec)
+            and spec.sliding_window < config.model_config.max_model_len
+            for group in groups
+        ),
+        recomputes=transfer.kv_load_failure_policy != "fail",
     )
-
-
-def _is_inside(config: VllmConfig) -> bool:
-    """Whether LMCache runs in vLLM's workers, not beside as a server."""
-    return transfer_of(config).get_from_extra_config(CONTROL, None) is None
-
-
-def _check_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) > 1:
-        raise UnsupportedEngine(f"the model needs {len(groups)} KV cache groups: {SEVERAL_GROUPS}")
-    if any(
-        isinstance(group.kv_cache_spec, SlidingWindowSpec)
-        and group.kv_cache_spec.sliding_window < config.model_config.max_model_len
-        for group in groups
-    ):
-        if saves(config) if _is_inside(config) else transfer_of(config).kv_role != "kv_consumer":
-            raise UnsupportedEngine(WINDOWS_SAVED)
-        if transfer_of(config).kv_load_failure_policy != "fail":
-            raise UnsupportedEngine(WINDOWS_RECOMPUTED)
+    refusals.check(refusals.ENGINE, facts)
 
 
 def is_draft(layer_name: str) -> bool:
@@ -153,35 +124,6 @@ def worker_number(config: VllmConfig) -> int:
     return engine_number(config) * parallel.world_size + parallel.rank % parallel.world_size
 
 
-def check_lmcache(config: LMCacheEngineConfig) -> None:
-    """Raise `UnsupportedEngine`, with the fix, for an LMCache configuration under which cartridges are not safe."""
-    problems = {
-        "enable_async_loading": "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)",
-        "use_layerwise": "it drops request tags and memory references too early (LMCache 0.5.6)",
-        "enable_blending": "it recomputes and moves cached KV",
-        "save_unfull_chunk": "parts of chunks cannot be read back",
-    }
-    for option, why in problems.items():
-        if getattr(config, option):
-            raise UnsupportedEngine(f"LMCache's {option} is on: {why}. Set `{option}: false` in the LMCache YAML")
-    if getattr(config, "min_retrieve_tokens", 0):
-        raise UnsupportedEngine("LMCache's min_retrieve_tokens hides short cartridges; set it to 0")
-    algorithm = config.pre_caching_hash_algorithm
-    if algorithm not in ("sha256_cbor", "sha256"):
-        raise UnsupportedEngine(
-            f"pre_caching_hash_algorithm is {algorithm}, whose hashes differ from process to process, so no cartridge "
-            "would ever be found. Set `pre_caching_hash_algorithm: sha256_cbor` in the LMCache YAML"
-        )
-    if not config.storage_plugins:
-        raise UnsupportedEngine("storage_plugins names no plugin, so LMCache loads none of those in extra_config")
-    locations = config.retrieve_locations
-    if locations is not None and not set(locations) & set(config.storage_plugins or ()):
-        raise UnsupportedEngine(
-            f"LMCache looks cartridges up in retrieve_locations only, {locations}, which names no storage plugin. Name "
-            "the cartridge plugin there as in storage_plugins, or remove it"
-        )
-
-
 def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:
     """Return what the store must know of the engine in this process.
 
@@ -201,7 +143,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
             f"set, name `{API_PLUGIN}` in it; else install lmcache-cartridge again"
         )
     check_vllm(vllm_config)
-    check_lmcache(config)
+    refusals.check(refusals.LMCACHE, config)
     parallel = vllm_config.parallel_config
     is_stage = parallel.pipeline_parallel_size > 1
     layers = own_layers(vllm_config) if is_stage else range(metadata.kv_shape[0])

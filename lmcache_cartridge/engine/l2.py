@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.platform import create_event_notifier
 
 from ..artifact.cartridge import Place
 from ..artifact.lru import Lru
@@ -40,7 +42,7 @@ from . import host
 from .contract import CONTROL
 from .control import ControlServer
 from .l1_copies import L1Copies
-from .l2_tasks import Acknowledgements, Task, Tasks
+from .l2_tasks import Task, Tasks
 from .report import HASH, Report, ReportServer, check_ids
 from .salts import is_check, tag_part, tag_salt
 from .trust import Trust
@@ -96,7 +98,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._checks: Lru[str, int] = Lru(1 << 10)
         """By which hash LMCache's server was seen to name the chunk of each check whose report has not come."""
         self._lock = threading.Lock()
-        self._stores = Acknowledgements()
+        self._stored: dict[int, L2StoreResult] = {}
+        self._store_ids, self._store_event = count(1), create_event_notifier()
         self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
         self._loads = Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
         self._reports = ReportServer(Path(control), self._accept, self._gone)
@@ -261,15 +264,18 @@ class CartridgeL2Adapter(L2AdapterInterface):
 
     def get_store_event_fd(self) -> int:
         """Return the fd that is readable once a store is answered."""
-        return self._stores.fd
+        return self._store_event.fileno()
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Store nothing and say so by `store_ack`: true is quiet; false keeps LMCache's `skip_l1` from dropping data."""
-        return self._stores.put(L2StoreResult(self._acknowledge, 0))
+        task_id = next(self._store_ids)
+        self._stored[task_id] = L2StoreResult(self._acknowledge, 0)
+        self._store_event.notify()
+        return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the answers since the last call."""
-        return self._stores.pop()
+        return {task_id: self._stored.pop(task_id) for task_id in list(self._stored)}
 
     def report_status(self) -> dict[str, Any]:
         """Return what each engine rank is served, as plain values."""
@@ -290,7 +296,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             ranks, self._ranks = self._ranks, {}
         for rank in ranks.values():
             rank.close()
-        self._stores.close()
+        self._store_event.close()
 
 
 class EngineRank(NamedTuple):

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.platform import create_event_notifier
 
 from ..errors import CartridgeError
@@ -106,28 +105,3 @@ class Tasks:
             for task in [task for task in list(self._tasks.values()) if not task.over and task.deadline < now]:
                 logger.warning("a cartridge lookup or load took too long; LMCache is told of a miss")
                 self._end(task)
-
-
-class Acknowledgements:
-    """Answers to store tasks, each there at once."""
-
-    def __init__(self) -> None:
-        self._notifier = create_event_notifier()
-        self.fd = self._notifier.fileno()
-        self._ids, self._lock = count(1), threading.Lock()
-        self._done: dict[int, L2StoreResult] = {}
-
-    def put(self, result: L2StoreResult) -> int:
-        task_id = next(self._ids)
-        with self._lock:
-            self._done[task_id] = result
-        self._notifier.notify()
-        return task_id
-
-    def pop(self) -> dict[int, L2StoreResult]:
-        with self._lock:
-            done, self._done = self._done, {}
-        return done
-
-    def close(self) -> None:
-        self._notifier.close()

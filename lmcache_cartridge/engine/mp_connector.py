@@ -77,12 +77,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         configure(vllm_config.kv_transfer_config, in_process=False)
         host.start("multiprocess")
         kv_cache_config = without_draft(kv_cache_config)
-        transfer = transfer_of(vllm_config)
-        if transfer.get_from_extra_config("lmcache.mp.server_urls", None):
-            raise UnsupportedEngine(
-                "several LMCache servers are not supported; give lmcache.mp.host and lmcache.mp.port"
-            )
-        if not transfer.get_from_extra_config(CONTROL, None):
+        if not transfer_of(vllm_config).get_from_extra_config(CONTROL, None):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )

@@ -110,14 +110,13 @@ def confirm(path: str, report: Report, check: str) -> Confirmed:
     try:
         if frames.peer_uid(connection) != os.geteuid():
             raise UnsupportedEngine(f"another user listens at {path}")
-        try:
-            problem, result = frames.ask(connection, [msgspec.to_builtins(report, builtin_types=(bytes,)), check])
-        except ValueError:
-            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked") from None
+        problem, result = frames.ask(connection, [msgspec.to_builtins(report, builtin_types=(bytes,)), check])
         if problem is not None:
             raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
-    except BaseException:
+    except BaseException as error:
         connection.close()
+        if isinstance(error, ValueError):
+            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked") from None
         raise
     return Confirmed(result, connection)
 

@@ -25,9 +25,6 @@ _SHORT = {
     "pp": "pipeline-parallel-size", "tp": "tensor-parallel-size", "dp": "data-parallel-size",
     "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size", "sc": "speculative-config",
 }  # fmt: skip
-_NEVER = {
-    "kv-offloading-size": "it puts another connector in the place of the one that serves cartridges",
-}
 
 
 class Arguments:
@@ -91,15 +88,19 @@ class Arguments:
 
     def check(self, *, in_process: bool, saves: bool = False) -> None:
         """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
-        if self.get(f"no-{refusals.ONE_GROUP}") is not None or self.get(refusals.ONE_GROUP) in ("false", "False"):
-            raise UnsupportedEngine(f"--no-{refusals.ONE_GROUP}: {refusals.SEVERAL_GROUPS}")
-        for name, why in _NEVER.items():
-            if self.get(name) is not None or name in self._nested:
-                raise UnsupportedEngine(f"--{name} does not go with cartridges: {why}. Remove it")
+        is_hybrid = self.get(f"no-{refusals.ONE_GROUP}") is not None or self.get(refusals.ONE_GROUP) in (
+            "false",
+            "False",
+        )
+        if self.get("kv-offloading-size") is not None:
+            raise UnsupportedEngine(
+                "--kv-offloading-size puts another connector in the place of the one that serves cartridges; remove it"
+            )
         is_given = any(self.get(name) is not None for name in ("speculative-config", "spec-model"))
         speculates = self.mapping("speculative-config")
         method = speculates.get("method") or self.get("spec-method")
         refusals.check(
+            refusals.ENGINE,
             refusals.Facts(
                 in_process=in_process,
                 saves=saves,
@@ -110,7 +111,8 @@ class Arguments:
                 cache_dtype=self.get("kv-cache-dtype") or "auto",
                 may_sleep=self.get("enable-sleep-mode") not in (None, "false", "False"),
                 extra=self.mapping(TRANSFER).get("kv_connector_extra_config") or {},
-            )
+                groups=2 if is_hybrid else 1,
+            ),
         )
 
     def _count(self, parallel: str) -> int:
