@@ -559,26 +559,6 @@ def test_a_first_start_says_that_it_goes_on(
     assert said[0].endswith("cartridges are still to be read; that goes on in the background")
 
 
-def test_what_cannot_be_read_for_a_moment_is_tried_again_by_itself(
-    home: Home, opened: Callable, clock: Clock, caplog: pytest.LogCaptureFixture, reads: list[Path]
-) -> None:
-    made = home.make()
-    away = home.root().rename(home.path / "away")
-    reads.clear()
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.entries"):
-        store = opened()
-        for tries in range(2, 5):
-            until(lambda: (clock.move(entries._RETRY_S), store.refresh(), len(reads) >= tries)[2])  # noqa: B023
-            assert list(store.refused()) == ["doc@1"]
-    assert len(caplog.records) == 1, "it complained again and again"
-    away.rename(home.root())
-    clock.now += entries._LONGEST_RETRY_S
-    store.refresh()
-    until(lambda: store.names() == ["doc@1"])
-    assert store.refused() == {}
-    assert_served(store, made, prompt_for(home, made))
-
-
 def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     home: Home, opened: Callable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,25 +581,26 @@ def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
-def test_what_cannot_be_read_again_and_again_is_tried_less_often(
-    home: Home, opened: Callable, clock: Clock, reads: list[Path]
+def test_what_cannot_be_read_is_tried_again_less_and_less_often_with_one_complaint(
+    home: Home, opened: Callable, clock: Clock, reads: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    home.make()
-    shutil.rmtree(home.root())
+    made = home.make()
+    away = home.root().rename(home.path / "away")
     reads.clear()
-    store = opened()
     first, longest = entries._RETRY_S, entries._LONGEST_RETRY_S
-    assert reads == [home.root()]
-    for after_s, tries in (
-        (first - 1, 1),
-        (1, 2),
-        (first, 2),
-        (first, 3),
-        (longest, 4),
-        (longest, 5),
-        (longest - 1, 5),
-    ):
-        clock.now += after_s
-        store.refresh()
-        until(lambda tries=tries: len(reads) == tries and not catalog_of(store)._reads._running)
-        assert list(store.refused()) == ["doc@1"]
+    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.entries"):
+        store = opened()
+        assert reads == [home.root()]
+        waits = ((first - 1, 1), (1, 2), (first, 2), (first, 3), (longest, 4), (longest, 5), (longest - 1, 5))
+        for after_s, tries in waits:
+            clock.now += after_s
+            store.refresh()
+            until(lambda tries=tries: len(reads) == tries and not catalog_of(store)._reads._running)
+            assert list(store.refused()) == ["doc@1"]
+    assert len(caplog.records) == 1
+    away.rename(home.root())
+    clock.now += 1
+    store.refresh()
+    until(lambda: store.names() == ["doc@1"])
+    assert store.refused() == {}
+    assert_served(store, made, prompt_for(home, made))
