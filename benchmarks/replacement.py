@@ -3,7 +3,7 @@
     python benchmarks/replacement.py [--full]
 
 Simulated, a request at a time, over whole cartridges; whatever is asked for is loaded, as a request must have it. `ours`
-is `lmcache_cartridge/memory/replacement.py`; `tests/test_replacement.py` holds that the tier does the same. Figures are the
+is `lmcache_cartridge/memory/replacement.py`; `tests/memory/test_replacement.py` holds that the tier does the same. Figures are the
 share of chunks that were in memory when asked for. The optimum (Belady) knows every request to come; of cartridges of unequal
 size it is an upper bound (PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on optimal caching with variable object
 sizes", 2018). `knows the odds` has the most that a policy can have where requests are drawn independently (Aho, Denning, Ullman,

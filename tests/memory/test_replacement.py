@@ -28,7 +28,7 @@ SLOT, CHUNKS, REQUESTS = 64, 3, 6000
 
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[ModuleType]:
-    path = str(Path(__file__).parents[1] / "benchmarks")
+    path = str(Path(__file__).parents[2] / "benchmarks")
     sys.path.insert(0, path)
     yield importlib.import_module("replacement")
     sys.path.remove(path)
