@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -67,11 +66,6 @@ class FleetConfig(BaseModel):
             if len({getattr(pod, what) for pod in pods}) < len(pods):
                 raise ValueError(f"two servers have one {what}")
         return pods
-
-    @property
-    def api_key(self) -> str | None:
-        """The key in the environment now; None without one."""
-        return os.environ.get(self.api_key_env) or None
 
 
 def read_config(path: Path) -> FleetConfig:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import re
 import socket
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -102,7 +103,9 @@ class Pod:
         self.models = {card["id"]: card.get("parent") for card in cards}
         if not self._endpoints:
             self._endpoints = _endpoints(await self._get(session, "/kv_event_sources"), self.url)
-        await self.resolve()
+        with suppress(OSError):  # what its name meant is good while it answers
+            async with asyncio.timeout(self._fleet.timeout_s):
+                await self.resolve()
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> str:
         async with session.get(self.url + path, raise_for_status=True) as response:
@@ -112,9 +115,9 @@ class Pod:
         """Look its address up, by which Envoy knows it. Raises `OSError` for a name that is not found."""
         host, _, port = self.address.rpartition(":")
         look_up = asyncio.get_running_loop().getaddrinfo
-        found = await look_up(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        hosts = dict.fromkeys(f"[{place[0]}]" if family == socket.AF_INET6 else place[0] for family, *_, place in found)
-        self.resolved = ",".join(f"{host}:{port}" for host in hosts)
+        found = await look_up(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        hosts = dict.fromkeys(str(place[0]) for *_, place in found)
+        self.resolved = ",".join(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts)
 
     async def _keep_following(self, follower: Follower) -> None:
         """Follow until cancelled; what goes wrong is logged, and everything is asked for again."""
@@ -129,7 +132,7 @@ class Pod:
 def _endpoints(told: str, url: str) -> dict[int, tuple[str, str | None]]:
     """Return the endpoints to connect to, by rank, in what `GET /kv_event_sources` tells of a server."""
     found: dict[int, tuple[str, str | None]] = {}
-    sources: dict[str, Any] = msgspec.json.decode(told)
+    sources = msgspec.json.decode(told)
     host = urlsplit(url).hostname or ""
     host = f"[{host}]" if ":" in host else host
     for rank, source in sources.items():

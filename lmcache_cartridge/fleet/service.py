@@ -8,6 +8,7 @@ alike.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -79,7 +80,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Begin to follow the servers. Returns at once, before anything of them is known."""
-        key = self.config.api_key
+        key = os.environ.get(self.config.api_key_env)
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),

@@ -326,14 +326,24 @@ async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> Non
     [("http://engine-0:8000", "10.0.0.1:8000,[::1]:8000"), ("https://[2600::1]", "10.0.0.1:443,[::1]:443")],
 )
 async def test_envoy_is_told_every_address_of_a_server(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
-    looked = []
+    looked, names = [], ["10.0.0.1", "::1", "10.0.0.1"]
 
-    async def look_up(host: str, port: int, **options: Any) -> list[Any]:
+    async def look_up(host: str, port: str, **options: Any) -> list[Any]:
         looked.append(host)
-        return [(10 if ":" in ip else 2, 1, 6, "", (ip, port)) for ip in ("10.0.0.1", "::1", "10.0.0.1")]
+        if not names:
+            raise OSError("gone")
+        return [(10 if ":" in ip else 2, 1, 6, "", (ip, port)) for ip in names]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
     config = PodConfig(name="a", url=url)
     pod = Pod(0, config, FleetConfig(pods=(config,)), Index())
     await pod.resolve()
     assert pod.resolved == told and looked == [config.address.rpartition(":")[0].strip("[]")]
+    names.clear()
+
+    async def answers(session: Any, path: str) -> str:
+        return "{}" if path == "/kv_event_sources" else '{"data": []}'
+
+    monkeypatch.setattr(pod, "_get", answers)
+    await pod.poll(SimpleNamespace())
+    assert (pod.problem, pod.resolved, len(looked)) == (None, told, 2), "a server that answers outlives its name"
