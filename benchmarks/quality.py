@@ -1,12 +1,12 @@
 """How well short cartridges answer: compacted and trained at their defaults, asked what nothing of their making has seen.
 
-    python benchmarks/quality.py [--model DIR --sheets FILE] [--ways WAY ...] [--note TEXT]
+    python benchmarks/quality.py [--model DIR --sheets FILE] [--ways WAY ...] [--pressed DIR] [--note TEXT]
 
 Sheets that the model never saw are compacted to 4x, 8x and 16x, with questions in two wordings and without any, and trained
 at 4x and 16x, all by the package's defaults; `--ways` names others. Then every fact is asked once in a third wording:
 greedily, in transformers, the KV as it is stored. What the manifests record of that is the result. `--sheets` names a JSON
 list of `{"name", "text", "questions"}`, the last a list of `[question, answer]` for each of three wordings, of which the
-second asks.
+second asks. `--pressed` names files of `press.py`, so that a way may be a press of kvpress: `SnapKVPress 4x`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from typing import NamedTuple
 
 import report
 import torch
-from recall.ward import QUESTIONS, write_document
+from recall.ward import QUESTIONS, UNSEEN_SHEETS, write_document
+from safetensors import safe_open
+from transformers import DynamicCache
 
 from lmcache_cartridge.artifact.manifest import Measured
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.make.compact.job import build_compact
-from lmcache_cartridge.make.compact.wanted import REFINE, Wanted
+from lmcache_cartridge.make.cache import from_cache
+from lmcache_cartridge.make.compact.job import ANSWER_TOKENS, build_compact
+from lmcache_cartridge.make.compact.wanted import REFINE, Wanted, form_of
+from lmcache_cartridge.make.gate import measure
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.questions import Question, save
-from lmcache_cartridge.make.train.initial import COMPACT, positions_of
+from lmcache_cartridge.make.train.initial import COMPACT, positions_of, prefilled
 from lmcache_cartridge.make.train.job import Task, train
 from lmcache_cartridge.make.train.trainer import Recipe
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 32
-SEEDS = {f"short {n}": 512 for n in (9, 10, 12, 13, 14)} | {"long 1": 1024}
-"""Sheets that nothing was chosen by (short 3 to 8 were), and their tokens: lists, notes and both, with sentences between
-the facts and without."""
 WAYS = [
     *(f"compact {n}x{asked}" for asked in ("", ", no questions") for n in (4, 8, 16)),
     "train 4x",
@@ -63,7 +65,7 @@ def sheets_of(file: Path | None, smoke: bool) -> Iterator[Sheet]:
             first, second, third = ([Question(*pair) for pair in wording] for wording in row["questions"])
             yield Sheet(row["name"], row["text"], [*first, *third], second)
         return
-    for seed, tokens in SEEDS.items():
+    for seed, tokens in UNSEEN_SHEETS.items():
         document = write_document(random.Random(seed), 200 if smoke else tokens)
         facts = [fact._asdict() for fact in document.facts]
         first, second, third = ([Question(text.format(**f), f["value"]) for f in facts] for text in QUESTIONS)
@@ -103,6 +105,21 @@ def made(model: str, sheet: Sheet, way: str, place: Path, steps: int) -> tuple[M
     return manifest.provenance.compaction.measured, manifest.provenance.compaction.seconds
 
 
+def of_press(model: CausalModel, sheet: Sheet, file: Path, place: Path) -> Measured:
+    """Make a cartridge of what kvpress kept of a sheet; return what was measured."""
+    with safe_open(file, "pt") as kept:
+        tokens = int(kept.metadata()["document_tokens"])
+        layers = [
+            (kept.get_tensor(f"keys.{n}"), kept.get_tensor(f"values.{n}")) for n in range(model.fingerprint.layers)
+        ]
+    root = place / "short"
+    manifest = from_cache(
+        model, DynamicCache(layers), root, cartridge_id="short", version=1, next_position=tokens, chunk_tokens=CHUNK
+    )
+    whole = prefilled(model, model.encode(sheet.text, special=True))
+    return measure(model, whole, read_kv(manifest, root), sheet.asked, form_of(model, Wanted(1)), ANSWER_TOKENS)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["make/compact", "make/train", "make/gate.py", "make/questions.py"])
@@ -110,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--model", type=Path, default=MODEL_DIR, help="a recall model (default: the shipped one)")
     add("--sheets", type=Path, help="JSON file of sheets for it (default: six that the shipped one never saw)")
     add("--ways", nargs="*", default=WAYS, help="what to make (default: all by defaults)")
+    add("--pressed", type=Path, help="directory of caches that press.py wrote, for ways that are presses")
     options = bench.start(arguments)
     torch.set_num_threads(1)
     most, steps, ways = None, Recipe().steps, options.ways
@@ -123,7 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for sheet in list(sheets_of(options.sheets, options.smoke))[:most]:
         for way in ways:
             with tempfile.TemporaryDirectory() as place:
-                measured, seconds = made(str(options.model), sheet, way, Path(place), steps)
+                if "Press" in way:
+                    file, seconds = options.pressed / f"{sheet.name} {way}.safetensors", None
+                    measured = of_press(CausalModel(str(options.model)), sheet, file, Path(place))
+                else:
+                    measured, seconds = made(str(options.model), sheet, way, Path(place), steps)
             shares = {way: measured.cartridge}
             if way == ways[0]:
                 shares |= {"document": measured.document, "nothing": measured.nothing}
@@ -131,8 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 right = round(share * measured.count)
                 total.setdefault(name, []).append((right, measured.count))
                 found.append(figure(right, measured.count, way=name, sheet=sheet.name))
-            took.setdefault(way, []).append(seconds)
-            report.say(f"{sheet.name}, {way}: {measured.cartridge:.1%} of {measured.count}, {seconds:.0f} s")
+            if seconds is not None:
+                took.setdefault(way, []).append(seconds)
+            report.say(f"{sheet.name}, {way}: {measured.cartridge:.1%} of {measured.count}, {seconds or 0:.0f} s")
         pooled = [figure(*map(sum, zip(*parts, strict=True)), way=name, sheet="all") for name, parts in total.items()]
         pooled += [report.Figure.of(each, "making", "s", way=way, model=model) for way, each in took.items()]
         bench.publish(found + pooled)  # what ends early has its first sheets

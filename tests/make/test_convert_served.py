@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from recall.ward import Fact, ask, encode
+from safetensors import safe_open
 from serving import SERVER_ARGS
+from transformers import DynamicCache
 from wards import MODEL, Ward, patients, prefill, sure, write_ward
 
 from lmcache_cartridge import from_cache
@@ -56,6 +59,23 @@ WRONG_STEPS: dict[str, Callable[[np.ndarray], object]] = {
 """Damage to the steps of int8, checksums made to fit."""
 
 
+class Pressed(NamedTuple):
+    """What kvpress's KeyDiffPress kept of a sheet, a quarter, as `benchmarks/press.py --asked 12` wrote it."""
+
+    cache: DynamicCache
+    tokens: int
+    """Of the sheet."""
+    asked: list[tuple[list[int], dict[str, float]]]
+    """Questions, and the top 20 log probabilities behind the cache, in float32 by transformers in kvpress's environment."""
+
+    @classmethod
+    def read(cls) -> Pressed:
+        with safe_open(Path(__file__).parent / "data" / "pressed.safetensors", "pt") as kept:
+            about, layers = kept.metadata(), range(len(kept.keys()) // 2)
+            cache = DynamicCache([(kept.get_tensor(f"keys.{n}"), kept.get_tensor(f"values.{n}")) for n in layers])
+        return cls(cache, int(about["document_tokens"]), json.loads(about["asked"]))
+
+
 class Served(NamedTuple):
     http: httpx.Client
     model: CausalModel
@@ -66,7 +86,11 @@ class Served(NamedTuple):
 
     def logprobs(self, fact: Fact, *names: str) -> tuple[dict[int, float], int]:
         """Return the top 20 of the next token by id, and how many prompt tokens came from a cache."""
-        body = {"model": MODEL, "prompt": encode(ask(fact, 0)), "cartridges": names, "max_tokens": 1, "temperature": 0,
+        return self.after(encode(ask(fact, 0)), *names)
+
+    def after(self, prompt: list[int], *names: str) -> tuple[dict[int, float], int]:
+        """Return the same after a prompt of these ids."""
+        body = {"model": MODEL, "prompt": prompt, "cartridges": names, "max_tokens": 1, "temperature": 0,
                 "logprobs": 20, "return_tokens_as_token_ids": True}  # fmt: skip
         reply = self.http.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
@@ -100,6 +124,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         from_cache(model, foreign.pressed(model, ward.ids, KEPT), home / name, cartridge_id=name, version=1,
                    next_position=moved, chunk_tokens=CHUNK)  # fmt: skip
         Registry(settings.registry_path).register(home / name)
+    pressed = Pressed.read()
+    from_cache(model, pressed.cache, home / "kvpress", cartridge_id="kvpress", version=1,
+               next_position=pressed.tokens, chunk_tokens=CHUNK)  # fmt: skip
+    Registry(settings.registry_path).register(home / "kvpress")
     for name, damage in WRONG_STEPS.items():
         _damage_steps(settings, name, damage)
     launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
@@ -162,6 +190,18 @@ def test_a_compressed_cache_is_answered_from_as_by_transformers(served: Served) 
             apart[name] = max(apart[name], _apart(found, expected))
     print(apart)
     assert apart["pressed"] <= NOISE < 1 < apart["unmoved"]
+
+
+def test_what_kvpress_kept_answers_as_with_kvpress(served: Served) -> None:
+    pressed, worst = Pressed.read(), 0.0
+    for prompt, expected in pressed.asked:
+        found, cached = served.after(prompt, "kvpress")
+        assert cached == pressed.cache.get_seq_length() < pressed.tokens / 3.9
+        top = sorted(expected, key=expected.__getitem__)[-5:]
+        worst = max(worst, *(abs(expected[token] - found.get(int(token), -99.0)) for token in top))
+        assert max(found, key=found.get) == int(top[-1])
+    print(f"{len(pressed.asked)} questions, {worst:.3f}")
+    assert len(pressed.asked) == QUESTIONS and worst < NOISE
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - set(DAMAGED)))
