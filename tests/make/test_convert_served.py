@@ -70,7 +70,7 @@ class Pressed(NamedTuple):
 
     @classmethod
     def read(cls) -> Pressed:
-        with safe_open(Path(__file__).parent / "data" / "pressed.safetensors", "pt") as kept:
+        with safe_open(Path(__file__).parents[1] / "data" / "pressed.safetensors", "pt") as kept:
             about, layers = kept.metadata(), range(len(kept.keys()) // 2)
             cache = DynamicCache([(kept.get_tensor(f"keys.{n}"), kept.get_tensor(f"values.{n}")) for n in layers])
         return cls(cache, int(about["document_tokens"]), json.loads(about["asked"]))
