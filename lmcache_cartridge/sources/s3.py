@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ..artifact.bytesource import ByteRange, Seen, SmallFile
 from ..artifact.location import parse
@@ -53,13 +53,8 @@ class S3Source:
     ) -> None:
         """A request may fail `attempts` times in a row; it waits `backoff_s`, twice that and so on, less a random part."""
         self._server, self._connections, self._part_bytes = (endpoint_url, region), connections, part_bytes
-        self._shared = _Shared(
-            Workers("s3", connections, begin=use_all_cores, stalled_s=math.inf),
-            _Progress(),
-            timeout_s,
-            attempts,
-            backoff_s,
-        )
+        self.timeout_s, self.attempts, self.backoff_s = timeout_s, attempts, backoff_s
+        self.threads, self.progress = Workers("s3", connections, begin=use_all_cores, stalled_s=math.inf), _Progress()
         self._lock, self._closed = threading.Lock(), False
         self._clients: dict[str, Any] = {}
 
@@ -117,23 +112,23 @@ class S3Source:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._shared.threads.close(0.0)
+                self.threads.close(0.0)
                 for client in self._clients.values():
                     client.close()
 
     def _call(self, location: str, file: str) -> _Call:
-        timeout_s = self._shared.timeout_s
+        timeout_s = self.timeout_s
         # Retries of reads are ours, since botocore's end where a body begins; those of uploads are botocore's.
         client, target, name = self._client(
             "reads", location, file, max_pool_connections=self._connections, connect_timeout=min(5.0, timeout_s),
             read_timeout=min(10.0, timeout_s), retries={"total_max_attempts": 1},
         )  # fmt: skip
-        return _Call(name, client, target, self._shared)
+        return _Call(name, client, target, self)
 
     @contextmanager
     def _uploading(self, location: str, file: str) -> Iterator[tuple[Any, dict[str, str]]]:
         """Yield a client, whose errors come out as ours, and what to tell it of a file."""
-        retries = {"mode": "standard", "total_max_attempts": self._shared.attempts}
+        retries = {"mode": "standard", "total_max_attempts": self.attempts}
         client, target, name = self._client("uploads", location, file, retries=retries)
         try:
             yield client, target
@@ -232,16 +227,6 @@ class _Progress:
                 self.at_s, self._bytes = time.monotonic(), 0
 
 
-class _Shared(NamedTuple):
-    """What all reads of a source have in common."""
-
-    threads: Workers
-    progress: _Progress
-    timeout_s: float
-    attempts: int
-    backoff_s: float
-
-
 class _Transient(SourceError):
     """A request failed in a way that may pass."""
 
@@ -257,15 +242,15 @@ class _Call:
     none of its tasks has a thread it waits for others, as long as they go on.
     """
 
-    def __init__(self, name: str, client: Any, target: dict[str, str], shared: _Shared) -> None:
-        self.name, self.client, self.target, self._shared = name, client, target, shared
+    def __init__(self, name: str, client: Any, target: dict[str, str], source: S3Source) -> None:
+        self.name, self.client, self.target, self._source = name, client, target, source
         self._progress, self._running = _Progress(), 0
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._last: Exception | None = None
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Run tasks on the threads and return their results; raise the first error, or `SourceTimeout`. Once only."""
-        futures = [self._shared.threads.submit(object(), partial(self._work, task)) for task in tasks]
+        futures = [self._source.threads.submit(object(), partial(self._work, task)) for task in tasks]
         try:
             while True:
                 done, waiting = wait(futures, max(0.0, self._left_s()), FIRST_EXCEPTION)
@@ -276,7 +261,7 @@ class _Call:
                 if self._left_s() <= 0:
                     raise SourceTimeout(
                         f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
-                        f"{self._shared.timeout_s:g} s" + (f"; last: {self._last}" if self._last else "")
+                        f"{self._source.timeout_s:g} s" + (f"; last: {self._last}" if self._last else "")
                     )
         except CancelledError:
             raise SourceError(f"{self.name}: the source was closed") from None
@@ -296,20 +281,20 @@ class _Call:
             with self._lock:
                 self._running -= 1
         self._progress.add()
-        self._shared.progress.add()
+        self._source.progress.add()
         return result
 
     def _left_s(self) -> float:
         with self._lock:
-            at_s = self._progress.at_s if self._running else max(self._progress.at_s, self._shared.progress.at_s)
-        return at_s + self._shared.timeout_s - time.monotonic()
+            at_s = self._progress.at_s if self._running else max(self._progress.at_s, self._source.progress.at_s)
+        return at_s + self._source.timeout_s - time.monotonic()
 
     def came(self, size_bytes: int) -> None:
         """Note that bytes came. Raises `_CallEnded` if the call has ended."""
         if self._ended.is_set():
             raise _CallEnded
         self._progress.add(size_bytes)
-        self._shared.progress.add(size_bytes)
+        self._source.progress.add(size_bytes)
 
     def write(self, outs: Sequence[memoryview], start: int, data: bytes) -> None:
         """Copy to `start` of the caller's buffers in a row, which are the caller's alone once the call has ended."""
@@ -337,9 +322,9 @@ class _Call:
                 failures = failures + 1 if progress() == before else 1
                 before = progress()
                 self._last = problem
-                if failures >= self._shared.attempts:
+                if failures >= self._source.attempts:
                     raise SourceError(f"{self.name}: {problem}; tried {failures} times") from _cause(error)
-            longest_s = min(_LONGEST_BACKOFF_S, self._shared.backoff_s * 2 ** (failures - 1))
+            longest_s = min(_LONGEST_BACKOFF_S, self._source.backoff_s * 2 ** (failures - 1))
             self._ended.wait(longest_s * random.uniform(0.5, 1))
 
 
