@@ -18,7 +18,6 @@ from families import FAMILIES, HEAD_SIZE, ROTATING, make_model
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import (
@@ -34,8 +33,8 @@ from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine import refusals
 from lmcache_cartridge.engine.backend import CartridgeBackend
-from lmcache_cartridge.engine.connector import check_api
 from lmcache_cartridge.engine.contract import CONTROL, NULL_BLOCK
+from lmcache_cartridge.engine.describe import check_api
 from lmcache_cartridge.engine.forms import SKIP_SAVING
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
@@ -245,11 +244,11 @@ def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypa
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
     off = vllm_config(transfer={"kv_connector_extra_config": {"cartridge.request_api": "off"}})
-    check_api(off, KVConnectorRole.WORKER)
+    check_api(off)
     with pytest.raises(UnsupportedEngine, match="VLLM_USE_RUST_FRONTEND: .* unset it"):
-        check_api(vllm_config(), KVConnectorRole.WORKER)
+        check_api(vllm_config())
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
-    check_api(vllm_config(), KVConnectorRole.WORKER)
+    check_api(vllm_config())
 
 
 def test_workers_of_all_engines_have_numbers_of_their_own() -> None:

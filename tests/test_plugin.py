@@ -16,11 +16,10 @@ from serving import stale_installation
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 
 with quietly():
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.exceptions import GracefulHTTPError
 
-    from lmcache_cartridge.engine.connector import check_api
     from lmcache_cartridge.engine.contract import REQUEST_API
+    from lmcache_cartridge.engine.describe import check_api
     from lmcache_cartridge.engine.host_api import check_handlers, extend_models
     from lmcache_cartridge.serve.plugin import CartridgePlugin
 
@@ -113,23 +112,21 @@ def _config(extra: dict[str, str]) -> Any:
         (None, {REQUEST_API: "off"}, None),
     ],
 )
-@pytest.mark.parametrize("role", KVConnectorRole)
 def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
     plugins: str | None,
     extra: dict[str, str],
     reason: str | None,
-    role: KVConnectorRole,
 ) -> None:
     """Nor does LMCache start in its workers: its threads would outlive the failure."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     if reason is None:
-        check_api(_config(extra), role)
+        check_api(_config(extra))
     else:
         with pytest.raises(UnsupportedEngine, match=reason):
-            check_api(_config(extra), role)
+            check_api(_config(extra))
 
 
 @pytest.mark.parametrize("entry", ["lmcache_cartridge.endpoint:Gone", "lmcache_cartridge.serve.plugin:Gone", None])
@@ -139,4 +136,4 @@ def test_an_installation_whose_request_api_cannot_be_loaded_does_not_start(
     monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
     monkeypatch.syspath_prepend(stale_installation(tmp_path, entry))
     with pytest.raises(UnsupportedEngine, match="install lmcache-cartridge again"):
-        check_api(_config({}), KVConnectorRole.SCHEDULER)
+        check_api(_config({}))

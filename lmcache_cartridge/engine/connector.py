@@ -6,16 +6,13 @@ compilation of Triton stubs when it comes too early (vLLM 0.32).
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from .contract import API_PLUGIN, REQUEST_API
 from .saving import Lost, keep_apart
 from .tier_events import TellsTiers
 from .whole import InjectsWhole, Whole, positions_to_inject
@@ -45,16 +42,11 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             raise
 
     def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        from . import host, host_inprocess
-        from .describe import check_vllm, without_draft
-        from .forms import configure
+        from . import host_inprocess
+        from .describe import started
         from .inject import EngineWriteConnector
 
-        configure(vllm_config.kv_transfer_config)
-        host.start("in-process")
-        kv_cache_config = without_draft(kv_cache_config) or kv_cache_config
-        check_vllm(vllm_config, kv_cache_config)
-        check_api(vllm_config, role)
+        kv_cache_config = started(vllm_config, kv_cache_config, "in-process") or kv_cache_config
         with host_inprocess.own_connector(EngineWriteConnector, in_worker=role == KVConnectorRole.WORKER):
             super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
@@ -186,33 +178,3 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             return matched, is_async
         self._lmcache.promise(request.request_id, num_computed_tokens, found, until)
         return until - num_computed_tokens, False
-
-
-def check_api(config: VllmConfig, role: KVConnectorRole) -> None:
-    """Raise `UnsupportedEngine` where the API server would not read the request field `cartridges`.
-
-    Workers ask too, and first: once LMCache has threads, a process that fails waits for them at its end.
-
-    vLLM ignores fields that it does not know, so it would answer without the cartridges, and where it cannot load a
-    plugin it logs so and goes on. `REQUEST_API: "off"` in `kv_connector_extra_config` allows a server without.
-    """
-    from ..errors import UnsupportedEngine
-    from . import refusals
-    from .describe import transfer_of
-
-    if transfer_of(config).get_from_extra_config(REQUEST_API, "on") == "off":
-        if role == KVConnectorRole.SCHEDULER:
-            logger.warning(
-                "the request API of lmcache-cartridge is switched off: this server IGNORES the request field "
-                "`cartridges`, and injects only documents at the head of a prompt"
-            )
-        return
-    refusals.check(refusals.ENVIRONMENT, {"VLLM_PLUGINS": "", **os.environ})
-    try:
-        [entry] = metadata.entry_points(group="vllm.endpoint_plugins", name=API_PLUGIN)
-        entry.load()
-    except Exception as error:
-        raise UnsupportedEngine(
-            f"vLLM cannot load the request API ({error!r}); install lmcache-cartridge again, or requests would be answered without the "
-            "cartridges that they name"
-        ) from error

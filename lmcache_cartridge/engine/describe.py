@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,8 +19,8 @@ from ..errors import UnsupportedEngine, UnsupportedModel
 from ..memory.described import Engine
 from ..memory.rope import default_frequencies
 from . import host, host_inprocess, refusals
-from .contract import API_PLUGIN, CONTROL
-from .forms import SKIP_SAVING
+from .contract import API_PLUGIN, CONTROL, REQUEST_API
+from .forms import SKIP_SAVING, configure
 from .refusals import QUANTISED_CACHES
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = logging.getLogger("vllm.lmcache_cartridge.describe")
 
 _NAME = re.compile(r"_dp(\d+)$")
 """What vLLM's name of an engine ends in under data parallelism."""
@@ -38,6 +41,46 @@ def transfer_of(config: VllmConfig) -> KVTransferConfig:
     if config.kv_transfer_config is None:
         raise UnsupportedEngine("the engine has no --kv-transfer-config, which names the connector for cartridges")
     return config.kv_transfer_config
+
+
+def started(
+    config: VllmConfig, kv_cache_config: KVCacheConfig | None, mode: Literal["in-process", "multiprocess"]
+) -> KVCacheConfig | None:
+    """Check all that a connector can know before LMCache's part of it is built, and return the caches without a draft's.
+
+    Raises `UnsupportedEngine`, with the fix.
+    """
+    configure(config.kv_transfer_config, in_process=mode == "in-process")
+    host.start(mode)
+    kv_cache_config = without_draft(kv_cache_config)
+    check_vllm(config, kv_cache_config)
+    check_api(config)
+    return kv_cache_config
+
+
+def check_api(config: VllmConfig) -> None:
+    """Raise `UnsupportedEngine` where the API server would not read the request field `cartridges`.
+
+    Workers ask too, and first: once LMCache has threads, a process that fails waits for them at its end.
+
+    vLLM ignores fields that it does not know, so it would answer without the cartridges, and where it cannot load a
+    plugin it logs so and goes on. `REQUEST_API: "off"` in `kv_connector_extra_config` allows a server without.
+    """
+    if transfer_of(config).get_from_extra_config(REQUEST_API, "on") == "off":
+        logger.warning(
+            "the request API of lmcache-cartridge is switched off: this server IGNORES the request field `cartridges`, and injects "
+            "only documents at the head of a prompt"
+        )
+        return
+    refusals.check(refusals.ENVIRONMENT, {"VLLM_PLUGINS": "", **os.environ})
+    try:
+        [entry] = metadata.entry_points(group="vllm.endpoint_plugins", name=API_PLUGIN)
+        entry.load()
+    except Exception as error:
+        raise UnsupportedEngine(
+            f"vLLM cannot load the request API ({error!r}); install lmcache-cartridge again, or requests would be answered without the "
+            "cartridges that they name"
+        ) from error
 
 
 def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:

@@ -22,11 +22,9 @@ from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .client import ControlClient
-from .connector import check_api
 from .contract import CONTROL, GRANT, SKIP_SAVE
 from .control import fetch_tail, offer
-from .describe import answering, check_vllm, computed_dtype, fingerprint_of, own_layers, transfer_of, without_draft
-from .forms import configure
+from .describe import answering, computed_dtype, fingerprint_of, own_layers, started, transfer_of
 from .latent import check_latents
 from .probe import Written, written_layout, written_rules
 from .report import Confirmed, Report, check_ids, confirm, key_name
@@ -74,15 +72,11 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
-        configure(vllm_config.kv_transfer_config, in_process=False)
-        host.start("multiprocess")
-        kv_cache_config = without_draft(kv_cache_config)
         if not transfer_of(vllm_config).get_from_extra_config(CONTROL, None):
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
-        check_vllm(vllm_config, kv_cache_config)
-        check_api(vllm_config, role)
+        kv_cache_config = started(vllm_config, kv_cache_config, "multiprocess")
         self._engine = _describe(vllm_config, kv_cache_config)
         self._retries: dict[str, _Retry] = {}
         self._unsaved: set[str] = set()
