@@ -107,24 +107,25 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def measured(result: Result) -> str:
-    """Return a result's figures: a row for each case, requests at once side by side, and so are sheets."""
-    across = "sheet" if result.benchmark == "quality" else "c"
-    columns = dict.fromkeys((one.what, one.unit, one.case.get(across)) for one in result.figures)
-    keys = list(dict.fromkeys(key for one in result.figures for key in one.case if key != across))
-    rows: dict[tuple[tuple[str, str], ...], dict[tuple[str, str, object], str]] = {}
+    """Return a result's figures: a row for each case, requests at once side by side, and of sheets all together and the worst."""
+    keys = list(dict.fromkeys(key for one in result.figures for key in one.case if key not in ("c", "sheet")))
+    columns: dict[str, None] = {}
+    rows: dict[tuple[tuple[str, str], ...], dict[str, Figure]] = {}
     for one in result.figures:
-        case = tuple((key, _shown(one.case[key])) for key in keys if key in one.case)
-        rows.setdefault(case, {})[one.what, one.unit, one.case.get(across)] = spread(one)
-    titles = [
-        f"{what}{',' * bool(unit)} {SCALE.get(unit, (1, unit))[1].strip()}".rstrip()
-        + ("" if value is None else f", {value}" if across == "sheet" else f", {across} = {value}")
-        for what, unit, value in columns
-    ]
+        title = f"{one.what}{',' * bool(one.unit)} {SCALE.get(one.unit, (1, one.unit))[1].strip()}".rstrip()
+        if "c" in one.case:
+            title += f", c = {one.case['c']}"
+        if one.case.get("sheet", "all") != "all":
+            title = "worst sheet"
+        columns[title] = None
+        row = rows.setdefault(tuple((key, _shown(one.case[key])) for key in keys if key in one.case), {})
+        if title not in row or one.value < row[title].value:
+            row[title] = one
     cells = [
-        [*(dict(case).get(key, "") for key in keys), *(found.get(column, "") for column in columns)]
-        for case, found in rows.items()
+        [*(dict(case).get(key, "") for key in keys), *(spread(row[title]) if title in row else "" for title in columns)]
+        for case, row in rows.items()
     ]
-    return table([*keys, *titles], cells)
+    return table([*keys, *columns], cells)
 
 
 def _shown(value: str | int | float) -> str:
