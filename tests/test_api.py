@@ -804,7 +804,7 @@ class ApiTests:
             statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
             assert reply.status_code == 200 or 400 <= reply.status_code < 500, reply.text
             used, params = reply.headers.get("x-cartridges", ""), fields.get("kv_transfer_params")
-            named = fields.get("cartridges") is not None or bool(
+            named = all(fields.get("cartridges") is not none for none in (None, False)) or bool(
                 isinstance(params, dict) and params.get("cartridge_id") is not None
             )
             assert bool(used) <= named
