@@ -9,7 +9,6 @@ from ..library.index import ChunkKey
 from .loads import ChunkSource, copy_and_wait
 from .tier import MemoryTier
 
-_MOST_BYTES = 1 << 30
 _PROMOTE_S = 30.0
 """How long a chunk on its way to the device may take from the cpu tier."""
 
@@ -19,15 +18,14 @@ def device_bytes(wanted: int | None, device: str) -> int:
 
     vLLM has its cache by now, and takes more from what is free for each step. Raises `OverBudget` for more than is free.
     """
-    if torch.device(device).type != "cuda":
+    if wanted == 0 or torch.device(device).type != "cuda":
         return wanted or 0
     free, _ = torch.cuda.mem_get_info(device)
     if wanted is None:
-        return min(_MOST_BYTES, free // 4)
+        return min(1 << 30, free // 4)
     if wanted > free:
         raise OverBudget(
-            f"device_bytes is {wanted}, and {device} has {free} bytes free beside vLLM's cache: set less, or a smaller "
-            "--gpu-memory-utilization"
+            f"device_bytes is {wanted}, and {device} has {free} bytes free beside vLLM's cache: set less, or a smaller --gpu-memory-utilization"
         )
     return wanted
 

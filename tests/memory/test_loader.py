@@ -327,7 +327,7 @@ def test_a_payload_that_may_not_be_read_has_its_own_error(made: Made, tmp_path: 
     program = """if True:
         import os, sys
         from pathlib import Path
-        sys.path.insert(0, "tests")
+        sys.path[:0] = ["tests", "tests/memory"]
         import torch
         from test_loader import Made, _load, _loader
         from lmcache_cartridge.artifact.reading import load_manifest
