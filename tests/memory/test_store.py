@@ -189,7 +189,7 @@ def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home
     reason = store.refused()["bad@1"]
     assert f"cartridge bad@1: chunk {chunk}, KV head 0" in reason
     elsewhere = Quarantine(Settings(home=home.path).quarantine_dir)
-    assert elsewhere.reason(bad.manifest.digest) == reason
+    assert f"quarantined: {elsewhere.reason(bad.manifest.digest)}" == reason
     assert elsewhere.reason(good.manifest.digest) is None
 
 
