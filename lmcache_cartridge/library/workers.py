@@ -163,6 +163,8 @@ class Workers:
                 del self._running[me]
                 replaced = me in self._stalled
                 self._stalled.discard(me)
+                if replaced:
+                    self._wake()  # who took its place may have ended meanwhile
                 self._changed.notify_all()  # what waited for its groups may go on
             if error is None:
                 job.future.set_result(result)

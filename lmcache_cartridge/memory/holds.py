@@ -37,6 +37,10 @@ class Entry:
         self.left, self.seconds = 0, 0.0
         """How many of them are not done, and how long the others took."""
 
+    def forget_reads(self) -> None:
+        """Give back what loading it took: the room, which is as large as the chunk, and the reads."""
+        self.room, self.reads = self.bytes, []
+
     def is_idle(self) -> bool:
         """Whether it can be evicted."""
         return not self.holds and self.state == "resident"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -93,7 +94,7 @@ class ChunkLoader:
         # One latent vector a token is the same bytes in both layouts.
         self._packed = layout if quantiser or (layout != "heads" and shape.planes == 2) else None
         self._lock = threading.Lock()
-        self._writer = Workers("cartridge-copy", 1)
+        self._writer = Workers("cartridge-copy", 1, stalled_s=math.inf)
         self._counts: Any = Counter()
         """`SourceStats`, and how many bytes are `unwritten`: on their way to the disk tier."""
         self._finite: dict[str, int] = {}
@@ -228,19 +229,20 @@ class ChunkLoader:
         except (SourceError, ArtifactError) as error:
             raise type(error)(f"cartridge {manifest.name}: chunk {stored}: {error}") from error
         finally:
-            self._count(reads=1, failed=not done, read_bytes=done, read_seconds=time.perf_counter() - started)
+            self._count(reads=1, failed=int(not done), read_bytes=done, read_seconds=time.perf_counter() - started)
         self._finish(check, manifest, stored, out, f"{location}/{file}")
         if disk := self._disk_for(cartridge):
             self._keep(disk, self._copy_key(cartridge, stored), out)
 
     def _keep(self, disk: DiskCache, key: CopyKey, data: memoryview) -> None:
         """Have a copy written to the disk tier in the background, so that no load waits for that disk, nor for its lock."""
-        if self._counts["unwritten"] >= _MAX_UNWRITTEN_BYTES:
-            return
+        with self._lock:
+            if self._counts["unwritten"] >= _MAX_UNWRITTEN_BYTES:
+                return
+            self._counts["unwritten"] += len(data)
         copy = np.array(data)
-        self._count(unwritten=copy.nbytes)
-        writing = self._writer.submit(object(), lambda: disk.write(key, copy.data), (str(disk.root),))
-        writing.add_done_callback(lambda _: self._count(unwritten=-copy.nbytes))
+        writing = self._writer.submit(object(), lambda: disk.write(key, copy.data))
+        writing.add_done_callback(lambda _: self._count(unwritten=-len(data)))
 
     def _count(self, **counts: float) -> None:
         with self._lock:

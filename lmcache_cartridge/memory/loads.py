@@ -127,11 +127,12 @@ class LoadThreads:
     def take_back(self, entry: Entry) -> None:
         """Forget a chunk that no thread has begun to read for; `loaded` is not called. `lock` has been held since."""
         del self._loading[entry.key]
-        for read in entry.reads:
+        for read in set(entry.reads):  # a chain of one short cartridge twice wants a piece twice
             read.wanted = [wanted for wanted in read.wanted if wanted[0] is not entry]
             if not read.wanted:
                 read.future.cancel()
                 del self._reads[read.at]
+        entry.forget_reads()
 
     def durations(self) -> tuple[float, tuple[int, ...]]:
         """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides.
@@ -214,6 +215,7 @@ class LoadThreads:
             entries = [entry for entry in entries if self._loading.get(entry.key) is entry]
             for entry in entries:
                 del self._loading[entry.key]
+                entry.forget_reads()
                 self._counts[bisect_left(LOAD_SECONDS, entry.seconds)] += 1
                 entry.error = entry.error or error
                 if entry.error is not None:

@@ -92,6 +92,24 @@ def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang
     until(lambda: sum(thread.name == "stalled" for thread in threading.enumerate()) == 1)
 
 
+def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_was_replaced(
+    hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_cartridge.library.workers._IDLE_S", 0.01)
+    clock = Clock()
+    workers = Workers("replaced", 1, clock=clock)
+    workers.submit("hung", hang, ["mount"])
+    assert hang.begun.wait(30)
+    same = workers.submit("same", lambda: "same", ["mount"])
+    clock.now += STALLED_S + 1
+    workers.relieve()
+    until(
+        lambda: sum(thread.name == "replaced" for thread in threading.enumerate()) == 1
+    )  # the other had nothing to do
+    hang.go.set()
+    assert same.result(30) == "same"
+
+
 def test_one_a_group_runs_one_after_the_other(hang: Hang) -> None:
     workers = Workers("test", 4, one_a_group=True)
     workers.submit("a", hang, ["x", "y"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -686,6 +687,41 @@ def test_what_several_chunks_are_made_of_is_read_once_and_fails_them_all(open_ti
             assert (loan.bytes == _byte(ChunkKey("a", key.chunk // 2)) + key.chunk % 2).all()
 
 
+class _Twice(ChunkSource):
+    """A chunk is made of one piece twice, in a room of its own."""
+
+    def __init__(self, loads: _Loads) -> None:
+        self._loads, self.rooms = loads, []
+
+    def pieces(self, key: ChunkKey) -> list[Piece]:
+        return [Piece(key, half) for half in range(2)]
+
+    def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
+        self._loads(at, piece := torch.empty(SLOT))
+        return piece
+
+    def room(self, slot: torch.Tensor) -> torch.Tensor:
+        room = torch.empty_like(slot)
+        self.rooms.append(weakref.ref(room))
+        return room
+
+    def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
+        out[piece.where :: 2] = data[::2]
+
+    def finish(self, room: torch.Tensor, slot: torch.Tensor) -> None:
+        slot.copy_(room)
+
+
+def test_where_a_chunk_was_put_together_is_given_back_once_it_is_resident(open_tier: Callable, loads: _Loads) -> None:
+    """Or the tier has twice its bytes."""
+    source = _Twice(loads)
+    tier, keys = open_tier(4, source=source), _keys("a", 4)
+    assert tier.lease(keys, 10) == 4
+    _quiet(tier)
+    assert _intact(tier.lend(keys)[3], keys[3]) and loads.counts == dict.fromkeys(keys, 1)
+    until(lambda: not any(room() is not None for room in source.rooms), timeout_s=10)
+
+
 def test_what_comes_to_be_wanted_while_it_is_read_is_read_once(open_tier: Callable, loads: _Loads) -> None:
     tier, keys = open_tier(9, source=_Halves(loads), clock=time.monotonic), _keys("a", 2)
     loads.held = {keys[0]: threading.Event()}
@@ -699,11 +735,12 @@ def test_what_comes_to_be_wanted_while_it_is_read_is_read_once(open_tier: Callab
     assert loads.counts == {keys[0]: 1}
 
 
+@pytest.mark.parametrize("source", [one_by_one, _Twice])
 def test_what_nobody_holds_any_more_and_no_thread_has_begun_with_gives_its_room_away(
-    open_tier: Callable, loads: _Loads
+    open_tier: Callable, loads: _Loads, source: Callable
 ) -> None:
-    """A cartridge whose place hangs, claimed and let go, once took all of memory."""
-    tier, hung = open_tier(4, threads=1, clock=time.monotonic), _keys("hung", 4)
+    """A cartridge whose place hangs, claimed and let go, once took all of memory; a chain may want a piece twice."""
+    tier, hung = open_tier(4, source=source(loads), threads=1, clock=time.monotonic), _keys("hung", 4)
     loads.held = {key: threading.Event() for key in hung}
     with tier.hold(hung) as hold:
         assert hold.poll().admitted == 4
