@@ -85,7 +85,7 @@ REFUSE = {
         "or a flat key of extra_config, does not name it",
     ),
     "a variable that is no JSON": (Way(environment={"LMCACHE_EXTRA_CONFIG": "{"}), "LMCACHE_EXTRA_CONFIG: "),
-    "vLLM's server in Rust": (Way(environment={"VLLM_USE_RUST_FRONTEND": "1"}), "VLLM_USE_RUST_FRONTEND is set"),
+    "vLLM's server in Rust": (Way(environment={"VLLM_USE_RUST_FRONTEND": "1"}), "vLLM's server in Rust has no request API"),
     "plugins without ours, on a GPU": (
         Way(environment={"VLLM_PLUGINS": "as_on_a_gpu"}), "LMCacheConnectorV1 is not ours, and writes wrong KV"
     ),

@@ -138,7 +138,9 @@ class RemoteClaim:
 
 async def _shielded(lines: _Lines, message: list[Any]) -> list[Any]:
     """Ask to the end whether or not the caller still wants to know: the next answer on these lines is the next question's."""
-    return await asyncio.shield(lines.ask(message))
+    asking = asyncio.ensure_future(lines.ask(message))
+    asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else may look, who has left
+    return await asyncio.shield(asking)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -33,8 +33,9 @@ class TransferKernel:
         if len({(each.shape, each.stride(), each.dtype, each.device) for each in caches}) > 1:
             raise UnsupportedEngine("the layers' blocks do not lie alike in memory")
         if inside[1:] == [heads * double, 1] and (inside[0] == double or heads == 1):
-            # One vector a token, as of latent attention: the one name of such rows that torch's version knows too.
-            layout = layouts.NL_X_NB_BS_HS if is_tight else layouts.NL_X_NB_BS_NH_CS
+            # One vector a token, as of latent attention, is what torch's version knows. CUDA's counts it in 32 bits, which a
+            # layer of 16 GiB exceeds, and the other in 64.
+            layout = layouts.NL_X_NB_BS_HS if is_tight and cache.device.type == "cpu" else layouts.NL_X_NB_BS_NH_CS
         elif inside == [block * double, double, 1]:
             layout = layouts.NL_X_NB_NH_BS_CS
         else:

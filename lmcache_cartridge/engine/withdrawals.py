@@ -61,7 +61,7 @@ class Withdrawals:
 
         One look at a file: for each request.
         """
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             return self._last.stat().st_mtime_ns
         return None
 

@@ -133,13 +133,13 @@ class Entries:
             look = self._registry.look(self._revision)
             self._quarantine.follow()
             gone = self._take_in(*look) if look is not None else set()
-            self._read_due()
             with self._lock:
                 removed = [digest for digest in gone if not self._entries[digest].names]
                 for digest in removed:
                     self._entries[digest].until_s = self._clock() + self._grace_s
                     self.index.hide(digest)
                 self._drop_expired()
+            self._read_due()
             if self._unkept * _KEPT_PARTS >= len(self._entries):
                 self._reads.submit(self._keep, lambda: go_on(self._keep))
             return removed
@@ -228,7 +228,8 @@ class Entries:
         for one in filter(None, map(self._registered.get, self.names_of(digest))):
             if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
                 with self._lock:
-                    self._unread[one.name] = _Unread()
+                    if self._registered.get(one.name) == one:  # else it was removed meanwhile
+                        self._unread[one.name] = _Unread()
                 self._read(one)
         return self._location_of(digest) != location
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -296,7 +297,7 @@ class Registry:
             db.execute("BEGIN IMMEDIATE")  # nobody else may change anything between its look and its write
             result = change(db)
         with suppress(OSError):
-            self.path.touch()  # what was changed to the same is looked at again too
+            os.utime(self.path)  # what was changed to the same is looked at again too
         return result
 
     def _select(self, rest: str, *values: object) -> list[RegistryEntry]:

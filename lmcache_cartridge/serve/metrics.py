@@ -67,7 +67,7 @@ RANK_NUMBERS = (
     Number("waiting_claims", "gauge", "Cartridges and chains that are claimed and not whole in memory yet.", "loading"),
     Number("open_claims", "gauge", "Claims that requests have on cartridges and chains, so that these stay in memory.", "claims"),
     Number("oldest_claim_seconds", "gauge", "Age of the oldest of these claims; far above the longest answer: a leak.", "oldest_claim_s"),
-    Number("background_errors", "counter", "Errors of background threads, which went on; the log has each. Its process's, so take max, not sum."),
+    Number("background_errors", "counter", "Errors of background threads, which went on; the log has the first, second, fourth and so on of a thread. Its process's, so take max, not sum."),
 )  # fmt: skip
 """By rank."""
 LOADS = Number("load_seconds", "histogram", "Time a load of one chunk into a tier took, failed ones too.")

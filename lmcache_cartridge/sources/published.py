@@ -64,11 +64,11 @@ class Library:
         while True:
             if next_version:
                 manifest = msgspec.structs.replace(manifest, version=self._free_version(manifest))
-            with suppress(CartridgeNotFound):
-                check_same(manifest.name, self.registry.find(manifest.name).digest, manifest.digest)
-            place = self.registry.place(manifest)
-            self._writer.store(root, manifest, place, progress)
             try:
+                with suppress(CartridgeNotFound):
+                    check_same(manifest.name, self.registry.find(manifest.name).digest, manifest.digest)
+                place = self.registry.place(manifest)
+                self._writer.store(root, manifest, place, progress)
                 return self.registry.register(root, place, promote=promote, label=label, version=manifest.version)
             except CartridgeExists:
                 if not next_version or self._free_version(manifest) == manifest.version:
