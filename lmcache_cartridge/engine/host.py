@@ -302,6 +302,9 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.renderers.online_renderer:OnlineRenderer.render_responses": callable,
     },
     "worker": {
+        # vLLM's attention for CPU uses AMX, which Linux lets a process do once it was asked; torch asks as it first multiplies
+        # several rows. A step of one token alone, behind injected KV, came first and ended the worker (vLLM 0.32).
+        "torch.cpu:_init_amx": lambda init: init() in (True, False),
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class": callable,
         "vllm.config:get_current_vllm_config_or_none": lambda get: get() or True,
         "vllm.model_executor.models.utils:extract_layer_index": lambda index: index("model.layers.3.attn") == 3,
