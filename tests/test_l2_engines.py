@@ -51,8 +51,8 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
         (64, (), [], "must be a multiple of 128"),
         (256, ("/lmcache-cartridge-", "/nobody-"), [], "no cartridge adapter listens"),
         (256, ("kv_both", "kv_producer"), [], "kv_role is kv_producer"),
-        (256, (), ["--hash-algorithm", "sha256_cbor"], "names chunks by sha256_cbor, cartridges are found by blake3"),
-        (256, (), ["--hash-algorithm", "builtin"], "names chunks by builtin, cartridges are found by blake3"),
+        (256, (), ["--hash-algorithm", "sha256_cbor"], "names chunks by another algorithm than blake3"),
+        (256, (), ["--hash-algorithm", "builtin"], "names chunks by another algorithm than blake3"),
     ],
     ids=["chunks of half a block", "no adapter", "an engine that loads nothing", "another hash", "a seeded hash"],
 )

@@ -481,7 +481,7 @@ def test_on_a_real_server_counters_move_by_what_requests_did(
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         assert main(["top", "--url", server.url, "--once", "--format", "json"]) == 0
         shown = json.loads(capsys.readouterr().out)
-        assert shown["tiers"]["cpu"]["hits"] == {"total": whole, "per_s": None}
+        assert (shown["numbers"]["hits_total"]["cpu"], shown["rates"]) == (whole, None)
         assert [(row["id"], row["state"]) for row in shown["cartridges"]] == [("a", "resident")]
 
 

@@ -88,5 +88,5 @@ class CartridgePlugin:
         self.collector.model = admission.router.models[0]
         host_api.before_shutdown(engine_client, self._drain.wait)
         if CONTROL in extra_of(args.kv_transfer_config):
-            host_api.refuse_sleep(engine_client, SLEEP)
+            host_api.refuse_sleep(engine_client, f"{SLEEP}; serve in-process, or without sleep mode")
         self._following = asyncio.create_task(follow(self.collector, admission.numbers))
