@@ -199,10 +199,13 @@ class Benchmark:
         return self.options
 
     def _said(self, words: list[str]) -> list[str]:
-        """Return the words of a command line without what says where the result goes, and what is to be remarked."""
+        """Return the words of a command line without what says where the result goes, and what is to be remarked.
+
+        A place on this machine is told by its last part.
+        """
         beside = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         beside.add_argument("--out"), beside.add_argument("--note")
-        return beside.parse_known_args(words)[1]
+        return [Path(word).name if word.startswith("/") else word for word in beside.parse_known_args(words)[1]]
 
     def publish(self, figures: Sequence[Figure]) -> Path:
         """Write the result, print what is in it, and return its file. What it started has to have ended."""

@@ -116,7 +116,7 @@ def measured(result: Result) -> str:
         if "c" in one.case:
             title += f", c = {one.case['c']}"
         if one.case.get("sheet", "all") != "all":
-            title = "worst sheet"
+            title += ", worst sheet"
         columns[title] = None
         row = rows.setdefault(tuple((key, _shown(one.case[key])) for key in keys if key in one.case), {})
         if title not in row or one.value < row[title].value:
