@@ -47,7 +47,7 @@ class Made(NamedTuple):
     asked: References
     examples: list[Example]
     refine: int
-    """Steps a layer, where they answered more of the validation questions than none."""
+    """Steps a layer, where they answered no fewer of the validation questions than none."""
     seconds: float
 
 
@@ -70,8 +70,8 @@ def make(
 ) -> Made:
     """Compact the canonical `kv` of the document `ids` for `wanted.questions`; `say` is told the seconds of each step.
 
-    It is refined where `validation` questions are answered better so, and they are all that says so: without any it is
-    not. Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose
+    It is refined where `validation` questions are answered no worse so, and they are all that says so: without any it is
+    not. Where p has room, and all of them are right as it is, that is not tried. Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose
     attention or positions are not understood.
     """
     model.need_values("compact")
@@ -100,12 +100,12 @@ def make(
     if wanted.refine and validation:
         with step("validation"):
             plain = right(found)
-        if plain.cartridge < plain.document:
+        if plain.cartridge < plain.document or not wanted.has_room(tokens):
             with step(f"refine, {wanted.refine} steps a layer"):
                 found = refine(model, found, examples, asked, steps=wanted.refine, progress=progress)
                 better = right(found)
             say(f"{better.cartridge:.1%} of {better.count} validation questions refined, {plain.cartridge:.1%} not")
-            if better.cartridge > plain.cartridge:
+            if better.cartridge >= plain.cartridge:
                 made = made._replace(kv=found, refine=wanted.refine)
     return made._replace(seconds=took)
 

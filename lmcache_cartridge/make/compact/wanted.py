@@ -31,9 +31,13 @@ class Wanted:
     form: str | None = None
     """`chat` or `text`; None is `chat` where the model has a template."""
     refine: int = REFINE
-    """Gradient steps for each layer, where validation questions are answered better after them."""
+    """Gradient steps for each layer, where validation questions are answered no worse after them."""
     accept: float = ACCEPT
     """The least share of what the document adds to the model's first choices that must be kept; 0: any."""
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a document of so many tokens leaves p room for more than what is asked."""
+        return self.positions * ROOM > tokens
 
 
 def references_of(model: CausalModel, ids: Sequence[int], wanted: Wanted) -> list[Example]:
@@ -48,7 +52,7 @@ def references_of(model: CausalModel, ids: Sequence[int], wanted: Wanted) -> lis
     for question in wanted.questions:
         answer = [] if question.answer is None else model.encode(question.answer, special=False)
         found.append(Example(model.question_ids(question.text, form), answer or end, 0))
-    return found if found and wanted.positions * ROOM <= len(ids) else [*found, *repeated(ids)]
+    return [*found, *repeated(ids)] if not found or wanted.has_room(len(ids)) else found
 
 
 def repeated(ids: Sequence[int]) -> list[Example]:
