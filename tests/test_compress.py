@@ -96,9 +96,8 @@ def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(
         made = run("build", "--model", MODEL, "--document", str(tmp_path / "short.txt"), "--id", "short")
         warnings[made["positions"]] = made["warnings"]
     few, some, many = sorted(warnings)
-    assert few < 16 < some < 256 < many
-    assert f"{few} positions" in warnings[few][0] and "none of a usual one does" in warnings[few][0]
-    assert f"only one with --chunk-size {some} or less does" in warnings[some][0]
+    assert few < some < 256 <= many
+    assert f"{few} positions fill no chunk of 256" in warnings[few][0] and f"{some} positions" in warnings[some][0]
     assert warnings[many] == []
 
 

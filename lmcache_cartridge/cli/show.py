@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,11 +104,11 @@ def bar(**options: Any) -> Any:
     return tqdm(disable=True if is_json() else None, **options)
 
 
-def bars() -> Bars:
-    """Return a context manager that shows a bar for each thing that is done, as `bar` does."""
+def bars(**options: Any) -> Bars:
+    """Return a context manager that shows a bar for each thing that is done, as `bar` does with these options."""
     from ..make.progress import Bars
 
-    return Bars(bar)
+    return Bars(partial(bar, **options))
 
 
 @contextmanager

@@ -293,21 +293,19 @@ def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> N
     assert cli.json("show", "doc")["version"] == 1
 
 
-def test_what_was_removed_keeps_its_version_and_can_be_deleted_by_name(cli: _Cli, tmp_path: Path) -> None:
+def test_what_was_removed_keeps_its_version(cli: _Cli, tmp_path: Path) -> None:
     files = cli.home / "cartridges" / "doc"
     make_artifact(files / "1", positions=40)
     cli.json("import", files / "1")
     cli.json("import", _make(tmp_path, "other", seed=2))
     assert cli.json("remove", "doc")["files_deleted"] is False
-    _assert_one_line(cli("remove", "doc@1"), "doc@1")
+    _assert_one_line(cli("remove", "doc@1", "--delete-files"), "doc@1")
     assert cli.json("build", "--from", "other", "--payload", "int8", "--id", "doc")["name"] == "doc@2"
-    removed = cli.json("remove", "doc@1", "--delete-files")
-    assert removed == {"name": "doc@1", "location": str(files / "1"), "files_deleted": True}
-    assert [path.name for path in files.iterdir()] == ["2"]
-    for name in ("doc@1", "doc@x", "doc", "../doc@2", "nowhere@1"):
-        if name != "doc":
-            _assert_one_line(cli("remove", name, "--delete-files"))
-    assert (files / "2").is_dir()
+    for name in ("doc@x", "../doc@2", "nowhere@1"):
+        _assert_one_line(cli("remove", name, "--delete-files"))
+    removed = cli.json("remove", "doc@2", "--delete-files")
+    assert removed == {"name": "doc@2", "location": str(files / "2"), "files_deleted": True}
+    assert [path.name for path in files.iterdir()] == ["1"]
 
 
 def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli: _Cli, tmp_path: Path) -> None:

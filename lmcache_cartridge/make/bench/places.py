@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 _TRIES = 3
 LENGTHS = (256, 1024, 4096, 16_384, 32_768)
 """The p that are asked for where nothing else is said."""
-_UNTOLD = 4096
-"""The largest of them where the server does not tell its context."""
 
 
 class Place(NamedTuple):
@@ -95,8 +93,6 @@ def choose(
         else:
             found[place.p] = place
     lengths = [p for p in wanted or ([] if found else LENGTHS) if p not in found]
-    if wanted is None and target.context is None:
-        lengths = [p for p in lengths if p <= _UNTOLD]
     fits = [p for p in sorted(set(lengths)) if _fits(target, p, around)]
     if too_long := sorted({*lengths} - {*fits}):
         left.append(f"p = {', '.join(map(str, too_long))}: longer than the server's context of {target.context}")

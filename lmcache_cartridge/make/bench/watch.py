@@ -19,8 +19,7 @@ _PAIR = "lmcache_cartridge.serve.processes"
 class Watch:
     """Reads a server's memory in the background, from `with` on. One `with` at a time."""
 
-    def __init__(self, target: Target, *, every_s: float = _EVERY_S) -> None:
-        self._every_s = every_s
+    def __init__(self, target: Target) -> None:
         self.what, self._read = _memory_of(target)
         """Whose memory is read and how, or why it is not."""
         self.memory: list[tuple[float, float]] = []
@@ -41,7 +40,7 @@ class Watch:
         while self._read is not None and not self._stop.is_set():
             if found := self._read():
                 self.memory.append((time.perf_counter() - started, found))
-            self._stop.wait(self._every_s)
+            self._stop.wait(_EVERY_S)
 
 
 def _memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
