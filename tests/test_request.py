@@ -125,76 +125,37 @@ def test_the_source_follows_from_the_form_of_the_id_unless_it_is_given(name: str
     assert Reference(id=name, source="local").where() == "local"
 
 
+WRONG = {
+    "cartridges:": ["a", 5, True, {"id": "a"}, [], ["a"] * (MAX_CHAIN + 1)],
+    "cartridges.0:": [[5], [None], [["a"]]],
+    "cartridges.0.id:": [[{}], [{"id": 5}], ["x" * (1 << 20)], ["\ud800"]],
+    "cartridges.1.id:": [["a", ""]],
+    "cartridges.0.source:": [[{"id": "a", "source": "http"}], [{"id": "a", "source": 1}]],
+    "cartridges.0.force_redownload:": [[{"id": "a", "force_redownload": 1}]],
+    "cartridges.0.path:": [[{"id": "a", "path": "/etc"}]],
+}
+STALLING = [
+    (TAG, "00" * 32), (TAG, None), (GRANT, {"must_inject": 0}), (TENANT, "another"), (ADAPTER, "another"),
+    ("lmcache.tag.tenant", ["a"]), ("lmcache.tag.tenant", 5), ("lmcache.tag.tenant", "a@b%c"), ("lmcache.tag.a%b", "c"),
+    ("lmcache.tag.\ud800", "c"), ("lmcache.skip_save", []), ("lmcache.anything", "x"), ("disagg_spec", {}),
+    ("ret_first_tok", True), ("do_remote_prefill", True), ("prompt_token_ids", [1]), ("x" * (1 << 20), 1),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("cartridges", "place"),
-    [
-        ("a", "cartridges:"),
-        (5, "cartridges:"),
-        (True, "cartridges:"),
-        ({"id": "a"}, "cartridges:"),
-        ([], "cartridges:"),
-        (["a"] * (MAX_CHAIN + 1), "cartridges:"),
-        ([5], "cartridges.0:"),
-        ([None], "cartridges.0:"),
-        ([["a"]], "cartridges.0:"),
-        (["a", ""], "cartridges.1.id:"),
-        ([{}], "cartridges.0.id:"),
-        ([{"id": 5}], "cartridges.0.id:"),
-        ([{"id": None}], "cartridges.0.id:"),
-        (["x" * 1025], "cartridges.0.id:"),
-        (["x" * (1 << 20)], "cartridges.0.id:"),
-        (["\ud800"], "cartridges.0.id:"),
-        ([{"id": "a", "source": "http"}], "cartridges.0.source:"),
-        ([{"id": "a", "source": 1}], "cartridges.0.source:"),
-        ([{"id": "a", "force_redownload": "yes"}], "cartridges.0.force_redownload:"),
-        ([{"id": "a", "force_redownload": 1}], "cartridges.0.force_redownload:"),
-        ([{"id": "a", "path": "/etc"}], "cartridges.0.path:"),
-    ],
+    ("fields", "params", "place"),
+    [({"cartridges": wrong}, None, place) for place, values in WRONG.items() for wrong in values]
+    + [({}, {key: value}, "kv_transfer_params.") for key, value in STALLING]
+    + [({}, params, "kv_transfer_params must be an object") for params in ([], "a")]
+    + [({"cartridges": ["a"]}, {"cartridge_id": "a"}, "")],
 )
-def test_a_malformed_field_is_refused_and_its_place_named(cartridges: Any, place: str) -> None:
-    refusal = _refusal(read_references, {"cartridges": cartridges}, None)
+def test_what_is_malformed_stalls_the_engine_or_names_anothers_kv_is_refused_by_its_place(
+    fields: Any, params: Any, place: str
+) -> None:
+    refusal = _refusal(read_references, fields, params)
     assert refusal.status == 400
     assert str(refusal).startswith(place)
     assert len(str(refusal)) < 300
-
-
-def test_naming_cartridges_in_both_places_is_refused() -> None:
-    assert "not in both" in str(_refusal(read_references, {"cartridges": ["a"]}, {"cartridge_id": "a"}))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (TAG, "00" * 32),
-        (TAG, None),
-        (GRANT, {"must_inject": 0}),
-        (TENANT, "another"),
-        (ADAPTER, "another"),
-        ("lmcache.tag.tenant", ["a"]),
-        ("lmcache.tag.tenant", {"a": 1}),
-        ("lmcache.tag.tenant", 5),
-        ("lmcache.tag.tenant", "a@b%c"),
-        ("lmcache.tag.a%b", "c"),
-        ("lmcache.tag.\ud800", "c"),
-        ("lmcache.skip_save", []),
-        ("lmcache.anything", "x"),
-        ("disagg_spec", {}),
-        ("ret_first_tok", True),
-        ("do_remote_prefill", True),
-        ("prompt_token_ids", [1]),
-        ("x" * (1 << 20), 1),
-    ],
-)
-def test_a_parameter_that_could_stall_the_engine_or_name_anothers_kv_is_refused(key: str, value: Any) -> None:
-    refusal = _refusal(read_references, {}, {key: value})
-    assert refusal.status == 400
-    assert str(refusal).startswith("kv_transfer_params.")
-    assert len(str(refusal)) < 300
-
-
-@pytest.mark.parametrize("params", [[], "a", 5, True])
-def test_parameters_that_are_no_object_are_refused(params: Any) -> None:
-    assert "must be an object" in str(_refusal(read_references, {}, params))
 
 
 _json = st.recursive(
@@ -230,22 +191,19 @@ def test_registered_names_versions_and_labels_are_found(home: Home) -> None:
         "nope",
         "a@2",
         "a@",
-        "a@x",
-        "a@1@1",
         "@1",
         "../a",
-        "a/../b",
         "a\0",
-        "ä",
         "A",
         " a",
-        "a ",
-        "%61",
         "'; --",
         "." * 1024,
+        "s3://bucket/key",
+        "s3://",
+        "s3://b/../o",
     ],
 )
-def test_an_unknown_name_is_not_found_and_shown_as_it_was_sent(home: Home, name: str) -> None:
+def test_an_unknown_name_or_bucket_is_not_found_and_shown_as_it_was_sent(home: Home, name: str) -> None:
     refusal = _refusal(home.resolve, name)
     assert refusal.status == 404
     assert repr(name)[1:20] in str(refusal)
@@ -264,7 +222,7 @@ OUTSIDE = {
     "another directory": "{home}/c/a", "dots": "{root}/../secret-home/c/a", "dots to the root's sibling": "{root}x",
     "a link out of the root": "{root}/out", "a link to itself": "{root}/loop", "nothing there": "{root}/nope",
     "a NUL": "{root}/l\0", "a long name": "{root}/" + "x" * 500, "a relative path": "l", "a file": "/etc/passwd",
-    "the root of all": "/",
+    "the root of all": "/", "no roots": "{rootless}{root}/l",
 }  # fmt: skip
 
 
@@ -273,17 +231,12 @@ def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home: Home
     root = home.settings.roots[0]
     (root / "out").symlink_to(home.settings.home / "c" / "a")
     (root / "loop").symlink_to(root / "loop")
-    path = path.format(root=root, home=home.settings.home)
-    refusal = _refusal(Resolver(home.settings).resolve, [Reference(id=path, source="local")])
+    settings = home.settings if "{rootless}" not in path else home.settings.model_copy(update={"roots": ()})
+    path = path.format(root=root, home=home.settings.home, rootless="")
+    refusal = _refusal(Resolver(settings).resolve, [Reference(id=path, source="local")])
     assert refusal.status == 404
     assert str(refusal).startswith("no cartridge is at ")
     assert str(home.settings.home) not in str(refusal).replace(repr(path), "")
-
-
-def test_without_roots_no_path_is_found(home: Home) -> None:
-    settings = home.settings.model_copy(update={"roots": ()})
-    path = str(home.settings.roots[0] / "l")
-    assert _refusal(Resolver(settings).resolve, [Reference(id=path)]).status == 404
 
 
 def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path_but_the_clients_is_told(
@@ -297,23 +250,21 @@ def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path
     assert str(path) not in str(refusal)
 
 
-@pytest.mark.parametrize("where", ["s3://bucket/key", "s3://", "s3://bucket/../other", "s3://bücket/key"])
-def test_a_bucket_that_is_not_configured_is_not_found(home: Home, where: str) -> None:
-    assert _refusal(home.resolve, where).status == 404
-
-
-@pytest.mark.parametrize("damage", ["manifest", "gone", "ids"])
-def test_a_damaged_artefact_is_not_usable_and_its_path_not_told(home: Home, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["manifest", "gone", "ids", "exchanged"])
+def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(home: Home, damage: str) -> None:
     root = home.settings.home / "c" / "a"
     assert home.resolve("a")
+    text = (root / "manifest.json").read_text()
     match damage:
         case "manifest":
             (root / "manifest.json").write_text("{")
         case "gone":
             (root / "manifest.json").unlink()
         case "ids":
-            text = (root / "manifest.json").read_text()
             (root / "manifest.json").write_text(text.replace('"count": 32', '"count": 31'))
+        case "exchanged":
+            root.rename(root.with_name("old"))
+            make_artifact(root, positions=32, cartridge_id="a", seed=99)
     refusal = _refusal(home.resolve, "a")
     assert refusal.status == 422
     assert "secret" not in str(refusal)
@@ -326,14 +277,6 @@ def test_whose_payload_is_damaged_is_found_by_its_tokens_and_left_to_the_workers
     sound = home.resolve("a")
     damage(home.settings.home / "c" / "a" / "payload.safetensors")
     assert Resolver(home.settings).resolve([Reference(id="a")]) == sound
-
-
-def test_an_artefact_exchanged_on_disk_is_not_served_under_the_old_registration(home: Home, tmp_path: Path) -> None:
-    root = home.settings.home / "c" / "a"
-    assert home.resolve("a")
-    root.rename(tmp_path / "old")
-    make_artifact(root, positions=32, cartridge_id="a", seed=99)
-    assert _refusal(home.resolve, "a").status == 422
 
 
 def test_a_new_version_is_found_at_once(home: Home) -> None:
@@ -472,10 +415,8 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
     [
         ("/srv/my docs/a b/payload.safetensors: chunk 3", "payload.safetensors: chunk 3"),
         ("cannot open '/srv/my docs/x' now", "cannot open 'x' now"),
-        ("s3://bucket/my docs/x/manifest.json is gone", "manifest.json is gone"),
         ("at /a/b/c, not (/d/e f/g)", "at c, not (g)"),
         ("rope frequencies: 1/2 of heads, not 3/4", "rope frequencies: 1/2 of heads, not 3/4"),
-        ("/srv/k: v/h/payload.safetensors is short", "h@1/payload.safetensors is short"),
         ("/srv/k: v/h/copy/payload.safetensors is short", "copy of h@1/payload.safetensors is short"),
     ],
 )
@@ -517,8 +458,6 @@ IDS = tuple(range(16))
     ("chain", "injected", "told"),
     [
         (["text"], [], "text@1;positions=16;injected=0;served=tokens"),
-        (["text", "text"], [], ", ".join(["text@1;positions=16;injected=0;served=tokens"] * 2)),
-        (["a", "text"], ["a"], "a@1;positions=32;injected=32, text@1;positions=16;injected=0;served=tokens"),
         (["text", "a"], [],
          "text@1;positions=16;injected=0;served=tokens, a@1;positions=32;injected=0;served=document"),
         (["trained", "text"], ["trained"],
@@ -555,14 +494,6 @@ def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is
     assert home.resolve("whole", "text").must_inject == 16, "in front of them it is injected"
 
 
-def test_a_chain_that_is_answered_from_text_says_so_of_each(home: Home) -> None:
-    replaced = home.resolve("a", "text").replaced
-    assert replaced == (
-        "a@1;positions=32;injected=0;served=document, text@1;positions=16;injected=0;served=tokens"
-    )  # fmt: skip
-    assert home.resolve("a", "text").document_ids == home.resolve("a").token_ids + IDS
-
-
 def test_what_is_computed_behind_tokens_is_of_their_model(home: Home) -> None:
     root = home.settings.home / "c/other"
     make_artifact(root, positions=16, cartridge_id="other", seed=9, layers=5)
@@ -574,23 +505,16 @@ def test_what_is_computed_behind_tokens_is_of_their_model(home: Home) -> None:
 # What a selection is bound to.
 
 
-def test_ids_stand_in_order_and_the_document_only_where_every_part_has_one(home: Home) -> None:
-    a, b, whole = home.resolve("a"), home.resolve("b"), home.resolve("whole")
-    assert home.resolve("a", "b").token_ids == a.token_ids + b.token_ids
-    assert home.resolve("a", "whole", "b").document_ids == a.token_ids + (7, 8, 9) + b.token_ids
-    assert home.resolve("a", "trained").document_ids is None
-    assert whole.token_ids == tuple(range(16))
-
-
-@pytest.mark.parametrize(
-    ("chain", "positions"),
-    [(["a"], 0), (["a", "b"], 0), (["trained"], 16), (["a", "trained"], 48), (["trained", "a"], 16),
-     (["trained", "a", "whole", "b"], 64)],
-)  # fmt: skip
-def test_what_must_not_be_computed_ends_with_the_last_trained_cartridge(
-    home: Home, chain: list[str], positions: int
+def test_documents_stand_where_every_part_has_one_and_the_last_trained_one_ends_what_must_not_be_computed(
+    home: Home,
 ) -> None:
-    assert home.resolve(*chain).must_inject == positions
+    a, b, text = (home.resolve(name).token_ids for name in ("a", "b", "text"))
+    mixed = home.resolve("a", "whole", "b")
+    assert (mixed.document_ids, mixed.must_inject) == (a + (7, 8, 9) + b, 48)
+    assert home.resolve("a", "trained").document_ids is None
+    replaced = home.resolve("a", "text")
+    told = "a@1;positions=32;injected=0;served=document, text@1;positions=16;injected=0;served=tokens"
+    assert (replaced.document_ids, replaced.replaced) == (a + text, told)
 
 
 def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home: Home) -> None:
@@ -616,13 +540,10 @@ def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home: 
         ((msgspec.structs.replace(make_rope(), layers=()),), "has no rotary embedding"),
     ],
 )
-@pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(
-    home: Home, rope: Rope, reason: str, kind: str
-) -> None:
+def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(home: Home, rope: Rope, reason: str) -> None:
     shape = msgspec.structs.replace(SHAPE, rope=rope)
     root = home.settings.home / "c/still"
-    make_artifact(root, positions=16, cartridge_id="still", kind=kind, seed=9, fingerprint=shape)
+    make_artifact(root, positions=16, cartridge_id="still", kind="trained", seed=9, fingerprint=shape)
     Registry(home.settings.registry_path).register(root)
     assert home.resolve("still", "a").names == "still@1, a@1"
     refusal = _refusal(home.resolve, "a", "still")
@@ -640,76 +561,58 @@ def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home: Ho
     assert home.resolve("a").salt("x", b"secret") not in salts, "who knows the digest must not know the salt"
 
 
-def test_the_tag_names_every_digest_in_order(home: Home) -> None:
-    digests = [home.manifests[name].digest for name in ("b", "trained")]
-    assert home.resolve("b", "trained").tag == ".".join(digests)
-
-
 # Routers.
-
-
-def _choose(
-    values: dict[str, Any], fields: dict[str, Any], *, model: str | None = None, key: str | None = None
-) -> list[str]:
-    references = Router(from_mapping(values)).choose(fields, None, model, key)
-    assert all(reference.where() == "registry" for reference in references)
-    return [reference.id for reference in references]
 
 
 CHAINS = {"both": ["a", "b"], "one": ["c"]}
 
 
-def test_a_request_that_names_nothing_gets_nothing_from_the_explicit_router() -> None:
-    assert _choose({"router": "explicit"}, {"cartridge_label": "x"}) == []
+LABEL, STATIC = {"router": "label", "label_field": "tenant"}, {"router": "static", "composites": CHAINS}
+KEYED = {f"key:{hashlib.sha256(b'sk-1').hexdigest()}": "for-key", "model:m": "for-model", "*": "both"}
 
 
-def test_a_composite_stands_for_its_chain_wherever_it_is_named() -> None:
-    assert _choose({"composites": CHAINS}, {"cartridges": ["x", "both", "one"]}) == ["x", "a", "b", "c"]
-    router = Router(from_mapping({"composites": {"/p": ["a"]}}))
-    assert [r.id for r in router.choose({"cartridges": ["/p"]}, None, None, None)] == ["/p"], "a path is no composite"
+@pytest.mark.parametrize(
+    ("values", "fields", "model", "key", "chosen"),
+    [
+        ({"router": "explicit"}, {"cartridge_label": "x"}, None, None, []),
+        ({"composites": CHAINS}, {"cartridges": ["x", "both", "one"]}, None, None, ["x", "a", "b", "c"]),
+        ({"composites": {"/p": ["a"]}}, {"cartridges": ["/p"]}, None, None, ["/p"]),  # a path is no composite
+        (LABEL, {"tenant": "ward/a"}, None, None, ["ward/a"]),
+        (LABEL, {"cartridge_label": "x"}, None, None, []),
+        (LABEL, {"tenant": "x", "cartridges": ["named"]}, None, None, ["named"]),  # what the request names comes first
+        ({"router": "composite", "composites": CHAINS}, {"cartridge_label": "both"}, None, None, ["a", "b"]),
+        (STATIC | {"static": KEYED}, {}, "m", "sk-1", ["for-key"]),
+        (STATIC | {"static": KEYED}, {}, "m", "sk-2", ["for-model"]),
+        (STATIC | {"static": KEYED}, {}, "n", None, ["a", "b"]),
+        (STATIC | {"static": KEYED}, {"cartridges": ["named"]}, "m", "sk-1", ["named"]),
+        (STATIC | {"static": {"model:m": "x"}}, {}, "n", None, []),
+    ],
+)
+def test_each_router_chooses_by_its_own_and_what_the_request_names_comes_first(
+    values: Any, fields: Any, model: Any, key: Any, chosen: list[str]
+) -> None:
+    assert [one.id for one in Router(from_mapping(values)).choose(fields, None, model, key)] == chosen
 
 
-def test_composites_do_not_make_a_chain_longer_than_allowed() -> None:
-    router = Router(from_mapping({"composites": {"many": ["a"] * 16}}))
-    assert _refusal(router.choose, {"cartridges": ["many", "b"]}, None, None, None).status == 400
+@pytest.mark.parametrize(
+    ("values", "fields", "status"),
+    [
+        ({"composites": {"many": ["a"] * 16}}, {"cartridges": ["many", "b"]}, 400),
+        ({"router": "composite", "composites": CHAINS}, {"cartridge_label": "a"}, 404),
+    ],
+)
+def test_a_chain_too_long_by_composites_and_a_label_that_is_none_are_refused(
+    values: Any, fields: Any, status: int
+) -> None:
+    assert _refusal(Router(from_mapping(values)).choose, fields, None, None, None).status == status
 
 
-@pytest.mark.parametrize("field", ["cartridge_label", "tenant"])
-def test_the_label_router_reads_the_label_from_the_configured_field(field: str) -> None:
-    values = {"router": "label", "label_field": field}
-    assert _choose(values, {field: "ward/a"}) == ["ward/a"]
-    assert _choose(values, {}) == []
-    assert _choose(values, {field: "x", "cartridges": ["named"]}) == ["named"], "what the request names comes first"
-
-
-def test_the_composite_router_knows_composites_only() -> None:
-    values = {"router": "composite", "composites": CHAINS}
-    assert _choose(values, {"cartridge_label": "both"}) == ["a", "b"]
-    refusal = _refusal(Router(from_mapping(values)).choose, {"cartridge_label": "a"}, None, None, None)
-    assert (refusal.status, str(refusal)) == (404, "no composite is called 'a'")
-
-
-@pytest.mark.parametrize("label", ["", "x" * 129, 5, ["a"], {}, True, "\ud800", "a\0", "a\nb"])
+@pytest.mark.parametrize("label", ["", "x" * 129, 5, ["a"], "\ud800", "a\nb"])
 @pytest.mark.parametrize("router", ["label", "composite"])
 def test_a_malformed_label_is_refused_by_its_fields_name(router: str, label: Any) -> None:
     refusal = _refusal(Router(from_mapping({"router": router})).choose, {"cartridge_label": label}, None, None, None)
     assert refusal.status == 400
     assert "cartridge_label" in str(refusal)
-
-
-def test_the_static_router_goes_by_key_then_model_then_everybody() -> None:
-    hashed = hashlib.sha256(b"sk-1").hexdigest()
-    table = {f"key:{hashed}": "for-key", "model:m": "for-model", "*": "for-all"}
-    assert _choose({"router": "static", "static": table}, {}, model="m", key="sk-1") == ["for-key"]
-    assert _choose({"router": "static", "static": table}, {}, model="m", key="sk-2") == ["for-model"]
-    assert _choose({"router": "static", "static": table}, {}, model="n") == ["for-all"]
-    assert _choose({"router": "static", "static": table}, {"cartridges": ["named"]}, model="n") == ["named"]
-    del table["*"]
-    assert _choose({"router": "static", "static": table}, {}, model="n") == []
-
-
-def test_a_static_entry_may_be_a_composite() -> None:
-    assert _choose({"router": "static", "static": {"*": "both"}, "composites": CHAINS}, {}) == ["a", "b"]
 
 
 # Cartridges in `model`.

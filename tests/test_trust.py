@@ -53,24 +53,14 @@ class Twins:
 
 
 @pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
-def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_trusted_twin(home: Home, bad: bool | None) -> None:
-    twins = Twins(home).told(True, bad)
-    assert twins.store.lookup(twins.prompt.hashes) == twins.store.resident(twins.prompt.hashes) == 4
-    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
-
-
-@pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
-def test_nor_where_only_the_first_chunk_is_shared(home: Home, bad: bool | None) -> None:
-    twins = Twins(home, shared=CHUNK).told(True, bad)
-    assert twins.store.lookup(twins.prompt.hashes) == 4
-    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
-
-
-@pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
-def test_what_is_not_trusted_is_not_lent_without_a_lookup_either(home: Home, bad: bool | None) -> None:
-    twins = Twins(home).told(None, bad)
-    assert (twins.store.lookup(twins.prompt.hashes), twins.store.resident(twins.prompt.hashes)) == (0, 0)
-    assert (twins.run(), twins.each()) == ([], ["nobody"] * 4)
+@pytest.mark.parametrize("shared", [64, CHUNK], ids=["all", "the first chunk"])
+@pytest.mark.parametrize("good", [True, None], ids=["trusted", "untrusted"])
+def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_twin(
+    home: Home, bad: bool | None, shared: int, good: bool | None
+) -> None:
+    twins = Twins(home, shared=shared).told(good, bad)
+    assert twins.store.lookup(twins.prompt.hashes) == twins.store.resident(twins.prompt.hashes) == (4 if good else 0)
+    assert (twins.run(), twins.each()) == ((["good"] * 4, ["good"] * 4) if good else ([], ["nobody"] * 4))
 
 
 def test_what_is_not_trusted_is_lent_to_those_that_name_it(home: Home) -> None:
@@ -180,29 +170,24 @@ def _answer(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
     assert all(store.release(chunk_hash) for chunk_hash in prompt.hashes[:4])
 
 
-def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home: Home) -> None:
+@pytest.mark.parametrize("why", ["removed", "canary", "quarantine"])
+def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home: Home, why: str) -> None:
     store, made, prompt = _alone(home)
     _answer(store, made, prompt)
     store.refresh()
     assert _stamp(home) == 0, "nothing was withdrawn: routers' block hashes stay as they are"
-    home.registry.remove("doc")
+    match why:
+        case "removed":
+            home.registry.remove("doc")
+        case "canary":
+            store.tried(made.manifest.digest, "canary", False)
+        case "quarantine":
+            Quarantine(home.path / "quarantine").put(made.manifest.digest, "by hand")
     store.refresh()
     assert (store.lookup(prompt.hashes), _stamp(home) > 0) == (0, True)
     first = _stamp(home)
     store.refresh()
     assert _stamp(home) == first, "once"
-
-
-@pytest.mark.parametrize("why", ["canary", "quarantine"])
-def test_so_it_is_where_its_canary_fails_later_or_it_is_quarantined(home: Home, why: str) -> None:
-    store, made, prompt = _alone(home)
-    _answer(store, made, prompt)
-    if why == "canary":
-        store.tried(made.manifest.digest, "canary", False)
-    else:
-        Quarantine(home.path / "quarantine").put(made.manifest.digest, "by hand")
-    store.refresh()
-    assert (store.lookup(prompt.hashes), _stamp(home) > 0) == (0, True)
 
 
 @pytest.mark.parametrize("asked", ["nobody", "by name", "untried"])
@@ -244,14 +229,6 @@ def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home: Home, d
     assert _stamp(home) == last
 
 
-def test_a_restart_alone_withdraws_nothing(home: Home) -> None:
-    store, made, prompt = _alone(home)
-    _answer(store, made, prompt)
-    store.close()
-    store = home.open(settings=TRUSTED)
-    assert (store.lookup(prompt.hashes), _stamp(home)) == (0, 0), "and this engine was not tried yet"
-
-
 def test_every_process_that_had_it_answer_withdraws_it(home: Home) -> None:
     """Else the second would go on lending it for a moment to prompts that have the new salt already."""
     first, made, prompt = _alone(home)
@@ -273,8 +250,13 @@ def test_where_it_cannot_be_noted_nothing_answers_plain_prompts(home: Home) -> N
     assert store.lookup(prompt.hashes, made.manifest.digest) == 4
 
 
-def test_another_engine_begins_without_trust(home: Home) -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+def test_another_engine_and_a_restart_begin_without_trust_and_withdraw_nothing(home: Home, restarts: bool) -> None:
     store, made, prompt = _alone(home)
     _answer(store, made, prompt)
-    store.begin_trials()
+    if restarts:
+        store.close()
+        store = home.open(settings=TRUSTED)
+    else:
+        store.begin_trials()
     assert (store.lookup(prompt.hashes), store.untried(), _stamp(home)) == (0, [made.manifest.digest], 0)
