@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import FAMILIES, make_model
 from lessons import MODEL, School, answered, questions_on, school, tokens_of, write_questions
-from recall.ward import ask, write_document
+from recall.ward import write_document
 
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
@@ -124,20 +124,15 @@ def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
 
 @pytest.mark.parametrize("change", [{"objective": "next-token"}, {"autocast": True}], ids=str)
 def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> None:
-    recipe = replace(RECIPE, steps=60, check_every=60, **change)
-    trainer = _trainer(made, "sci", recipe)
+    nobody = {"log_probs": None, "tokens": None} if "objective" in change else {}
+    trainer = _trainer(made, "sci", replace(RECIPE, steps=60, check_every=60, **change), **nobody)
     before = trainer.score(trainer.examples)
     result = trainer.run()
     assert trainer.score(trainer.examples).loss < 0.6 * before.loss
     assert result.kv.dtype == torch.float32
-
-
-def test_the_next_token_objective_needs_no_teacher_and_distillation_says_that_it_does(made: School) -> None:
-    nobody = {"log_probs": None, "tokens": None}
-    with pytest.raises(CartridgeError, match="teacher"):
-        _trainer(made, **nobody)
-    trainer = _trainer(made, recipe=replace(RECIPE, steps=1, objective="next-token"), **nobody)
-    assert math.isfinite(trainer.run().loss)
+    if nobody:
+        with pytest.raises(CartridgeError, match="teacher"):
+            _trainer(made, **nobody)
 
 
 def test_passes_that_are_accumulated_count_as_one_batch(made: School) -> None:
@@ -235,22 +230,16 @@ def test_a_training_that_gets_better_to_the_last_step_lowers_its_rate_over_the_s
     assert (result.steps, result.why) == (RECIPE.steps, "steps")
 
 
-def test_the_rate_falls_from_the_best_kv_and_not_from_the_last(made: School) -> None:
-    trainer = _trainer(made, "first-k", replace(RECIPE, check_every=1, patience=2, rate=50.0, warmup=0))
+def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(made: School) -> None:
+    harmful = replace(RECIPE, steps=20, check_every=1, patience=2, rate=50.0, warmup=0)
+    trainer = _trainer(made, "first-k", harmful)
     start = trainer.kv()
     trainer.train(None, lambda step, loss: None, 2)
     assert not torch.equal(trainer.kv(), start), "such steps can only harm"
     trainer.recipe = replace(trainer.recipe, rate=1e-12)
     trainer.train(None, lambda step, loss: None, 3)
     assert torch.allclose(trainer.kv(), start, atol=1e-6)
-
-
-def test_the_best_kv_is_kept_and_not_the_last(made: School) -> None:
-    trainer = _trainer(made, "first-k", replace(RECIPE, steps=20, check_every=5, rate=50.0, warmup=0))
-    start = trainer.kv()
-    result = trainer.run()
-    looks = {row["step"]: row["validation_loss"] for row in trainer.rows if "validation_loss" in row}
-    assert looks[0] == min(looks.values()), "such steps can only harm"
+    result = _trainer(made, "first-k", replace(harmful, check_every=5, patience=0)).run()
     assert result.step == 0
     assert torch.equal(result.kv, start)
 
@@ -333,24 +322,15 @@ def test_every_start_has_the_documents_first_position_and_is_the_same_for_the_sa
     assert torch.allclose(kv[:, :, :FROZEN], prefilled(made.model, made.ids)[:, :, :FROZEN], atol=1e-5)
 
 
-def test_random_is_normal_with_the_papers_deviation(made: School) -> None:
-    kv = initial_kv("random", made.model, made.ids, P, 0)[:, :, FROZEN:]
-    assert float(kv.std()) == pytest.approx(0.02, rel=0.05)
-    assert abs(float(kv.mean())) < 0.002
-
-
-def test_vocab_is_a_prefill_of_ordinary_words(made: School) -> None:
-    kv = initial_kv("vocab", made.model, made.ids, P, 0)
-    drawn = tokens_of(made.model, kv, range(640))
-    assert None not in drawn
+def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_document(made: School) -> None:
+    noise, words, head = (initial_kv(init, made.model, made.ids, P, 0) for init in ("random", "vocab", "first-k"))
+    assert float(noise[:, :, FROZEN:].std()) == pytest.approx(0.02, rel=0.05), "the paper's"
+    assert abs(float(noise[:, :, FROZEN:].mean())) < 0.002
+    drawn = tokens_of(made.model, words, range(640))
     assert set(drawn[1:]) <= set(made.model.ordinary_ids().tolist())
     assert len(set(drawn)) > 0.8 * P
-    assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
-
-
-def test_first_k_is_the_head_of_the_document(made: School) -> None:
-    kv = initial_kv("first-k", made.model, made.ids, P, 0)
-    assert torch.allclose(kv, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
+    assert torch.allclose(words, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
+    assert torch.allclose(head, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
 
 
 def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made: School) -> None:
@@ -373,25 +353,11 @@ def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made: School) -> 
     assert max(seen) - min(seen) > 500
 
 
-def test_p_must_be_shorter_than_the_document(made: School) -> None:
-    for positions in (len(made.ids), FROZEN):
-        with pytest.raises(CartridgeError, match=f"p = {positions} .* of {len(made.ids)} tokens"):
-            initial_kv("sci", made.model, made.ids, positions, 0)
-
-
 @pytest.mark.parametrize(
-    ("tokens", "asked", "expected"),
-    [
-        (1051, {"compress": 4}, 256),
-        (1051, {"compress": 16}, 64),
-        (1051, {"compress": 1000}, 64),
-        (1051, {"positions": 96}, 96),
-        (1051, {"positions": 95}, 95),
-        (1051, {"positions": 128}, 128),
-    ],
+    ("asked", "expected"), [({"compress": 4}, 256), ({"compress": 1000}, 64), ({"positions": 95}, 95)]
 )
-def test_p_is_as_asked_for_or_rounded_to_whole_chunks(tokens: int, asked: dict[str, int], expected: int) -> None:
-    assert positions_of(tokens, 64, **asked) == expected
+def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked: dict[str, int], expected: int) -> None:
+    assert positions_of(1051, 64, **asked) == expected
 
 
 # The teacher.
@@ -403,14 +369,6 @@ def test_the_teacher_predicts_what_the_model_with_the_document_does(made: School
         plain = made.model.logits([*made.ids, *example.prompt, *example.answer[:-1]], len(example.answer))
         full = torch.empty_like(plain).scatter(1, made.lesson.tokens[rows], made.lesson.log_probs[rows])
         assert torch.allclose(full, plain.log_softmax(-1), atol=1e-3)
-
-
-def test_answers_that_lack_are_the_teachers_own(made: School) -> None:
-    facts = {(f.patient, f.attribute): f.value for f in made.document.facts}
-    examples = {tuple(e.prompt): e.answer for e in made.lesson.examples}
-    for (patient, attribute), value in facts.items():
-        prompt = made.model.encode(f"Q: {attribute} of {patient}? A:", special=False)
-        assert examples[tuple(prompt)] == [*made.model.encode(value, special=False), made.model.tokenizer.eos_token_id]
 
 
 def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made: School) -> None:
@@ -494,37 +452,26 @@ def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made: School, t
     assert torch.equal(again.tokens, first.tokens)
 
 
-def test_the_divergence_is_that_of_kullback_and_leibler() -> None:
+def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one() -> None:
     generator = torch.Generator().manual_seed(0)
     teacher, student = (torch.randn(6, 50, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
-    exact = (teacher.exp() * (teacher - student)).sum(-1)
     order = teacher.argsort(descending=True)
 
-    def of(k: int, guess: torch.Tensor) -> torch.Tensor:
-        return divergence(teacher.gather(1, order[:, :k]), guess.gather(1, order[:, :k]))
+    def parts(log_probs: torch.Tensor, k: int) -> torch.Tensor:
+        likely = log_probs.gather(1, order[:, :k])
+        rest = (1 - likely.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log()
+        return torch.cat([likely, rest], 1) if k < 50 else likely
 
-    assert torch.allclose(of(50, student), exact, atol=1e-4)
-    assert torch.allclose(of(5, teacher), torch.zeros(6), atol=1e-5)
-    before = torch.zeros(6)
     for k in (1, 5, 20, 50):
-        assert (of(k, student) >= before - 1e-4).all(), "what counts as one token hides differences, and invents none"
-        before = of(k, student)
-
-
-def test_what_is_not_among_the_teachers_likeliest_tokens_counts_as_one() -> None:
-    teacher, student = torch.tensor([[0.6]]).log(), torch.tensor([[0.9]]).log()
-    expected = 0.6 * math.log(0.6 / 0.9) + 0.4 * math.log(0.4 / 0.1)
-    assert float(divergence(teacher, student)) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_student_that_is_sure_of_another_token_has_a_finite_gradient() -> None:
-    logits = torch.zeros(1, 10)
-    logits[0, 3] = 200.0
-    logits.requires_grad_()
-    teacher = torch.tensor([[0.6, 0.3]]).log()
-    divergence(teacher, logits.log_softmax(-1)[:, :2]).sum().backward()
-    assert logits.grad.isfinite().all()
-    assert logits.grad[0, 0] < 0, "towards the teacher's"
+        p, q = parts(teacher, k), parts(student, k)
+        found = divergence(teacher.gather(1, order[:, :k]), student.gather(1, order[:, :k]))
+        assert torch.allclose(found, (p.exp() * (p - q)).sum(-1), atol=1e-3)
+    sure = torch.zeros(1, 10)
+    sure[0, 3] = 200.0
+    sure.requires_grad_()
+    divergence(torch.tensor([[0.6, 0.3]]).log(), sure.log_softmax(-1)[:, :2]).sum().backward()
+    assert sure.grad.isfinite().all()
+    assert sure.grad[0, 0] < 0, "towards the teacher's"
 
 
 # The command.
@@ -603,21 +550,22 @@ def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_wh
     assert f"it keeps {record.measured.kept:.0%} of what the document adds" in err
 
 
-def test_a_loss_that_is_as_good_as_nothing_is_not_waited_for_to_get_better(made: School) -> None:
-    trainer, losses = _trainer(made, recipe=replace(RECIPE, check_every=1)), iter([0.5, 0.0020, 0.0015, 0.0012])
-    trainer.score = lambda examples: Score(1.0, next(losses))
-    trainer.train(None, lambda step, loss: None, 3)
-    assert (trainer.least_missed, trainer.waited) == (0.0020, 2)
-
-
-def test_a_few_tokens_at_many_nats_do_not_outweigh_the_others(made: School) -> None:
-    trainer = _trainer(made, recipe=replace(RECIPE, check_every=1))
+@pytest.mark.parametrize(
+    ("scores", "least", "best_step", "waited"),
+    [
+        ([(1.0, 0.5), (1.0, 0.0020), (1.0, 0.0015), (1.0, 0.0012)], 0.0020, 3, 2),  # as good as nothing
+        ([(0.5, 0.3), (0.6, 0.1), (0.4, 0.2)], 0.1, 1, 1),  # a few tokens at many nats do not outweigh the others
+    ],
+)
+def test_the_best_is_what_misses_least(
+    made: School, scores: list[tuple[float, float]], least: float, best_step: int, waited: int
+) -> None:
+    trainer, given = _trainer(made, recipe=replace(RECIPE, check_every=1)), iter(scores)
     score = trainer.score(made.unseen.examples)
     assert 0 < score.missed < 1 < score.loss
-    losses = iter([(0.5, 0.3), (0.6, 0.1), (0.4, 0.2)])
-    trainer.score = lambda examples: Score(*next(losses))
-    trainer.train(None, lambda step, loss: None, 2)
-    assert (trainer.least_missed, trainer.best_step) == (0.1, 1)
+    trainer.score = lambda examples: Score(*next(given))
+    trainer.train(None, lambda step, loss: None, len(scores) - 1)
+    assert (trainer.least_missed, trainer.best_step, trainer.waited) == (least, best_step, waited)
 
 
 def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(train: _Cli) -> None:
@@ -671,6 +619,10 @@ def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train: _Cli,
         assert status == 0, err
         digests.append(reading.load_manifest(train.home / "cartridges" / name / "1").payload.checksums)
         kept = result["measured"]["document"]
+        run = Path(result["losses"]).parent
+        chosen, choosing, asked = ({q.text for q in read(run / file)} for file in FILES)
+        assert len(asked) == result["measured"]["count"] == 8
+        assert not (chosen & choosing or asked & (chosen | choosing))
     assert digests[0] == digests[1]
     assert kept <= 0.2, "but they were asked"
 
@@ -729,29 +681,23 @@ def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
     assert train()[1]["digest"] == written.digest
 
 
-def test_a_run_that_found_no_questions_does_not_bind_the_next(train: _Cli, tmp_path: Path) -> None:
+def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_what_lies_there_keeps_its_version(
+    train: _Cli, tmp_path: Path
+) -> None:
     (tmp_path / "few.jsonl").write_text(json.dumps({"question": "ward of Mora?"}))
     status, _, err = train("--questions", str(tmp_path / "few.jsonl"))
-    assert status == 1
-    assert "1 questions are too few" in err
-    assert train()[0] == 0
-
-
-def test_what_lies_there_unregistered_keeps_its_version(train: _Cli) -> None:
-    (train.home / "cartridges" / "a" / "1").mkdir(parents=True)
-    status, result, _ = train()
-    assert (status, result["name"]) == (0, "a@2")
-    assert not (train.home / "training" / "a" / "1" / LOSS).exists()
-
-
-def test_restart_forgets_an_interrupted_run(train: _Cli) -> None:
+    assert (status, "1 questions are too few" in err) == (1, True)
     run = train.home / "training" / "a" / "1"
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
     (run / "run.json").write_text(json.dumps({"id": "a"}))
     for name in FILES:
         save([Question(name)], run / name)
     assert train()[0] == 1
-    assert train("--restart")[0] == 0
+    (train.home / "cartridges" / "b" / "1").mkdir(parents=True)
+    status, result, _ = train("--restart")
+    assert (status, result["name"]) == (0, "a@1")
+    status, result, _ = train("--id", "b")
+    assert (status, result["name"]) == (0, "b@2")
 
 
 @pytest.mark.parametrize(
@@ -785,17 +731,3 @@ def test_a_document_too_long_for_the_model_is_refused(train: _Cli, made: School,
     status, _, err = train("--document", str(long))
     assert status == 1
     assert "the model's context is 8192" in err
-
-
-def test_questions_that_are_held_out_by_file_are_never_trained_on(train: _Cli, made: School, tmp_path: Path) -> None:
-    facts = made.document.facts[:5]
-    rows = [json.dumps({"question": ask(f, 0)[3:-3], "answer": f.value}) for f in facts]
-    (tmp_path / "held.jsonl").write_text("\n".join(rows))
-    _, result, _ = train("--held-out", str(tmp_path / "held.jsonl"))
-    run = Path(result["losses"]).parent
-    texts = [
-        [question.text for question in read(run / f"{name}.jsonl")] for name in ("questions", "validation", "test")
-    ]
-    assert len(texts[2]) == result["measured"]["count"] == 5
-    assert not set(texts[0]) & set(texts[1]) and not set(texts[2]) & {*texts[0], *texts[1]}
-    assert len(texts[0]) + len(texts[1]) == len(made.lesson.examples) - 5
