@@ -133,25 +133,6 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
     assert store.cpu.stats().held == 0
 
 
-def test_a_client_that_leaves_before_its_poll_is_sent_leaves_no_claim(serve: Callable, store: CartridgeStore) -> None:
-    admission, go_on = serve(), threading.Event()
-
-    async def leave() -> None:
-        selection = await admission.resolve([Reference(id="hot")])
-        admission.client._loop.call_soon_threadsafe(go_on.wait, 60)  # nothing is sent meanwhile
-        request = asyncio.create_task(_admitted(admission, selection))
-        await asyncio.sleep(0.05)
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        go_on.set()
-        await _admit(admission, "hot")
-
-    _run(leave())
-    until(lambda: store.status()["claims"] == 0)
-    assert store.cpu.stats().held == 0
-
-
 def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store: CartridgeStore, home: Home) -> None:
     admission = serve()
     home.make("large", kind="trained", positions=16 * CHUNK, seed=4)  # with all of the memory held by nobody it fits
@@ -353,27 +334,26 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(
     assert store.cpu.stats().evicted == 4
 
 
+def _text(home: Home, name: str, layers: int = 3) -> None:
+    """Register a cartridge of token ids alone."""
+    with ArtifactWriter(
+        home.root(name), cartridge_id=name, version=1, kind="tokens", fingerprint=make_fingerprint(layers=layers),
+        token_ids=np.arange(16), chunk_tokens=16,
+    ) as writer:  # fmt: skip
+        writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+    home.registry.register(home.root(name))
+
+
 @pytest.mark.parametrize("admin", [True, False])
 def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve: Callable, home: Home, admin: bool) -> None:
-    writer = ArtifactWriter(
-        home.root("text"), cartridge_id="text", version=1, kind="tokens", fingerprint=make_fingerprint(),
-        token_ids=np.arange(16), chunk_tokens=16,
-    )  # fmt: skip
-    with writer:
-        writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    home.registry.register(home.root("text"))
+    _text(home, "text")
     _run(_admit(serve(admin=admin), "text", force_redownload=True))
 
 
 def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve: Callable, home: Home) -> None:
     home.make("kv")
-    for name, layers in (("text", 3), ("stranger", 5)):
-        with ArtifactWriter(
-            home.root(name), cartridge_id=name, version=1, kind="tokens", fingerprint=make_fingerprint(layers=layers),
-            token_ids=np.arange(16), chunk_tokens=16,
-        ) as writer:  # fmt: skip
-            writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-        home.registry.register(home.root(name))
+    _text(home, "text")
+    _text(home, "stranger", layers=5)
     admission = serve()
     for chain in (["text"], ["kv", "text"]):
         _run(_admit(admission, *chain))

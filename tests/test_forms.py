@@ -63,12 +63,45 @@ def names(place: Path, extra: dict[str, Any], fields: dict[str, Any]) -> list[st
     return [manifest.name for manifest in Resolver(settings).resolve(chain).manifests] if chain else []
 
 
-def test_one_path_is_everybodys_cartridge(place: Path) -> None:
+A, B = ["made-a@1"], ["made-b@1"]
+BY_LABEL = [
+    ({"cartridge_id": "second"}, B), ({"cartridges": ["second", "first"]}, B + A), ({}, []), ({"cartridge_id": "third"}, None),
+    ({"cartridges": [{"id": "first", "source": "registry"}]}, A),
+]  # fmt: skip
+EXPLICIT: list[tuple[dict[str, Any], Any]] = [({"cartridges": ["first"]}, A), ({"cartridge_id": "first"}, [])]
+ROUTERS: list[tuple[Any, list[tuple[dict[str, Any], Any]]]] = [
+    ({"type": "label", "field": "cartridge_id"}, BY_LABEL),
+    ({"type": "composite", "field": "cartridge_id"}, BY_LABEL),
+    ({"type": "explicit"}, EXPLICIT),
+    (None, EXPLICIT),
+    ({"type": "static", "cartridge_id": "second"}, [({}, B)]),
+    ({"type": "composite", "field": "which", "composites": {"both": ["second", "first"]}},
+     [({"which": "both"}, B + A), ({"which": "first"}, A)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize(("router", "asked"), ROUTERS)
+def test_names_are_had_by_the_field_and_as_the_router_says(place: Path, as_list: bool, router: Any, asked: Any) -> None:
+    pairs = {"first": str(place / "a"), "second": str(place / "b")}
+    given = [{"cartridge_id": name, "path": path} for name, path in pairs.items()] if as_list else pairs
+    extra = {"cartridges": given} | ({"router": router} if router else {})
+    for fields, expected in asked:
+        if expected is not None:
+            assert names(place, extra, fields) == expected, fields
+            continue
+        with pytest.raises(Refusal, match="is called 'third'") as caught:
+            names(place, extra, fields)
+        assert caught.value.status == 404
+
+
+def test_one_path_or_name_is_everybodys_cartridge(place: Path) -> None:
     extra = {"cartridge_path": str(place / "a")}
     assert from_forms(extra) == {
         "roots": [str(place / "a")], "router": "static", "static": {"*": str(place / "a")}
     }  # fmt: skip
-    assert names(place, extra, {}) == ["made-a@1"]
+    assert names(place, extra, {}) == A
+    assert names(place, {"cartridges": {"first": str(place / "a")}, "router": {"type": "static"}}, {}) == A
     with pytest.raises(Refusal, match="no cartridge is at"):
         names(place, extra, {"cartridges": [str(place / "b")]})
 
@@ -84,54 +117,17 @@ def test_a_relative_path_is_taken_against_the_working_directory_once(
     assert Router(settings).choose({}, None, "m", None)[0].id == str(place / "x.pt")
 
 
-@pytest.mark.parametrize("as_list", [False, True])
-def test_names_are_had_by_the_field_and_by_a_label(place: Path, as_list: bool) -> None:
-    pairs = {"first": str(place / "a"), "second": str(place / "b")}
-    given = [{"cartridge_id": name, "path": path} for name, path in pairs.items()] if as_list else pairs
-    for router in ({"type": "label", "field": "cartridge_id"}, {"type": "composite", "field": "cartridge_id"}):
-        extra = {"cartridges": given, "router": router}
-        assert names(place, extra, {"cartridge_id": "second"}) == ["made-b@1"]
-        assert names(place, extra, {"cartridges": ["second", "first"]}) == ["made-b@1", "made-a@1"]
-        assert names(place, extra, {"cartridges": [{"id": "first", "source": "registry"}]}) == ["made-a@1"]
-        assert names(place, extra, {}) == []
-        with pytest.raises(Refusal, match="is called 'third'") as caught:
-            names(place, extra, {"cartridge_id": "third"})
-        assert caught.value.status == 404
-    for router in ({"type": "explicit"}, None):
-        extra = {"cartridges": given} | ({"router": router} if router else {})
-        assert names(place, extra, {"cartridges": ["first"]}) == ["made-a@1"]
-        assert names(place, extra, {"cartridge_id": "first"}) == [], "and the gate refuses it"
-
-
-def test_static_and_composite_routers(place: Path) -> None:
-    given = {"first": str(place / "a"), "second": str(place / "b")}
-    assert names(place, {"cartridges": given, "router": {"type": "static", "cartridge_id": "second"}}, {}) == [
-        "made-b@1"
-    ]
-    alone = {"cartridges": {"first": given["first"]}, "router": {"type": "static"}}
-    assert names(place, alone, {}) == ["made-a@1"]
-    both = {"type": "composite", "field": "which", "composites": {"both": ["second", "first"]}}
-    assert names(place, {"cartridges": given, "router": both}, {"which": "both"}) == ["made-b@1", "made-a@1"]
-    assert names(place, {"cartridges": given, "router": both}, {"which": "first"}) == ["made-a@1"]
-
-
 def test_remote_paths_are_the_only_ones_of_their_bucket(place: Path) -> None:
     values = from_forms({"cartridges": {"here": str(place / "a"), "there": REMOTE}, "cartridge.buckets": ["other"]})
     assert (values["roots"], values["buckets"]) == ([str(place / "a")], ["other", "bucket/team/b"])
 
 
 def test_cartridge_id_as_the_label_field_passes_the_gate_and_is_refused_where_it_means_nothing() -> None:
+    labelled, body = gated(router="label", label_field="cartridge_id"), {"cartridge_id": "a"}
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
-        assert (
-            post(gated(router="label", label_field="cartridge_id"), path, json={"cartridge_id": "a"}).status_code == 200
-        )
-        assert post(gated(), path, json={"cartridge_id": "a"}).status_code == 400
-    assert (
-        post(
-            gated(router="label", label_field="cartridge_id"), "/v1/embeddings", json={"cartridge_id": "a"}
-        ).status_code
-        == 400
-    )
+        assert post(labelled, path, json=body).status_code == 200
+        assert post(gated(), path, json=body).status_code == 400
+    assert post(labelled, "/v1/embeddings", json=body).status_code == 400
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -230,19 +226,18 @@ def test_a_transfer_configuration_without_forms_changes_nothing(home: Path) -> N
     assert (VARIABLE in os.environ, home.exists()) == (False, False)
 
 
-def test_forms_beside_a_yaml_are_refused(place: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "/etc/lmcache.yaml")
-    with pytest.raises(SettingsError, match="names a YAML too"):
-        configure({EXTRA: {"cartridge_path": str(place / "a")}})
-    assert not home.exists()
-
-
-def test_a_home_that_cannot_be_written_says_how_to_name_another(
+def test_forms_beside_a_yaml_or_in_a_home_that_cannot_be_written_are_refused(
     place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forms = {EXTRA: {"cartridge_path": str(place / "a")}}
+    with monkeypatch.context() as patched:
+        patched.setenv(VARIABLE, "/etc/lmcache.yaml")
+        with pytest.raises(SettingsError, match="names a YAML too"):
+            configure(forms)
+    assert not home.exists()
     home.write_text("a file")
     with pytest.raises(SettingsError, match=r"\$LMCACHE_CARTRIDGE_HOME"):
-        configure({EXTRA: {"cartridge_path": str(place / "a")}})
+        configure(forms)
 
 
 def test_kv_both_saves_only_where_something_names_a_place(

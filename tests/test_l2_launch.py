@@ -34,29 +34,21 @@ def _adapter(command: list[str]) -> dict[str, Any]:
     return json.loads(_option(command, "--l2-adapter"))
 
 
-def test_lmcaches_server_gets_the_settings_that_vllm_reads_from_the_yaml(tmp_path: Path) -> None:
+def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path: Path) -> None:
     settings = from_mapping({"home": tmp_path, "cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]})
-    adapter = _adapter(plan("m", settings, mode="multiprocess").lmcache)
+    launch = plan("m", settings, mode="multiprocess", lmcache_port=5999)
+    command, adapter = launch.lmcache, _adapter(launch.lmcache)
     assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.engine.l2")
-    own = {k: v for k, v in adapter["adapter_params"].items() if k not in ("control", "lmcache_http")}
+    own = dict(adapter["adapter_params"])
+    control, where = own.pop("control"), own.pop("lmcache_http")
     assert from_mapping(own) == settings
-
-
-def test_the_adapter_is_told_where_lmcaches_server_answers_http(tmp_path: Path) -> None:
-    command = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess").lmcache
-    where = f"http://{_option(command, '--http-host')}:{_option(command, '--http-port')}"
-    assert _adapter(command)["adapter_params"]["lmcache_http"] == where
-
-
-def test_both_servers_are_told_of_the_same_port_and_socket(tmp_path: Path) -> None:
-    launch = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", lmcache_port=5999)
+    assert where == f"http://{_option(command, '--http-host')}:{_option(command, '--http-port')}"
     transfer = json.loads(_option(launch.command, "--kv-transfer-config"))
     extra = transfer["kv_connector_extra_config"]
     assert transfer["kv_connector"] == "CartridgeMPConnector"
-    assert transfer["kv_role"] == "kv_both", "LMCache saves what vLLM computes"
-    assert extra["lmcache.mp.port"] == 5999 == int(_option(launch.lmcache, "--port"))
-    assert extra[CONTROL] == _adapter(launch.lmcache)["adapter_params"]["control"]
-    assert len(extra[CONTROL]) < 100, "a Unix socket's path has 107 characters at most"
+    assert extra["lmcache.mp.port"] == 5999 == int(_option(command, "--port"))
+    assert extra[CONTROL] == control
+    assert len(control) < 100, "a Unix socket's path has 107 characters at most"
 
 
 def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path: Path) -> None:
@@ -110,12 +102,6 @@ def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_fr
         plan("m", settings, mode="multiprocess", vllm_args=["--kv-transfer-config", '{"kv_role": "kv_producer"}'])
 
 
-def test_adapters_go_in_both_modes(tmp_path: Path) -> None:
-    settings = from_mapping({"home": tmp_path})
-    for mode in ("in-process", "multiprocess"):
-        assert "--enable-lora" in plan("m", settings, mode=mode, vllm_args=["--enable-lora"]).command
-
-
 @pytest.mark.parametrize(("l1", "largest", "full"), [(100, 10, 0.8), (100, 25, 0.5), (100, 60, 0.3), (100, 0, 0.8)])
 def test_there_stays_room_for_two_of_the_largest_cartridges(l1: int, largest: int, full: float) -> None:
     assert l1_watermark(l1, largest) == full
@@ -161,31 +147,6 @@ def test_in_process_mode_runs_vllm_alone(tmp_path: Path) -> None:
     launch = plan("m", from_mapping({"home": tmp_path}))
     assert launch.lmcache is None
     assert launch.program == launch.command
-
-
-def test_serve_prints_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = [
-        "serve",
-        "m",
-        "--home",
-        str(tmp_path),
-        "--mode",
-        "multiprocess",
-        "--l1-bytes",
-        "1GiB",
-    ]
-    assert main([*arguments, "--print", "--max-model-len", "77"]) == 0
-    first, second = capsys.readouterr().out.split(" &\n")
-    assert "lmcache.cli.main server" in first
-    assert "--l1-size-gb 1 " in first
-    assert "--max-model-len 77" in second
-    assert "CartridgeMPConnector" in second
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_size_that_is_none_is_an_error_that_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["serve", "m", "--home", str(tmp_path), "--mode", "multiprocess", "--l1-bytes", "1 mile"]) == 1
-    assert "--l1-bytes" in capsys.readouterr().err
 
 
 # The pair, with other programs in the servers' places.

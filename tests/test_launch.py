@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,28 +28,19 @@ def _option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path: Path) -> None:
+def test_the_yaml_gives_the_settings_back_that_it_was_written_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"cpu_bytes": "2GiB", "roots": [str(tmp_path)], "composites": {"all": ["a", "b"]}, "admin": True}
     settings = from_mapping({"home": tmp_path} | given)
     launch = plan("model", settings, chunk_tokens=64)
     config = yaml.safe_load(launch.yaml)
     assert config["chunk_size"] == 64
     assert from_extra_config(config["extra_config"]) == settings
-
-
-def test_processes_without_lmcache_read_the_settings_by_the_variable_that_the_launch_sets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = from_mapping({"home": tmp_path, "on_miss": "document"})
-    launch = plan("model", settings)
     launch.write()
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", launch.environment["LMCACHE_CONFIG_FILE"])
-    assert from_environment() == settings
-
-
-def test_servers_with_other_settings_do_not_overwrite_each_others_yaml(tmp_path: Path) -> None:
-    paths = {plan("m", from_mapping({"home": tmp_path, "cpu_bytes": size})).yaml_path for size in (1 << 20, 2 << 20)}
-    assert len(paths) == 2
+    assert from_environment() == settings, "as processes without LMCache read them"
+    assert plan("model", from_mapping({"home": tmp_path})).yaml_path != launch.yaml_path, "others have another file"
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -170,8 +163,8 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize(
     "given",
-    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--enable-lora", "--max-lora-rank 8",
-     "--kv-cache-dtype fp8_e5m2",
+    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--enable-lora",
+     "--kv-cache-dtype fp8_e5m2", "--enable-sleep-mode",
      '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
      "--spec-method ngram",
      '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1",
@@ -181,20 +174,20 @@ def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
     plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
 
 
-def test_a_pipeline_goes_where_nothing_that_a_stage_lost_can_be_saved(tmp_path: Path) -> None:
-    settings, options = from_mapping({"home": tmp_path}), ["-pp", "2"]
-    plan("m", settings, vllm_args=options)
-    plan("m", settings, mode="multiprocess", l1_bytes=1 << 30, vllm_args=options)
-    with pytest.raises(UnsupportedEngine, match="another could not load"):
-        plan("m", settings, l1_bytes=1 << 30, vllm_args=options)
-
-
-@pytest.mark.parametrize("given", ["--enable-sleep-mode", "--enable_sleep_mode"])
-def test_sleep_mode_goes_where_vllm_tells_us_of_it(tmp_path: Path, given: str) -> None:
-    settings = from_mapping({"home": tmp_path})
-    plan("m", settings, vllm_args=[given])
-    with pytest.raises(UnsupportedEngine, match="keeps handles"):
-        plan("m", settings, mode="multiprocess", vllm_args=[given])
+@pytest.mark.parametrize(
+    ("mode", "given", "l1_bytes", "reason"),
+    [
+        ("multiprocess", "-dp 2", 0, None),
+        ("multiprocess", "--enable-lora", 0, None),
+        ("multiprocess", "-pp 2", 1 << 30, None),
+        ("in-process", "-pp 2", 1 << 30, "another could not load"),
+        ("multiprocess", "--enable-sleep-mode", 0, "keeps handles"),
+        ("multiprocess", "--enable_sleep_mode", 0, "keeps handles"),
+    ],
+)
+def test_what_goes_in_one_mode_alone(tmp_path: Path, mode: Any, given: str, l1_bytes: int, reason: str | None) -> None:
+    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
+        plan("m", from_mapping({"home": tmp_path}), mode=mode, l1_bytes=l1_bytes, vllm_args=given.split(" "))
 
 
 def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path: Path) -> None:
@@ -205,10 +198,6 @@ def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path: Path) ->
     for mode in ("in-process", "multiprocess"):
         with pytest.raises(UnsupportedEngine, match=f"KV cache groups.* one KV for all layers; .* {option}"):
             plan("m", settings, mode=mode, vllm_args=["--no-disable-hybrid-kv-cache-manager"])
-
-
-def test_several_engines_go_with_lmcaches_server(tmp_path: Path) -> None:
-    plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", vllm_args=["-dp", "2"])
 
 
 def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
@@ -256,42 +245,42 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path: Path
              vllm_args=["--kv-transfer-config", json.dumps(clash)])  # fmt: skip
 
 
-def test_a_lost_chunk_ends_the_request_whatever_is_registered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for given, policy in (([], "fail"), (["--on-load-failure", "recompute"], "recompute")):
-        assert main(["serve", "m", "--home", str(tmp_path), "--print", *given]) == 0
-        assert f'"kv_load_failure_policy": "{policy}"' in capsys.readouterr().out
-
-
-def test_a_setting_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    serve = ["serve", "m", "--home", str(tmp_path), "--print"]
-    for given, size in (([], 1 << 30), (["--set", "cpu_bytes=3MiB"], 3 << 20)):
-        assert main([*serve, *given]) == 0
-        assert f"cpu_bytes: {size}" in capsys.readouterr().out
-    for name in ("library", "home"):
-        assert main([*serve, f"--{name}", str(tmp_path / "x"), "--set", f"{name}=/x"]) == 1
-        assert name in capsys.readouterr().err
-
-
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("", ["cpu_bytes: 1073741824", '"kv_load_failure_policy": "fail"']),
+        ("--on-load-failure recompute", ['"kv_load_failure_policy": "recompute"']),
+        ("--set cpu_bytes=3MiB", ["cpu_bytes: 3145728"]),
+        ('--set on_miss=document --set roots=["/srv"] --max-model-len 77',
+         ['on_miss: "document"', 'roots: ["/srv"]', "--max-model-len 77"]),
+        ("--mode multiprocess --l1-bytes 1GiB --max-model-len 77",
+         ["lmcache.cli.main server", "--l1-size-gb 1 ", " &\n", "CartridgeMPConnector", "--max-model-len 77"]),
+    ],
+)  # fmt: skip
 def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture, given: str, shown: list[str]
 ) -> None:
-    arguments = ["serve", "m", "--home", str(tmp_path), "--set", "on_miss=document", "--set", 'roots=["/srv"]']
-    assert main([*arguments, "--print", "--max-model-len", "77"]) == 0
+    assert main(["serve", "m", "--home", str(tmp_path), "--print", *given.split()]) == 0
     printed = capsys.readouterr().out
-    assert 'on_miss: "document"' in printed
-    assert 'roots: ["/srv"]' in printed
-    assert "--max-model-len 77" in printed
+    assert [words for words in shown if words not in printed] == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_model_comes_before_vllms_options(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["serve", "--port", "8000", "m", "--home", str(tmp_path), "--print"]) == 1
-    assert "--port: name the model first" in capsys.readouterr().err
-
-
-def test_an_unknown_setting_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["serve", "m", "--home", str(tmp_path), "--set", "on_mis=document", "--print"]) == 1
-    assert "on_mis: no such setting" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("serve m --home HOME --home /x --set home=/x", "home"),
+        ("serve m --home HOME --library /x --set library=/x", "library"),
+        ("serve m --home HOME --set on_mis=document", "on_mis: no such setting"),
+        ("serve --port 8000 m --home HOME", "--port: name the model first"),
+        ("serve m --home HOME --mode multiprocess --l1-bytes 1mile", "--l1-bytes"),
+    ],
+)
+def test_what_is_given_twice_or_is_none_is_an_error_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture, given: str, told: str
+) -> None:
+    assert main([*given.replace("HOME", str(tmp_path)).split(), "--print"]) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_a_missing_model_or_a_taken_port_is_one_line_before_anything_is_started(
