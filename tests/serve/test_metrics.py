@@ -56,7 +56,7 @@ with warnings.catch_warnings():  # torch's, while vLLM is imported
     from lmcache_cartridge.engine.client import ControlClient
     from lmcache_cartridge.engine.control import ControlServer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 DASHBOARD = ROOT / "configs" / "grafana.json"
 
