@@ -144,6 +144,8 @@ ROUTED = [
     *((values, path, {"json": {"model": "m"}}, status) for path in ("/v1/chat/completions/batch", "/invocations",
       "/v1/audio/transcriptions") for values, status in (({"required": True}, 400), ({}, 200))),
     ({"required": True}, "/tokenize", {"json": {"model": "m"}}, 200),
+    ({}, "/invocations", {"json": {"model": "m", "cartridges_required": True}}, 400),
+    ({}, "/tokenize", {"json": {"model": "m", "cartridges_required": True}}, 200),
     # /invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer.
     *((ALIASES, path, {"json": {"model": model}}, status) for path in ("/invocations", "/inference/v1/generate")
       for model, status in (("m", 200), ("m:a", 400), ("ward", 400), ("other", 200))),
