@@ -40,16 +40,16 @@ BY_OTHERS = {
     "curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
     '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
     '"max_tokens": 1}\'': "make/test_convert_served.py",
-    "lmcache-cartridge build --model ./llama --lora ./nurse --document handbook.txt --id handbook-nurse": "test_adapters.py",
-    "lmcache-cartridge serve ./llama --enable-lora --lora-modules nurse=./nurse": "test_lora.py",
+    "lmcache-cartridge build --model ./llama --lora ./nurse --document handbook.txt --id handbook-nurse": "engine/test_adapters.py",
+    "lmcache-cartridge serve ./llama --enable-lora --lora-modules nurse=./nurse": "served/test_lora.py",
     "lmcache-cartridge export ward-a --to peft --output adapter": "make/test_convert_export.py",
     "lmcache-cartridge export ward-a --to hazy --output checkpoint": "make/test_convert_export.py",
-    "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "test_l2_end_to_end.py",
+    "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "served/test_l2_end_to_end.py",
     "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "test_api.py",
     "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "test_canary_served.py",
     "lmcache-cartridge validate --url http://localhost:8000 --cartridges handbook --tier 0,1b,4": "test_ladder.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --l1-bytes 4GiB --l2-adapter "
-    '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "test_l2_saving.py",
+    '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "served/test_l2_saving.py",
     **dict.fromkeys(
         [
             "lmcache-cartridge publish handbook --library s3://cartridges/fleet --label current",

@@ -98,7 +98,7 @@ def test_a_chunk_that_cannot_be_had_after_all_is_computed_and_the_answer_right(
     # No canary: it would meet the fault first, and the prompts' KV would never be asked for.
     launch = plan(str(MODEL_DIR), settings.model_copy(update={"canary": False}), vllm_args=SERVER_ARGS)
     launch = _edited(launch, "lmcache_cartridge.engine.backend", "faulty")
-    environment = SMALL | {"FAULTY_CHUNK": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = SMALL | {"FAULTY_CHUNK": "2", "PYTHONPATH": str(Path(__file__).parents[1])}
     with _serving(launch, tmp_path, environment) as client:
         for prompt, answer in _prompts(model, 4):
             reply = client.ask(prompt)
@@ -165,7 +165,7 @@ def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(
         CausalModel(str(MODEL_DIR), lora=adapter), SHEETS_DIR / "ward-a.txt", root, cartridge_id="nurse", version=1
     )
     registry.register(root)
-    script = Path(__file__).with_name("ask_offline.py")
+    script = Path(__file__).parents[1] / "ask_offline.py"
     done = subprocess.run(
         [sys.executable, script, settings.home, MODEL_DIR, adapter], capture_output=True, text=True, timeout=300
     )

@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Se
     for name, ward in sound.items():
         _register(model, settings, name, ward)
     faults = home / "faults.json"
-    environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parents[1])}
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # its prefix cache can be reset
     launch = faulty_launch(settings)
     with (

@@ -141,7 +141,7 @@ def test_doctor_says_the_same(installed: dict[str, str], name: str) -> None:
 @pytest.fixture
 def pairs() -> ModuleType:
     """What runs the pairs of the matrix, a new module each time."""
-    path = Path(__file__).parents[1] / ".ci" / "pairs.py"
+    path = Path(__file__).parents[2] / ".ci" / "pairs.py"
     spec = importlib.util.spec_from_file_location("pairs", path)
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)

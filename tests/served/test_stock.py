@@ -26,7 +26,7 @@ from lmcache_cartridge.serve.launch import Launch, plan, server_command
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-YAML = Path(__file__).parents[1] / "configs" / "lmcache-stock-connector.yaml"
+YAML = Path(__file__).parents[2] / "configs" / "lmcache-stock-connector.yaml"
 TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}
 NOISE = 0.25
 """As in test_end_to_end."""

@@ -35,7 +35,7 @@ def _ask(
 
     The last is of the document `a` and the question, computed by the engine.
     """
-    script = Path(__file__).with_name(script)
+    script = Path(__file__).parents[1] / script
     asked = json.dumps([*([names, question] for names in chains), [[], [*DOCUMENTS["a"], *question]]])
     done = subprocess.run(
         [sys.executable, script, home, model, asked, str(wrong_from)], capture_output=True, text=True, timeout=300

@@ -32,8 +32,8 @@ from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-RENDERED = json.loads((Path(__file__).parent / "data" / "production-stack.json").read_text(encoding="utf-8"))
-VALUES = Path(__file__).parents[1] / "configs" / "production-stack" / "values.yaml"
+RENDERED = json.loads((Path(__file__).parents[1] / "data" / "production-stack.json").read_text(encoding="utf-8"))
+VALUES = Path(__file__).parents[2] / "configs" / "production-stack" / "values.yaml"
 CHUNK, P = 256, {"prefill": 1024, "trained": 256}
 """Positions of each cartridge's whole chunks."""
 ASKED = 8
@@ -79,7 +79,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     environment = SMALL | {name: "pod" if value is None else value for name, value in rendered.items()} | {
         "LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CARTRIDGE_HOME": str(home), "VLLM_SERVER_DEV_MODE": "1",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5", "PROMETHEUS_MULTIPROC_DIR": str(home), "HF_HOME": str(home),
-        "PYTHONPATH": str(Path(__file__).parent), "FAULTY_FILE": str(home / "fault.json"),
+        "PYTHONPATH": str(Path(__file__).parents[1]), "FAULTY_FILE": str(home / "fault.json"),
     }  # fmt: skip
     assert environment["LMCACHE_LOCAL_CPU"] == "True"
     program, verb, _, host, _, port, _, *options = RENDERED["command"]

@@ -122,7 +122,7 @@ def _register_variants(registry: Registry, home: Path, ids: list[int]) -> dict[s
     whole = CHUNK * WHOLE_CHUNKS["a"]
     root = home / "cartridges" / "a"
     np.save(home / "ids.npy", ids)
-    script = Path(__file__).with_name("capture_kv.py")
+    script = Path(__file__).parents[1] / "capture_kv.py"
     captured = home / "captured.safetensors"
     subprocess.run([sys.executable, script, MODEL_DIR, home / "ids.npy", captured], check=True, timeout=300,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
