@@ -26,7 +26,7 @@ from inprocess import (
 from invariants import check
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj, TensorMemoryObj
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from making import Made, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads
@@ -35,7 +35,7 @@ from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import backend
-from lmcache_cartridge.engine.backend import CartridgeBackend, MemoryObjects
+from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.engine.lmcache_file import PLUGIN
 from lmcache_cartridge.library.registry import Registry
@@ -89,11 +89,13 @@ class Serving(NamedTuple):
     def store(self) -> CartridgeStore:
         return self.plugin.store
 
-    def packed(self, kv: torch.Tensor) -> bytes:
-        """Return the bytes that a chunk of canonical KV has in memory."""
-        out = torch.empty(self.store.shape.size_bytes, dtype=torch.uint8)
-        tiles.pack(kv, out, self.store.shape, self.store.engine.layout)
-        return out.numpy().tobytes()
+    def packed_chunks(self, name: str) -> list[bytes]:
+        """Return the bytes that a cartridge's whole chunks have in memory."""
+        parts = self.cartridges[name].kv.split(CHUNK, dim=2)
+        outs = [torch.empty(self.store.shape.size_bytes, dtype=torch.uint8) for _ in parts]
+        for part, out in zip(parts, outs, strict=True):
+            tiles.pack(part, out, self.store.shape, self.store.engine.layout)
+        return [out.numpy().tobytes() for out in outs]
 
     def keys(self, name: str, configs: dict[str, Any] | None = None) -> list[CacheEngineKey]:
         """Return LMCache's keys of a cartridge's whole chunks, under its own request configuration or another."""
@@ -149,20 +151,16 @@ def _serving(
     blocks: Blocks,
     *,
     chunks: int = 2 * CHUNKS,
-    connector: Any = None,
-    **settings: Any,
 ) -> Iterator[Serving]:
     """Serve with memory for `chunks` chunks of `CHUNK` tokens; at the end nothing may be lent out."""
-    if connector is None:
-        connector = EngineWriteConnector()
-        connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK))
+    connector = EngineWriteConnector()
+    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK))
     home = cartridges["short"].root.parent.parent
     given = {
         "home": home,
         "cpu_bytes": chunks * blocks.shape(CHUNK).size_bytes,
         "lookup_timeout_s": 20,
         "plain_prompts": "all",
-        **settings,
     }
     with lmcache_engine(lmcache_config(from_mapping(given)), config, connector) as engine:
         serving = Serving(engine, blocks, cartridges)
@@ -210,287 +208,177 @@ def _release(objects: list[MemoryObj | None]) -> None:
             memory_object.ref_count_down()
 
 
-def _raise(error: Exception) -> Callable[..., None]:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize("name", CARTRIDGES)
-def test_a_request_gets_exactly_its_cartridges_kv_and_owes_nothing(serving: Serving, name: str) -> None:
-    assert _serve(serving, name) == serving.cartridges[name].whole
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [*((name, 0) for name in CARTRIDGES), *(("short", n) for n in (1, 31, 63, 64, 65, 100, 128, 319))],
+)
+def test_a_request_gets_exactly_its_cartridges_kv_and_what_vllm_has_cached_itself_stays(
+    serving: Serving, name: str, cached: int
+) -> None:
+    assert _serve(serving, name, cached=cached) == serving.cartridges[name].whole
     assert nothing_is_owed(serving.store)
     stats = serving.store.cpu.stats()
     assert stats.promoted == stats.resident == serving.cartridges[name].whole // CHUNK
 
 
-@pytest.mark.parametrize("cached", [1, 31, 63, 64, 65, 100, 128, 319])
-def test_what_vllm_has_cached_itself_stays_untouched_inside_a_chunk_too(serving: Serving, cached: int) -> None:
-    assert _serve(serving, "short", cached=cached) == 5 * CHUNK
-    assert nothing_is_owed(serving.store)
-
-
 def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving: Serving) -> None:
-    cartridge, slots = serving.cartridges["short"], _scattered(serving, 5 * CHUNK)
+    cartridge, slots = serving.cartridges["short"], _scattered(serving, 5 * CHUNK).flip(0)
     assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 0
     _serve(serving, "short")
-    before = serving.blocks.kv()
-    assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots.flip(0), "stranger") == 5 * CHUNK
-    assert torch.equal(serving.blocks.kv()[:, :, slots.flip(0)], cartridge.kv)
-    assert not torch.equal(before[:, :, slots.flip(0)], cartridge.kv), "it was there before"
+    assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 5 * CHUNK
+    assert torch.equal(serving.blocks.kv()[:, :, slots], cartridge.kv)
     assert nothing_is_owed(serving.store)
 
 
-def test_what_is_handed_out_is_the_resident_memory_itself(serving: Serving) -> None:
+def test_what_is_handed_out_is_the_resident_memory_as_lmcache_expects_a_memory_object(serving: Serving) -> None:
     keys = serving.keys("short")
     first, second = _get(serving, keys), _get(serving, keys)
+    expected = serving.packed_chunks("short")
     for chunk, (one, other) in enumerate(zip(first, second, strict=True)):
-        assert one is not other, "LMCache counts references in the object"
+        assert one is not other and one.lock is not other.lock and one.meta is not other.meta, "they are counted apart"
         assert one.tensor.data_ptr() == other.tensor.data_ptr() == one.meta.address
         with serving.store.lend(keys[chunk].chunk_hash) as loan:
             assert loan.bytes.data_ptr() == one.tensor.data_ptr()
-        assert one.tensor.view(torch.uint8).numpy().tobytes() == serving.packed(
-            serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]
-        )
+        assert one.byte_array == expected[chunk]
+    assert (one.get_ref_count(), one.get_memory_format()) == (1, MemoryFormat.KV_2LTD)
+    assert (
+        one.get_shapes() == [one.get_shape()] == [serving.engine.gpu_connector.get_shape(CHUNK)] == [one.tensor.shape]
+    )
+    assert (one.get_num_tokens(), one.get_dtypes(), one.get_dtype()) == (CHUNK, [torch.bfloat16], torch.bfloat16)
+    assert one.get_size() == one.get_physical_size() == serving.store.shape.size_bytes == one.raw_data.numel()
+    assert one.raw_data.dtype == torch.uint8 and not one.is_pinned
+    serving.plugin.close()
+    assert one.byte_array == expected[-1], "it outlives the plugin"
     _release(first + second)
+    assert not one.is_valid() and one.tensor is None
     assert nothing_is_owed(serving.store)
 
 
-def test_what_is_handed_out_is_what_lmcache_expects_of_a_memory_object(serving: Serving) -> None:
-    (memory_object,) = _get(serving, serving.keys("short")[:1])
-    assert memory_object.get_ref_count() == 1
-    assert memory_object.get_memory_format() == MemoryFormat.KV_2LTD
-    assert memory_object.get_num_tokens() == CHUNK
-    assert memory_object.get_shape() == serving.engine.gpu_connector.get_shape(CHUNK) == memory_object.tensor.shape
-    assert memory_object.get_shapes() == [memory_object.get_shape()]
-    assert memory_object.get_dtypes() == [memory_object.get_dtype()] == [torch.bfloat16]
-    assert memory_object.get_size() == memory_object.get_physical_size() == serving.store.shape.size_bytes
-    assert memory_object.raw_data.dtype == torch.uint8
-    assert memory_object.raw_data.shape == (memory_object.get_size(),)
-    assert not memory_object.is_pinned
-    _release([memory_object])
-    assert not memory_object.is_valid()
-    assert memory_object.tensor is None
+def test_an_object_is_lent_until_lmcaches_last_reference_ends_and_once(serving: Serving) -> None:
+    def lent() -> int:
+        return serving.store.cpu.stats().lent
 
-
-def test_what_is_handed_out_is_what_lmcaches_constructors_make(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def facts(memory_object: MemoryObj) -> dict[str, Any]:
-        own = dict(vars(memory_object))
-        return own | {"meta": dict(vars(own["meta"])), "lock": type(own["lock"]), "end_loan": type(own["end_loan"])}
-
-    class Longer(TensorMemoryObj):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.of_a_later_lmcache = []
-
-    keys, shape = serving.keys("short")[:1] * 2, serving.store.shape
-    first, second = copied = _get(serving, keys)
-    assert {id(first.lock), id(first.meta)}.isdisjoint({id(second.lock), id(second.meta)})
-    monkeypatch.setattr(backend, "CartridgeMemory", Longer)
-    monkeypatch.setattr(serving.plugin, "_objects", MemoryObjects(shape))
-    one, other = constructed = _get(serving, keys)
-    assert one.of_a_later_lmcache is not other.of_a_later_lmcache, "an attribute of which nothing is known is copied"
-    assert [facts(o) for o in copied] == [
-        {name: value for name, value in facts(o).items() if name != "of_a_later_lmcache"} for o in constructed
-    ]
-    _release([*copied, *constructed])
-    assert nothing_is_owed(serving.store)
-
-
-def test_releasing_more_often_than_lmcache_should_counts_once(serving: Serving) -> None:
     first, second = _get(serving, serving.keys("short")[:1] * 2)
-    assert serving.store.cpu.stats().lent == 2
     for _ in range(3):
         first.ref_count_down()
-    assert serving.store.cpu.stats().lent == 1, "the other object's loan was ended too"
-    assert second.is_valid()
+    assert lent() == 1 and second.is_valid(), "the other object's loan was ended too"
+    second.ref_count_up()
     second.ref_count_down()
+    second.pin()
     second.ref_count_down()
+    assert lent() == 1
+    second.unpin()
     assert nothing_is_owed(serving.store)
-
-
-def test_an_object_that_lmcache_refers_to_twice_is_lent_until_both_are_gone(serving: Serving) -> None:
-    (memory_object,) = _get(serving, serving.keys("short")[:1])
-    memory_object.ref_count_up()
-    memory_object.ref_count_down()
-    assert serving.store.cpu.stats().lent == 1
-    memory_object.pin()
-    memory_object.ref_count_down()
-    assert serving.store.cpu.stats().lent == 1
-    memory_object.unpin()
-    assert nothing_is_owed(serving.store)
-
-
-def test_an_object_that_nobody_releases_is_lent_until_it_is_collected(serving: Serving) -> None:
     objects = _get(serving, serving.keys("short"))
-    assert serving.store.cpu.stats().lent == 5
+    assert lent() == 5
     del objects
     gc.collect()
-    assert nothing_is_owed(serving.store)
-    assert _serve(serving, "short") == 5 * CHUNK
+    assert nothing_is_owed(serving.store), "nobody releases what is collected"
 
 
-def test_only_leading_keys_are_counted(serving: Serving) -> None:
-    keys, strange = serving.keys("short"), serving.keys("long")[0]
+def test_only_leading_keys_are_counted_pinned_and_handed_out(serving: Serving) -> None:
+    keys, strange, plugin = serving.keys("short"), serving.keys("long")[0], serving.plugin
     strange.chunk_hash ^= 1
     for asked, count in (([], 0), (keys, 5), (keys[:3], 3), ([strange, *keys], 0), ([*keys[:2], strange, keys[3]], 2)):
-        assert serving.plugin.batched_contains(asked) == 0, "nothing is resident yet"
-        assert serving.plugin.batched_contains(asked, pin=True) == count
-        assert serving.plugin.batched_contains(asked) == count
-        assert [serving.plugin.unpin(key) for key in asked] == [i < count for i in range(len(asked))]
+        assert plugin.batched_contains(asked) == 0, "nothing is resident yet"
+        assert plugin.batched_contains(asked, pin=True) == plugin.batched_contains(asked) == count
+        objects = plugin.batched_get_blocking(asked)
+        assert [found is not None for found in objects] == [i < count for i in range(len(asked))]
+        _release(objects)
+        assert [plugin.unpin(key) for key in asked] == [i < count for i in range(len(asked))]
         assert nothing_is_owed(serving.store)
         serving.store.cpu.evict(serving.cartridges["short"].made.manifest.digest)
-
-
-def test_a_pin_is_counted_and_ends_once_for_each_unpin(serving: Serving) -> None:
-    key = serving.keys("short")[0]
-    assert serving.plugin.unpin(key) is False
-    assert serving.plugin.pin(key) is True
-    assert serving.plugin.contains(key, pin=True) is True
-    assert serving.plugin.contains(key) is True
-    assert [serving.plugin.unpin(key) for _ in range(4)] == [True, True, False, False]
-    assert nothing_is_owed(serving.store)
+    assert (plugin.unpin(keys[0]), plugin.pin(keys[0]), plugin.contains(keys[0], pin=True)) == (False, True, True)
+    assert [plugin.unpin(keys[0]) for _ in range(4)] == [True, True, False, False], "pins are counted"
+    _release([found := plugin.get_blocking(keys[0])])
+    assert found is not None and plugin.get_blocking(strange) is None
 
 
 @pytest.mark.parametrize(
     ("name", "configs"),
     [
-        ("short", {"lmcache.tag.cartridge": "somebody"}),
-        ("short", {"lmcache.tag.tenant": "a"}),
-        ("short", {"lmcache.tag.cartridge": ""}),
-        ("short", {"lmcache.tag.cartridge": None}),
-        ("short", {"lmcache.tag.cartridge": ["a", "list"]}),
-        ("trained", {}),
-        ("trained", {"lmcache.tag.cartridge": "somebody"}),
-        ("trained", {"lmcache.tag.cartridge": ""}),
-        ("trained", {"lmcache.tag.cartridge": 7}),
-        ("trained", {"lmcache.tag.tenant": "its digest"}),
+        ("short", {"lmcache.tag.cartridge": "somebody"}), ("short", {"lmcache.tag.tenant": "a"}),
+        ("short", {"lmcache.tag.cartridge": ""}), ("short", {"lmcache.tag.cartridge": None}),
+        ("short", {"lmcache.tag.cartridge": ["a", "list"]}), ("trained", {}), ("trained", {"lmcache.tag.cartridge": 7}),
+        ("trained", {"lmcache.tag.cartridge": "somebody"}), ("trained", {"lmcache.tag.tenant": "its digest"}),
         ("trained", {"lmcache.tag.cartridge": "its digest", "lmcache.tag.tenant": "a"}),
         ("trained", {"lmcache.tag.tenant": "a", "lmcache.tag.cartridge": "its digest"}),
         ("trained", {"lmcache.cartridge": "its digest"}),
     ],
-)
+)  # fmt: skip
 def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str, configs: dict[str, Any]) -> None:
-    cartridge = serving.cartridges[name]
+    cartridge, plugin = serving.cartridges[name], serving.plugin
     digest = cartridge.made.manifest.digest
     keys = serving.keys(name, {key: digest if value == "its digest" else value for key, value in configs.items()})
-    assert serving.plugin.batched_contains(keys, pin=True) == 0
-    assert serving.plugin.batched_contains(keys) == 0
-    assert serving.plugin.batched_get_blocking(keys) == [None] * len(keys)
-    assert [serving.plugin.pin(key) for key in keys] == [False] * len(keys)
-    assert [serving.plugin.unpin(key) for key in keys] == [False] * len(keys)
+    assert plugin.batched_contains(keys, pin=True) == plugin.batched_contains(keys) == 0
+    assert plugin.batched_get_blocking(keys) == [None] * len(keys)
+    assert not any(ask(key) for ask in (plugin.pin, plugin.unpin) for key in keys)
     assert serving.store.cpu.stats().promoted == 0
     assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
+    if name == "short":
+        assert plugin.batched_contains(serving.keys(name, {"lmcache.skip_save": True})) == 5, "no tag of LMCache's keys"
 
 
-def test_tags_that_are_none_of_lmcaches_change_nothing(serving: Serving) -> None:
-    keys = serving.keys("short", {"lmcache.skip_save": True})
-    assert serving.plugin.batched_contains(keys, pin=True) == 5
-    assert all(serving.plugin.unpin(key) for key in keys)
-
-
-def test_a_list_of_the_same_length_comes_back_with_none_from_the_first_miss_on(serving: Serving) -> None:
-    keys, (strange, *_) = serving.keys("short"), serving.keys("long", tags("somebody"))
-    for asked, count in (([], 0), (keys, 5), ([strange, *keys], 0), ([*keys[:2], strange, *keys[3:]], 2)):
-        objects = serving.plugin.batched_get_blocking(asked)
-        assert [found is not None for found in objects] == [i < count for i in range(len(asked))]
-        assert serving.store.cpu.stats().lent == count
-        _release(objects)
-    _release([found := serving.plugin.get_blocking(keys[2])])
-    assert found is not None and serving.plugin.get_blocking(strange) is None
-    assert nothing_is_owed(serving.store)
-
-
-def test_what_lmcache_wants_stored_is_not_taken(serving: Serving) -> None:
-    manager, key = serving.engine.storage_manager, serving.keys("short", tags("new"))[0]
-    shape = serving.engine.gpu_connector.get_shape(CHUNK)
-    offered = manager.allocate(shape, torch.bfloat16)
-    offered.ref_count_up()
-    manager.batched_put([key], [offered])
-    assert offered.get_ref_count() == 1, "LMCache's reference is gone and the plugin took none"
-    assert serving.plugin.exists_in_put_tasks(key) is False
-    assert serving.plugin.contains(key, pin=True) is False
-    assert _get(serving, [key]) == [None]
-    offered.ref_count_down()
-
-
-def test_nothing_can_be_removed_or_allocated_through_the_plugin(serving: Serving) -> None:
+def test_nothing_can_be_stored_removed_or_allocated_through_the_plugin(serving: Serving) -> None:
     _serve(serving, "short")
-    keys, manager = serving.keys("short"), serving.engine.storage_manager
-    assert serving.plugin.remove(keys[0]) is False
-    assert manager.remove(keys[0]) == 0
-    assert manager.batched_remove(keys) == 0
+    manager, plugin, keys = serving.engine.storage_manager, serving.plugin, serving.keys("short")
+    new = serving.keys("short", tags("new"))[0]
+    offered = manager.allocate(serving.engine.gpu_connector.get_shape(CHUNK), torch.bfloat16)
+    offered.ref_count_up()
+    manager.batched_put([new], [offered])
+    assert offered.get_ref_count() == 1, "LMCache's reference is gone and the plugin took none"
+    assert (plugin.contains(new, pin=True), _get(serving, [new])) == (False, [None])
+    offered.ref_count_down()
+    assert plugin.remove(keys[0]) is False
+    assert (manager.remove(keys[0]), manager.batched_remove(keys)) == (0, 0)
     assert serving.engine.clear(tokens=serving.cartridges["short"].prompt) == 0
-    assert serving.plugin.batched_contains(keys) == 5
-    assert serving.plugin.get_allocator_backend() is manager.local_cpu_backend is not None
-    assert serving.plugin.touch_cache() is None
-    assert serving.plugin.cancel_request("request") is None
-    assert str(serving.plugin) == "CartridgeBackend"
+    assert plugin.batched_contains(keys) == 5
+    assert plugin.get_allocator_backend() is manager.local_cpu_backend is not None
 
 
-CALLS: dict[str, tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]] = {
-    "batched_contains": (lambda plugin, keys: plugin.batched_contains(keys), 0),
-    "batched_contains, pinning": (lambda plugin, keys: plugin.batched_contains(keys, pin=True), 0),
-    "contains": (lambda plugin, keys: plugin.contains(keys[0]), False),
-    "contains, pinning": (lambda plugin, keys: plugin.contains(keys[0], pin=True), False),
-    "pin": (lambda plugin, keys: plugin.pin(keys[0]), False),
-    "unpin": (lambda plugin, keys: plugin.unpin(keys[0]), False),
-    "get_blocking": (lambda plugin, keys: plugin.get_blocking(keys[0]), None),
-    "batched_get_blocking": (lambda plugin, keys: plugin.batched_get_blocking(keys), [None] * 5),
-    "exists_in_put_tasks": (lambda plugin, keys: plugin.exists_in_put_tasks(keys[0]), False),
-    "batched_submit_put_task": (lambda plugin, keys: plugin.batched_submit_put_task(keys, [None] * 5), None),
-    "remove": (lambda plugin, keys: plugin.remove(keys[0]), False),
-    "touch_cache": (lambda plugin, keys: plugin.touch_cache(), None),
-    "close": (lambda plugin, keys: plugin.close(), None),
-}
+CALLS: list[tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]] = [
+    (lambda plugin, keys: plugin.batched_contains(keys), 0),
+    (lambda plugin, keys: plugin.batched_contains(keys, pin=True), 0),
+    (lambda plugin, keys: plugin.contains(keys[0]), False),
+    (lambda plugin, keys: plugin.contains(keys[0], pin=True), False),
+    (lambda plugin, keys: plugin.pin(keys[0]), False), (lambda plugin, keys: plugin.unpin(keys[0]), False),
+    (lambda plugin, keys: plugin.get_blocking(keys[0]), None),
+    (lambda plugin, keys: plugin.batched_get_blocking(keys), [None] * 5),
+    (lambda plugin, keys: plugin.exists_in_put_tasks(keys[0]), False),
+    (lambda plugin, keys: plugin.batched_submit_put_task(keys, [None] * 5), None),
+    (lambda plugin, keys: plugin.remove(keys[0]), False), (lambda plugin, keys: plugin.touch_cache(), None),
+    (lambda plugin, keys: plugin.cancel_request("request"), None), (lambda plugin, keys: plugin.close(), None),
+]  # fmt: skip
 """Everything that LMCache calls, and what it is told when there is nothing to tell."""
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_store_that_fails_is_a_miss_and_never_an_error(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, MemoryError, OSError, AssertionError, None])
+def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception] | None
 ) -> None:
-    ask, neutral = CALLS[call]
+    def fail(*_: Any) -> None:
+        raise error("the store is broken")
+
     keys = serving.keys("short")
-    assert serving.plugin.batched_contains(keys, pin=True) == 5, "the control: the store could answer"
-    assert all(serving.plugin.unpin(key) for key in keys)
-    for error in (RuntimeError, KeyError, MemoryError, OSError, AssertionError):
-        for name in ("lookup", "resident", "lend", "lend_run", "release"):
-            monkeypatch.setattr(CartridgeStore, name, _raise(error("the store is broken")))
+    if error is None:
+        serving.plugin.close()
+    else:
+        assert serving.plugin.batched_contains(keys, pin=True) == 5, "the control: the store could answer"
+        assert all(serving.plugin.unpin(key) for key in keys)
+    for name in ("lookup", "resident", "lend", "lend_run", "release") if error else ():
+        monkeypatch.setattr(CartridgeStore, name, fail)
+    for ask, neutral in CALLS:
         assert ask(serving.plugin, keys) == neutral
+    assert ("the store is broken" in caplog.text) is (error is not None)
     caplog.clear()
 
 
-def test_a_store_that_fails_is_logged(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(CartridgeStore, "resident", _raise(RuntimeError("the store is broken")))
-    with caplog.at_level(logging.ERROR):
-        serving.plugin.batched_contains(serving.keys("short"))
-    assert "the store is broken" in caplog.text
-    caplog.clear()
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_store_that_is_closed_is_a_miss_and_never_an_error(serving: Serving, call: str) -> None:
-    ask, neutral = CALLS[call]
-    serving.plugin.close()
-    assert ask(serving.plugin, serving.keys("short")) == neutral
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_the_schedulers_process_has_no_store_and_answers_no(
-    home: dict[str, Cartridge], config: VllmConfig, call: str
-) -> None:
+def test_the_schedulers_process_has_no_store_and_answers_no(home: dict[str, Cartridge], config: VllmConfig) -> None:
     settings = from_mapping({"home": home["short"].root.parent.parent})
-    ask, neutral = CALLS[call]
     with lmcache_engine(lmcache_config(settings), config, None, role="scheduler") as engine:
         assert plugin(engine).store is None
         keys = Serving(engine, None, home).keys("short")
-        assert ask(plugin(engine), keys) == neutral
+        assert [ask(plugin(engine), keys) for ask, _ in CALLS] == [neutral for _, neutral in CALLS]
 
 
 def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(
@@ -516,77 +404,49 @@ def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(
 def test_lookups_and_retrievals_of_many_threads_do_not_mix(home: dict[str, Cartridge], chunks: int) -> None:
     """With memory for all chunks, and with so little that they push each other out."""
     config = vllm_config()
-    blocks = Blocks(config, 8 * 13)
-    served: list[tuple[str, int]] = []
+    blocks, last, served = Blocks(config, 8 * 13), dict[int, tuple[str, torch.Tensor]](), list[bool]()
 
     def work(number: int) -> None:
-        first = number * 13 * blocks.block
         for turn in range(12):
-            name = list(home)[(number + turn) % len(home)]
-            cartridge, request = home[name], f"{number}-{turn}"
+            name, request = list(home)[(number + turn) % len(home)], f"{number}-{turn}"
+            cartridge = home[name]
             promised = look_up(serving.engine, cartridge.prompt, request, cartridge.configs)
-            slots = first + torch.randperm(13 * blocks.block)[: len(cartridge.prompt)]
-            loaded = load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs)
-            assert loaded == promised
+            slots = number * 13 * blocks.block + torch.randperm(13 * blocks.block)[: len(cartridge.prompt)]
+            assert load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs) == promised
             assert name != "trained" or promised in (0, cartridge.whole)
-            served.append((name, promised))
-            if turn == 11:
-                last[number] = (name, slots[:promised])
+            served.append(promised == cartridge.whole)
+            last[number] = (name, slots[:promised])
 
-    last: dict[int, tuple[str, torch.Tensor]] = {}
     with _serving(home, config, blocks, chunks=chunks) as serving:
         run_threads(8, work)
         assert nothing_is_owed(serving.store)
-        kv = blocks.kv()
         for name, slots in last.values():
-            assert torch.equal(kv[:, :, slots], home[name].kv[:, :, : len(slots)])
-        whole = [promised == home[name].whole for name, promised in served]
-        assert len(whole) == 8 * 12
-        assert all(whole) or chunks < CHUNKS
-        for name, cartridge in home.items():
-            assert _serve(serving, name) == cartridge.whole, "afterwards each is served alone"
+            assert torch.equal(blocks.kv()[:, :, slots], home[name].kv[:, :, : len(slots)])
+        assert len(served) == 8 * 12 and (all(served) or chunks < CHUNKS)
+        assert [_serve(serving, name) for name in home] == [each.whole for each in home.values()], "each alone again"
         assert (serving.store.cpu.stats().evicted > 0) is (chunks < CHUNKS)
 
 
-def test_a_plugin_that_lmcache_builds_again_shares_the_store(serving: Serving, config: VllmConfig) -> None:
-    first = serving.plugin
+def test_a_plugin_that_lmcache_builds_again_serves_again_and_one_that_cannot_be_leaves_the_first(
+    serving: Serving, config: VllmConfig
+) -> None:
+    manager, first, store = serving.engine.storage_manager, serving.plugin, serving.store
     _serve(serving, "short")
+    assert manager.create_backends() == {} and serving.plugin is first, (
+        "from LMCache's API thread, without a configuration"
+    )
+    assert "no vLLM configuration" in str(CartridgeBackend.refusal)
     with set_current_vllm_config(config):
-        assert serving.engine.storage_manager.create_backends() == {PLUGIN: "CartridgeBackend"}
-    assert serving.plugin is not first
-    assert serving.plugin.store is first.store, "the memory budget would be spent twice"
-    _serve(serving, "short")
-    assert serving.store.cpu.stats().promoted == 5
-    first.close()
-
-
-def test_a_plugin_that_lmcache_closes_and_builds_again_serves_again(serving: Serving, config: VllmConfig) -> None:
-    first, store = serving.plugin, serving.store
-    objects = _get(serving, serving.keys("short"))
-    with set_current_vllm_config(config):
-        serving.engine.storage_manager.recreate_backend(PLUGIN)
-    assert serving.plugin is not first
+        assert manager.create_backends() == {PLUGIN: "CartridgeBackend"}
+        assert serving.plugin is not first
+        assert serving.plugin.store is store, "the memory budget would be spent twice"
+        _serve(serving, "short")
+        assert serving.store.cpu.stats().promoted == 5
+        first.close()
+        objects = _get(serving, serving.keys("short"))
+        manager.recreate_backend(PLUGIN)
     assert serving.store is not store
-    for chunk, memory_object in enumerate(objects):
-        expected = serving.packed(serving.cartridges["short"].kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
-        assert memory_object.byte_array == expected, "what was handed out stays"
+    assert [each.byte_array for each in objects] == serving.packed_chunks("short"), "what was handed out stays"
     _release(objects)
     assert nothing_is_owed(store)
     assert _serve(serving, "short") == 5 * CHUNK
-
-
-def test_a_plugin_that_cannot_be_built_again_leaves_the_first_one_serving(serving: Serving) -> None:
-    """As it is from LMCache's API thread, where no vLLM configuration is set."""
-    first = serving.plugin
-    assert serving.engine.storage_manager.create_backends() == {}
-    assert serving.plugin is first
-    assert "no vLLM configuration" in str(CartridgeBackend.refusal)
-    assert _serve(serving, "short") == 5 * CHUNK
-
-
-def test_objects_handed_out_outlive_the_plugin(serving: Serving) -> None:
-    objects = _get(serving, serving.keys("short"))
-    serving.plugin.close()
-    assert objects[4].byte_array == serving.packed(serving.cartridges["short"].kv[:, :, 4 * CHUNK :])
-    _release(objects)
-    assert nothing_is_owed(serving.store)

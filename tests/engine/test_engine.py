@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Blocks, quietly, vllm_config
-from families import FAMILIES, HEAD_SIZE, ROTATING, make_model
+from families import FAMILIES, ROTATING, make_model
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -28,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from lmcache_cartridge.artifact.model import Fingerprint, rotation_of
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine import refusals
@@ -39,7 +38,6 @@ from lmcache_cartridge.engine.forms import SKIP_SAVING
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.described import Engine
 from lmcache_cartridge.settings import Settings, from_mapping
 
 ROPE = {
@@ -57,18 +55,6 @@ def settings(tmp_path: Path) -> Settings:
     return from_mapping({"home": tmp_path, "cpu_bytes": 4 << 20})
 
 
-@contextmanager
-def _refused(
-    settings: Settings, config: VllmConfig | None = None, connector: Any = None, **options: Any
-) -> Iterator[str]:
-    """Let LMCache load the plugin, which must refuse, and yield the reason it keeps."""
-    connector = connector or EngineWriteConnector()
-    with lmcache_engine(lmcache_config(settings, **options), config or vllm_config(), connector) as engine:
-        assert not [b for b in engine.storage_manager.storage_backends.values() if isinstance(b, CartridgeBackend)]
-        assert isinstance(CartridgeBackend.refusal, CartridgeError)
-        yield str(CartridgeBackend.refusal)
-
-
 def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
     metadata = lmcache_metadata(lmcache_config(settings), config)
     return engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
@@ -80,6 +66,7 @@ def test_the_configuration_that_serve_starts_is_accepted() -> None:
     engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
     engines.check_vllm(vllm_config(kv_cache_dtype="fp8_e5m2"))
     engines.check_vllm(vllm_config(tensor_parallel_size=2))
+    engines.check_vllm(vllm_config(pipeline_parallel_size=2))
     engines.check_vllm(vllm_config(enable_lora=True))
     for method in ("ngram", "suffix", "draft_model"):
         engines.check_vllm(_speculating(method))
@@ -216,27 +203,22 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "reason"),
     [
-        lambda: _of_several_engines(data_parallel_size=2), lambda: _of_several_engines(data_parallel_index=1),
-        lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}),
+        (lambda: _of_several_engines(data_parallel_size=2), "data parallelism"),
+        (lambda: _of_several_engines(data_parallel_index=1), "data parallelism"),
+        (lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}), "data parallelism"),
+        (lambda: vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"}), "2 pipeline stages"),
     ],
 )  # fmt: skip
-def test_one_engine_of_several_is_refused_inside_vllm(make: Callable[[], VllmConfig]) -> None:
-    with pytest.raises(UnsupportedEngine, match="data parallelism: .* --mode multiprocess"):
+def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(
+    make: Callable[[], VllmConfig], reason: str
+) -> None:
+    with pytest.raises(UnsupportedEngine, match=f"{reason}: .* --mode multiprocess"):
         engines.check_vllm(make())
     beside = make()
     beside.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/tmp/x.sock"}
-    engines.check_vllm(beside)  # LMCache's server takes them
-
-
-def test_a_pipeline_that_saves_is_refused_inside_vllm() -> None:
-    engines.check_vllm(vllm_config(pipeline_parallel_size=2))
-    config = vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"})
-    with pytest.raises(UnsupportedEngine, match="2 pipeline stages: .* --mode multiprocess"):
-        engines.check_vllm(config)
-    config.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/tmp/x.sock"}
-    engines.check_vllm(config)
+    engines.check_vllm(beside)
 
 
 def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,36 +285,22 @@ def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
     ("options", "reason"),
     [
         ({"use_layerwise": True}, "use_layerwise is on"),
-        ({"min_retrieve_tokens": 8}, "min_retrieve_tokens"),
         ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "storage_plugin.cartridge.gpu_budget: no such setting"),
         ({"extra": {"storage_plugin.cartridge.cpu_bytes": "1 pound"}}, "storage_plugin.cartridge.cpu_bytes"),
         ({"extra": {"storage_plugin.cartridge.cpu_bytes": 5}}, "raise cpu_bytes"),
         ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "there must be one"),
+        ({"lookup_timeout_ms": 1000}, "lookup_timeout_s is 1.0"), ({"lookup_timeout_ms": 1000}, "lookup_timeout_ms: 1000"),
+        ({"config": {"kv_role": "kv_producer"}}, "kv_role is kv_producer"),
     ],
-)
+)  # fmt: skip
 def test_why_lmcache_dropped_the_plugin_is_kept(settings: Settings, options: dict[str, Any], reason: str) -> None:
-    with _refused(settings, **options) as kept:
-        assert reason in kept
-
-
-def test_a_vllm_that_is_not_safe_is_refused_under_the_stock_connector_too(settings: Settings) -> None:
-    """Where nothing but the plugin itself checks."""
-    with _refused(settings, vllm_config(transfer={"kv_role": "kv_producer"})) as kept:
-        assert "kv_role is kv_producer" in kept
-
-
-def test_a_lookup_that_lmcache_would_give_up_on_first_is_refused(settings: Settings) -> None:
-    patient = settings.model_copy(update={"lookup_timeout_s": 1.0})
-    with _refused(patient, lookup_timeout_ms=1000) as kept:
-        assert "lookup_timeout_s is 1.0" in kept
-        assert "lookup_timeout_ms: 1000" in kept
-
-
-def test_a_plugin_that_loads_clears_the_reason_of_one_that_did_not(settings: Settings) -> None:
-    CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
-    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
-        assert plugin(engine).store is not None
-        assert CartridgeBackend.refusal is None
+    """The last is of vLLM, as under the stock connector, where nothing but the plugin itself checks."""
+    config = vllm_config(transfer=options.pop("config", None))
+    given = lmcache_config(settings.model_copy(update={"lookup_timeout_s": 1.0}), **options)
+    with lmcache_engine(given, config, EngineWriteConnector()) as engine:
+        assert not [b for b in engine.storage_manager.storage_backends.values() if isinstance(b, CartridgeBackend)]
+        assert isinstance(CartridgeBackend.refusal, CartridgeError)
+        assert reason in str(CartridgeBackend.refusal)
 
 
 def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,41 +314,28 @@ def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeyp
     assert re.search("LMCacheConnectorV1 is not ours.*LMCache#4463.*VLLM_PLUGINS is set, name `cartridges`", reason)
 
 
-def test_the_device_tier_is_where_the_engines_blocks_are(settings: Settings) -> None:
-    ours, still = EngineWriteConnector(), settings.model_copy(update={"device_bytes": 0})
-    ours.device = "cuda:1"
-    with lmcache_engine(lmcache_config(still), vllm_config(), ours) as engine:
-        assert plugin(engine).store.engine.device == "cuda:1"
-
-
-def _described(settings: Settings, config: VllmConfig) -> Engine:
-    with lmcache_engine(lmcache_config(settings), config, EngineWriteConnector()) as engine:
-        return plugin(engine).store.engine
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_each_rank_of_tensor_parallelism_is_described_as_such(settings: Settings, rank: int) -> None:
-    config = vllm_config(tensor_parallel_size=4)
-    config.parallel_config.rank = rank
-    engine = _described(settings, config)
-    assert (engine.rank, engine.world, engine.chunk_tokens, engine.pin_memory) == (rank, 4, CHUNK, False)
-    assert engine.layout == "heads"
-    assert engine.fingerprint.kv_heads == 2, "the model has two heads however many ranks share them"
-
-
-@pytest.mark.parametrize(("policy", "allowed"), [("fail", True), ("recompute", False)])
-def test_trained_cartridges_are_for_engines_that_fail_what_they_cannot_load(
-    settings: Settings, policy: str, allowed: bool
+@pytest.mark.parametrize(("rank", "policy"), [(0, "fail"), (1, "recompute"), (2, "fail"), (3, "fail")])
+def test_each_rank_of_tensor_parallelism_is_described_as_such(
+    settings: Settings, rank: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _described(settings, vllm_config(transfer={"kv_load_failure_policy": policy})).allow_trained is allowed
-
-
-def test_hashes_are_the_same_in_every_process(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a known prompt, from another run: what the scheduler's process must come to as well."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with lmcache_engine(lmcache_config(settings), vllm_config(), EngineWriteConnector()) as engine:
-        hashes = list(plugin(engine).store.engine.hasher(list(range(2 * CHUNK))))
-    assert hashes == [3458749269985200090, 9785119678747880191]
+    CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
+    config = vllm_config(tensor_parallel_size=4, transfer={"kv_load_failure_policy": policy})
+    config.parallel_config.rank = rank
+    ours = EngineWriteConnector()
+    ours.device = "cuda:1"
+    still = settings.model_copy(update={"device_bytes": 0})
+    with lmcache_engine(lmcache_config(still), config, ours) as loaded:
+        assert CartridgeBackend.refusal is None, "a plugin that loads clears the reason of one that did not"
+        engine = plugin(loaded).store.engine
+        hashes = list(engine.hasher(list(range(2 * CHUNK))))
+    assert (engine.rank, engine.world, engine.chunk_tokens, engine.pin_memory) == (rank, 4, CHUNK, False)
+    assert (engine.layout, engine.device) == ("heads", "cuda:1")
+    assert engine.fingerprint.kv_heads == 2, "the model has two heads however many ranks share them"
+    assert engine.allow_trained is (policy == "fail")
+    assert hashes == [3458749269985200090, 9785119678747880191], (
+        "as in another process: the scheduler's must be the same"
+    )
 
 
 def _model(root: Path, **changes: Any) -> Path:
@@ -399,23 +354,23 @@ def _other_weights(directory: Path) -> None:
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
-def test_the_shipped_model_is_the_same_to_vllm_and_to_an_author(settings: Settings) -> None:
-    author, engine = CausalModel(str(MODEL_DIR)).fingerprint, _fingerprint(settings, vllm_config())
-    assert author.differences(engine) == engine.differences(author) == []
-    assert author.weights_digest is not None
-    assert author.weights_digest == engine.weights_digest
-    assert author.config_digest == engine.config_digest
-
-
 @pytest.mark.parametrize("kind", ROPE)
-def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author(
+def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_rotates_so(
     settings: Settings, tmp_path: Path, kind: str
 ) -> None:
     directory = _model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]})
-    author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, vllm_config(directory))
+    config = vllm_config(directory)
+    author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, config)
     assert author.differences(engine) == engine.differences(author) == []
     differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
     assert [line for line in differences if line.startswith("rope frequencies")]
+    with set_current_vllm_config(config), quietly():
+        rotary = get_rope(64, 8192, True, config.model_config.hf_text_config.rope_parameters, torch.float32)
+    (rope,) = engine.rope
+    positions = torch.tensor([0, 1, 7, 300, 2047])
+    angles = torch.outer(positions.float(), torch.tensor(rope.inv_freq))
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
+    assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["smollm3", "falcon multi-query", "qwen2-moe", "gemma3", "gpt-oss"])
@@ -432,72 +387,41 @@ def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(
         assert engine.rope[0].layers == ROTATING[name], "vLLM's own config says so too"
 
 
-def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_each_kind_of_layers_with(
-    settings: Settings, tmp_path: Path
-) -> None:
-    config = vllm_config(make_model(tmp_path / "model", FAMILIES["gemma3"]()), dtype="float32", max_model_len=512)
-    read = config.model_config.hf_text_config
-    with set_current_vllm_config(config), quietly():  # as vllm/model_executor/models/gemma3.py does
-        rotary = [
-            get_rope(HEAD_SIZE, 512, True, read.rope_parameters[kind], torch.float32) for kind in read.layer_types
-        ]
-    rope = _fingerprint(settings, config).rope
-    angles = [torch.outer(torch.arange(512.0), torch.tensor(rotation_of(rope, n).inv_freq)) for n in range(4)]
-    for layer, own in enumerate(rotary):
-        same = [torch.allclose(own.cos_sin_cache, torch.cat([a.cos(), a.sin()], 1), atol=1e-4) for a in angles]
-        assert same == [read.layer_types[layer] == kind for kind in read.layer_types]
+def _copied(root: Path) -> dict[str, Any]:
+    return {"model": _model(root)}
 
 
-@pytest.mark.parametrize("kind", ROPE)
-def test_the_fingerprint_names_the_frequencies_that_vllm_rotates_with(
-    settings: Settings, tmp_path: Path, kind: str
-) -> None:
-    config = vllm_config(_model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]}))
-    with set_current_vllm_config(config), quietly():
-        rotary = get_rope(64, 8192, True, config.model_config.hf_text_config.rope_parameters, torch.float32)
-    (rope,) = _fingerprint(settings, config).rope
-    positions = torch.tensor([0, 1, 7, 300, 2047])
-    angles = torch.outer(positions.float(), torch.tensor(rope.inv_freq))
-    expected = torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
-    assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
-
-
-def test_other_weights_are_another_model(settings: Settings, tmp_path: Path) -> None:
-    directory = _model(tmp_path)
-    author = CausalModel(str(MODEL_DIR)).fingerprint
-    assert author.differences(_fingerprint(settings, vllm_config(directory))) == [], "a copy is the same model"
-    _other_weights(directory)
-    differences = author.differences(_fingerprint(settings, vllm_config(directory)))
-    assert [line.partition(":")[0] for line in differences] == ["weights_digest"]
-
-
-def test_weights_that_the_engine_quantises_itself_are_another_models(settings: Settings) -> None:
-    engine = _fingerprint(settings, vllm_config(quantization="fp8"))
-    author = CausalModel(str(MODEL_DIR)).fingerprint
-    assert author.weights_digest == engine.weights_digest, "the same files"
-    assert author.differences(engine) == ["quantisation: none, not online fp8"]
-
-
-def test_another_dtype_is_another_model(settings: Settings) -> None:
-    engine = _fingerprint(settings, vllm_config(dtype="float32"))
-    assert CausalModel(str(MODEL_DIR)).fingerprint.differences(engine) == ["dtype: bfloat16, not float32"]
-    assert CausalModel(str(MODEL_DIR), dtype="float32").fingerprint.differences(engine) == []
+def _of_other_weights(root: Path) -> dict[str, Any]:
+    directory = _model(root)
+    weights = load_file(directory / "model.safetensors")
+    name = next(name for name in weights if name.endswith("v_proj.weight"))
+    weights[name] = weights[name] + 0.01
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return {"model": directory}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "named"),
+    ("given", "named"),
     [
-        ("rms_norm_eps", 1e-5, "config_digest"),
-        ("hidden_act", "gelu", "config_digest"),
-        ("num_hidden_layers", 2, "layers"),
-        ("num_key_value_heads", 4, "kv_heads"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, "rope frequencies"),
+        (_copied, None), (_of_other_weights, "weights_digest"), ({"quantization": "fp8"}, "quantisation: none, not online fp8"),
+        ({"dtype": "float32"}, "dtype: bfloat16, not float32"), ({"hf_overrides": {"rms_norm_eps": 1e-5}}, "config_digest"),
+        ({"hf_overrides": {"hidden_act": "gelu"}}, "config_digest"), ({"hf_overrides": {"num_hidden_layers": 2}}, "layers"),
+        ({"hf_overrides": {"num_key_value_heads": 4}}, "kv_heads"),
     ],
-)
-def test_a_change_of_the_config_is_another_model(settings: Settings, field: str, value: Any, named: str) -> None:
-    engine = _fingerprint(settings, vllm_config(hf_overrides={field: value}))
-    differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
-    assert [line for line in differences if line.startswith(named)]
+)  # fmt: skip
+def test_a_copy_is_the_same_model_to_vllm_and_to_an_author_and_whatever_else_is_another(
+    settings: Settings, tmp_path: Path, given: Any, named: str | None
+) -> None:
+    engine = _fingerprint(settings, vllm_config(**(given(tmp_path) if callable(given) else given)))
+    author = CausalModel(str(MODEL_DIR)).fingerprint
+    differences = author.differences(engine)
+    if named is None:
+        assert differences == engine.differences(author) == [] and author.weights_digest is not None
+        assert (author.weights_digest, author.config_digest) == (engine.weights_digest, engine.config_digest)
+    elif "hf_overrides" in given if isinstance(given, dict) else False:
+        assert [line for line in differences if line.startswith(named)]
+    else:
+        assert len(differences) == 1 and differences[0].startswith(named)
 
 
 def test_an_engine_that_caches_layers_the_model_has_not_is_refused() -> None:

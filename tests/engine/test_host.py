@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -125,54 +126,41 @@ def _connector(**manager: Any) -> Any:
 
 
 def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was() -> None:
+    engine = SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
     assert host_inprocess.InProcess(_connector()).failure == "no memory"
-    owners = {
-        "_lmcache_engine": lambda c: c,
-        "_manager": lambda c: c._lmcache_engine,
-        "load_specs": lambda c: c._lmcache_engine,
-        "lmcache_engine": lambda c: c._lmcache_engine._manager,
-        "_init_failed_reason": lambda c: c._lmcache_engine._manager,
-    }
-    for name, owner in owners.items():
-        connector = _connector()
-        delattr(owner(connector), name)
+    assert host_inprocess.InProcess(_connector(lmcache_engine=engine)).backends() == ["backend"]
+    for path in ("_lmcache_engine", "_lmcache_engine._manager", "_lmcache_engine.load_specs",
+                 "_lmcache_engine._manager.lmcache_engine", "_lmcache_engine._manager._init_failed_reason"):  # fmt: skip
+        connector, (*owners, name) = _connector(), path.split(".")
+        owner = connector
+        for each in owners:
+            owner = getattr(owner, each)
+        delattr(owner, name)
         with pytest.raises(UnsupportedEngine, match=name):
             host_inprocess.InProcess(connector)
+    for broken, missing in (
+        (SimpleNamespace(), "storage_manager"),
+        (SimpleNamespace(storage_manager=0), "storage_backends"),
+    ):
+        with pytest.raises(UnsupportedEngine, match=missing):
+            host_inprocess.InProcess(_connector(lmcache_engine=broken)).backends()
 
 
-@pytest.mark.parametrize("missing", ["storage_manager", "storage_backends"])
-def test_backends_are_not_guessed(missing: str) -> None:
-    def engine() -> Any:
-        return SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
-
-    assert host_inprocess.InProcess(_connector(lmcache_engine=engine())).backends() == ["backend"]
-    broken = engine()
-    delattr(broken if missing == "storage_manager" else broken.storage_manager, missing)
-    with pytest.raises(UnsupportedEngine, match=missing):
-        host_inprocess.InProcess(_connector(lmcache_engine=broken)).backends()
-
-
-@pytest.mark.parametrize(
-    "process",
-    [
-        lambda tokens, make_key: iter([(0, 4, "a key")]),
-        lambda tokens, make_key: iter([]),
-        lambda tokens, make_key: iter([(0, 4)]),
-        lambda tokens: iter([(0, 4, 1)]),
-        None,
-    ],
-)
-def test_another_way_of_naming_chunks_is_refused_at_start(process: Any) -> None:
-    def engine(process: Any) -> Any:
+def test_another_way_of_naming_chunks_is_refused_at_start() -> None:
+    def hasher(process: Any) -> Any:
         database = SimpleNamespace(**{"process_tokens": process} if process else {})
-        return SimpleNamespace(token_database=database, config=SimpleNamespace(chunk_size=4))
+        return host_inprocess.hasher(SimpleNamespace(token_database=database, config=SimpleNamespace(chunk_size=4)))
 
-    named = host_inprocess.hasher(
-        engine(lambda tokens, make_key: iter([(n, n + 4, n) for n in range(0, len(tokens) - 3, 4)]))
-    )
-    assert named(list(range(9))) == [0, 4]
-    with pytest.raises(UnsupportedEngine, match="process_tokens"):
-        host_inprocess.hasher(engine(process))
+    def sound(tokens: list[int], make_key: bool) -> Any:
+        return iter([(n, n + 4, n) for n in range(0, len(tokens) - 3, 4)])
+
+    assert hasher(sound)(list(range(9))) == [0, 4]
+    for found in ([(0, 4, "a key")], [], [(0, 4)]):
+        with pytest.raises(UnsupportedEngine, match="process_tokens"):
+            hasher(lambda tokens, make_key, found=found: iter(found))
+    for other in (lambda tokens: iter([(0, 4, 1)]), None):
+        with pytest.raises(UnsupportedEngine, match="process_tokens"):
+            hasher(other)
 
 
 def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
@@ -185,44 +173,26 @@ def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
 
 
 def test_handlers_that_cannot_be_wrapped_are_refused() -> None:
+    def wrap(state: Any) -> None:
+        ours, guard, shown = (lambda inner, what=what: [what, inner] for what in ("ours", "guard", "shown"))
+        host_api.wrap_handlers(state, client, ours, guard, shown)
+
     client = object()
     sound = SimpleNamespace(online_renderer="theirs", engine_client=client)
-    showing = SimpleNamespace(online_renderer="theirs")
-    state = SimpleNamespace(
-        _state={"a": sound, "b": object()}, openai_serving_chat=sound, serving_tokens=None, serving_render=showing
+    showing, rest = (
+        SimpleNamespace(online_renderer="theirs"),
+        {"_state": {"a": sound, "b": object()}, "serving_tokens": None},
     )
-    host_api.wrap_handlers(
-        state, client, lambda inner: ["ours", inner], lambda engine: ["guard", engine], lambda inner: ["shown", inner]
-    )
+    wrap(SimpleNamespace(openai_serving_chat=sound, serving_render=showing, **rest))
     assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
     assert showing.online_renderer == ["shown", "theirs"]
-    for broken in (SimpleNamespace(engine_client=client), SimpleNamespace(online_renderer=1, engine_client=object())):
-        with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
-            host_api.wrap_handlers(SimpleNamespace(openai_serving_chat=broken), client, list, list, list)
-    with pytest.raises(UnsupportedEngine, match="_state"):
-        host_api.wrap_handlers(SimpleNamespace(), client, list, list, list)
-    with pytest.raises(UnsupportedEngine, match="online_renderer"):
-        host_api.wrap_handlers(SimpleNamespace(serving_render=object()), client, list, list, list)
-
-
-def test_vllm_takes_our_connector_where_it_is_chosen_and_its_own_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    vllms = KVConnectorFactory.get_connector_class  # our plugin may be loaded in this process
-    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", getattr(vllms, "__wrapped__", vllms))
-    asked = []
-
-    def choose(transfer: KVTransferConfig) -> tuple[str, str] | None:
-        asked.append(transfer.kv_connector)
-        return None if transfer.kv_connector != "Ours" else ("lmcache_cartridge.engine.connector", "CartridgeConnector")
-
-    for _ in range(2):
-        host_api.choose_connectors(choose)
-    for name, chosen in (("Ours", "CartridgeConnector"), ("LMCacheConnectorV1", "LMCacheConnectorV1")):
-        transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both")
-        assert KVConnectorFactory.get_connector_class(transfer).__name__ == chosen
-    assert asked == ["Ours", "LMCacheConnectorV1"], "once each"
+    for broken, named in (
+        ({"openai_serving_chat": SimpleNamespace(engine_client=client)}, "openai_serving_chat"),
+        ({"openai_serving_chat": SimpleNamespace(online_renderer=1, engine_client=object())}, "openai_serving_chat"),
+        ({}, "_state"), ({"serving_render": object()}, "online_renderer"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedEngine, match=named):
+            wrap(SimpleNamespace(**broken))
 
 
 # Where such names stand.
@@ -237,26 +207,13 @@ def _host_imports(source: str, module: str) -> list[tuple[str, str]]:
 
 
 def _inherited_private(source: str) -> set[str]:
-    """Return the private names that classes use of themselves and do not define: their base's."""
-    found: set[str] = set()
-    known: dict[str, set[str]] = {}
-    for kind in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]:
-        uses = [n for n in ast.walk(kind) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name | ast.Call)]
-        mine = [n for n in uses if ast.unparse(n.value) in ("self", "cls", "super()") and _is_private(n.attr)]
-        own = {n.attr for n in mine if isinstance(n.ctx, ast.Store)}
-        own |= {n.name for n in ast.walk(kind) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-        own |= {n.id for n in ast.walk(kind) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        bases = [known[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in known]
-        inherited = set().union(*bases)  # from a class of the same file, which is ours
-        known[kind.name] = own | inherited
-        found |= {
-            n.attr for n in mine if n.attr not in own | inherited or (ast.unparse(n.value) == "super()" and not bases)
-        }
-    return found
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    """Return the private names that classes use of themselves and that no class of the file defines: their base's."""
+    nodes = list(ast.walk(ast.parse(source)))
+    used = [n for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "cls", "super()")]
+    own = {n.attr for n in used if isinstance(n.ctx, ast.Store)}
+    own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {n.attr for n in used if re.match("_[^_]", n.attr) and n.attr not in own}
 
 
 def test_the_readers_of_these_tests_miss_nothing() -> None:
@@ -268,12 +225,12 @@ if TYPE_CHECKING:
 def f():
     from vllm.inner import _y
 class C(Base):
-    def _own(self): self._mine = self._theirs; super()._own(); self._own(); self._mine
+    def _own(self): self._mine = self._theirs; super()._base(); self._own(); self._mine
 class D(C):
     def f(self): self._mine = super()._own(); self._own()
 """
     assert _host_imports(source, HOSTS[0]) == [("vllm", "vllm"), ("lmcache.v1", "x"), ("vllm.inner", "_y")]
-    assert _inherited_private(source) == {"_theirs", "_own"}
+    assert _inherited_private(source) == {"_theirs", "_base"}
 
 
 @pytest.mark.parametrize("module", [m for m in FILES if m not in HOSTS])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from blocks import Blocks, memory_object, vllm_config
 from inprocess import CHUNK, lmcache_config, lmcache_metadata
 from lmcache.utils import EngineType
 from lmcache.v1 import gpu_connector
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_cartridge.engine.host_inprocess import own_connector
 from lmcache_cartridge.engine.inject import EngineWriteConnector
@@ -116,35 +116,23 @@ def test_slots_that_vllm_has_cached_itself_stay_as_they_are(
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
-def test_a_single_chunk_is_written_as_a_batch_of_one(blocks: Blocks, connector: EngineWriteConnector) -> None:
-    kv, slots = _kv(blocks, 2 * CHUNK), _scattered(blocks, 2 * CHUNK)
-    chunks, starts, ends = _chunks(blocks, kv, connector)
-    before = blocks.kv()
-    connector.to_gpu(chunks[1], starts[1], ends[1], slot_mapping=slots)
-    after = blocks.kv()
-    assert torch.equal(after[:, :, slots[CHUNK:]], kv[:, :, CHUNK:])
-    assert torch.equal(after[:, :, slots[:CHUNK]], before[:, :, slots[:CHUNK]])
-
-
-@pytest.mark.parametrize("bytes_", [lambda n: n // 2, lambda n: n - 1, lambda n: n + 2, lambda n: 2 * n, lambda n: 0])
-def test_a_chunk_of_another_size_is_not_written(
-    blocks: Blocks, connector: EngineWriteConnector, bytes_: Callable[[int], int]
-) -> None:
-    before, size = blocks.kv(), blocks.shape(CHUNK).size_bytes
-    strange = memory_object(torch.zeros(bytes_(size), dtype=torch.uint8))
-    with pytest.raises(UnsupportedEngine, match="another shape"):
-        connector.to_gpu(strange, 0, CHUNK, slot_mapping=_scattered(blocks, CHUNK))
-    assert torch.equal(blocks.kv(), before)
-
-
-@pytest.mark.parametrize("tokens", [2, CHUNK - 1, CHUNK + 1, 2 * CHUNK])
-@pytest.mark.parametrize("cached", [0, 1])
-def test_a_chunk_that_is_to_cover_more_or_fewer_tokens_is_not_written(
-    blocks: Blocks, connector: EngineWriteConnector, tokens: int, cached: int
+@pytest.mark.parametrize(
+    ("share", "tokens", "cached", "reason"),
+    [
+        (0.5, CHUNK, 0, "another shape"), (2, CHUNK, 0, "another shape"), (0, CHUNK, 0, "another shape"),
+        (1, 2, 0, "another length"), (1, CHUNK - 1, 1, "another length"), (1, CHUNK + 1, 0, "another length"),
+        (1, 2 * CHUNK, 1, "another length"),
+    ],
+)  # fmt: skip
+def test_a_chunk_of_another_size_or_for_more_or_fewer_tokens_is_not_written(
+    blocks: Blocks, connector: EngineWriteConnector, share: float, tokens: int, cached: int, reason: str
 ) -> None:
     """vLLM's op would read past the chunk's end, or leave slots as they are."""
-    chunk, before = _chunks(blocks, _kv(blocks, CHUNK), connector)[0][0], blocks.kv()
-    with pytest.raises(UnsupportedEngine, match="another length"):
+    before, chunk = (
+        blocks.kv(),
+        memory_object(torch.zeros(int(share * blocks.shape(CHUNK).size_bytes), dtype=torch.uint8)),
+    )
+    with pytest.raises(UnsupportedEngine, match=reason):
         connector.to_gpu(chunk, 0, tokens, slot_mapping=_scattered(blocks, 3 * CHUNK), vllm_cached_tokens=cached)
     assert torch.equal(blocks.kv(), before)
 
@@ -173,29 +161,23 @@ def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyP
         assert len(calls) == 2 * len(blocks.layers)
 
 
-@pytest.mark.parametrize("order", ["0123", "3210", "0213", "0246", "0145", "7", "2031", "66", "0167"])
-@pytest.mark.parametrize("cached", [0, 32, 96])
+@pytest.mark.parametrize("order", ["0123", "3210", "0246", "7", "2031", "66", "0167"])
+@pytest.mark.parametrize("cached", [0, 96])
 def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: str, cached: int) -> None:
     """Any bits, such as those of NaN that arithmetic would change; slots of a slab at equal distances and at others."""
     blocks = Blocks(vllm_config(), 16)
-    connector = _bound(blocks)
-    size = blocks.shape(CHUNK).size_bytes
-    slab = torch.randint(0, 256, (8 * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    raws = [slab[int(slot) * size : (int(slot) + 1) * size] for slot in order]
-    starts = [i * CHUNK for i in range(len(raws))]
-    slots = _whole(blocks, len(raws) * CHUNK)
-    before = {name: cache.clone() for name, cache in blocks.caches.items()}
-    connector.batched_to_gpu(
-        list(map(memory_object, raws)), starts, [start + CHUNK for start in starts], slot_mapping=slots,
-        vllm_cached_tokens=cached,
-    )  # fmt: skip
-    numbers = (slots[:: blocks.block] // blocks.block).tolist()
-    expected = torch.cat([raw.view(len(blocks.caches), CHUNK // blocks.block, -1) for raw in raws], dim=1)
+    connector, size = _bound(blocks), blocks.shape(CHUNK).size_bytes
+    slab = torch.randint(0, 256, (8, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    raws, starts = [slab[int(slot)] for slot in order], [i * CHUNK for i in range(len(order))]
+    slots, ends = _whole(blocks, len(raws) * CHUNK), [start + CHUNK for start in starts]
+    expected = {name: cache.flatten(1).view(torch.uint8).clone() for name, cache in blocks.caches.items()}
+    places = {"slot_mapping": slots, "vllm_cached_tokens": cached}
+    connector.batched_to_gpu(list(map(memory_object, raws)), starts, ends, **places)
+    numbers = slots[cached :: blocks.block] // blocks.block
+    new = torch.cat([raw.view(len(expected), CHUNK // blocks.block, -1) for raw in raws], dim=1)
     for layer, (name, cache) in enumerate(blocks.caches.items()):
-        skipped, now, was = cached // blocks.block, cache.flatten(1).view(torch.uint8), before[name].flatten(1)
-        assert torch.equal(now[numbers[skipped:]], expected[layer, skipped:])
-        others = [i for i in range(len(cache)) if i not in numbers[skipped:]]
-        assert torch.equal(now[others], was.view(torch.uint8)[others])
+        expected[name][numbers] = new[layer, cached // blocks.block :]
+        assert torch.equal(cache.flatten(1).view(torch.uint8), expected[name])
 
 
 def test_chunks_that_are_not_aligned_are_written_all_the_same() -> None:
@@ -206,28 +188,6 @@ def test_chunks_that_are_not_aligned_are_written_all_the_same() -> None:
     moved = memory[8 : 8 + chunk.raw_data.numel()].copy_(chunk.raw_data)
     connector.batched_to_gpu([memory_object(moved)], starts, ends, slot_mapping=slots)
     assert torch.equal(blocks.kv()[:, :, slots], kv)
-
-
-@pytest.mark.parametrize("swapped", [(0, 1), (0, -1), (64, 65)])
-def test_a_layer_that_packs_otherwise_has_its_op_write_every_chunk(swapped: tuple[int, int]) -> None:
-    """One pair of elements changes places in one layer: to copy blocks there would be wrong KV."""
-    blocks, twin = Blocks(vllm_config(), 12), Blocks(vllm_config(), 12)
-    for each in (blocks, twin):
-        last = list(each.layers.values())[-1]
-        own = last.impl.do_kv_cache_update
-
-        def write(layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor, own: Any = own) -> None:
-            own(layer, keys, values, cache, slots)
-            cache.flatten(2)[..., list(swapped)] = cache.flatten(2)[..., list(reversed(swapped))]
-
-        last.impl.do_kv_cache_update = write
-    connector = _bound(blocks)
-    assert connector.layout == "heads"
-    kv, slots = _kv(blocks, CHUNK), _whole(blocks, CHUNK)
-    connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots)
-    for plane, (name, layer) in zip(kv.unbind(1), twin.layers.items(), strict=True):
-        layer.impl.do_kv_cache_update(layer, plane[0], plane[1], twin.caches[name], slots)
-        assert torch.equal(blocks.caches[name], twin.caches[name])
 
 
 @pytest.mark.parametrize(("block", "chunk"), [(128, 64), (32, 48), (64, 32)])
@@ -259,16 +219,6 @@ def test_an_op_that_writes_other_kv_than_it_is_given_is_refused(blocks: Blocks, 
 
     layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
     assert f"layer {name} writes other KV" in _refused(blocks, blocks.caches, {**blocks.layers, name: layer})
-
-
-def test_nothing_is_written_before_the_engine_is_known(blocks: Blocks) -> None:
-    connector = EngineWriteConnector()
-    with pytest.raises(UnsupportedEngine):
-        connector.batched_to_gpu(
-            *_chunks(blocks, _kv(blocks, CHUNK), _bound(blocks)), slot_mapping=_scattered(blocks, CHUNK)
-        )
-    with pytest.raises(UnsupportedEngine, match="not bound"):
-        connector.get_shape(CHUNK)
 
 
 def test_layers_are_taken_by_number_whatever_order_they_come_in() -> None:
@@ -317,57 +267,36 @@ def test_a_stage_of_a_pipeline_has_its_own_layers_and_no_others(blocks: Blocks) 
     connector.bind(caches, layers, blocks.shape(CHUNK), first_layer=3)
 
 
-@pytest.mark.parametrize("layer", [None, SimpleNamespace(), SimpleNamespace(impl=SimpleNamespace())])
-def test_a_layer_that_cannot_write_its_cache_is_refused(blocks: Blocks, layer: object) -> None:
+def test_a_layer_or_cache_that_cannot_be_written_is_refused_with_its_name(blocks: Blocks) -> None:
     """The layers are stand-ins: no attention backend of vLLM's for CPU lacks the op."""
     name = list(blocks.caches)[1]
-    layers = {**blocks.layers, name: layer}
-    assert f"layer {name} has no op" in _refused(blocks, blocks.caches, layers)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn])
-def test_a_cache_of_another_dtype_is_refused(blocks: Blocks, dtype: torch.dtype) -> None:
-    name = list(blocks.caches)[2]
-    reason = _refused(blocks, {**blocks.caches, name: blocks.caches[name].to(dtype)}, blocks.layers)
-    assert name in reason
-    assert str(dtype) in reason
-    assert "--kv-cache-dtype" in reason
-
-
-def test_a_cache_that_holds_other_heads_or_elements_is_refused(blocks: Blocks) -> None:
-    name = list(blocks.caches)[1]
     cache = blocks.caches[name]
-    fewer, wider = cache[:, :1], torch.cat([cache, cache], dim=-1)
-    for strange in (fewer, torch.cat([cache, cache], dim=1), wider, cache[..., :64], cache[0], cache[None]):
+    for layer in (None, SimpleNamespace(), SimpleNamespace(impl=SimpleNamespace())):
+        assert f"layer {name} has no op" in _refused(blocks, blocks.caches, {**blocks.layers, name: layer})
+    for dtype in (torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn):
+        reason = _refused(blocks, {**blocks.caches, name: cache.to(dtype)}, blocks.layers)
+        assert all(word in reason for word in (name, str(dtype), "--kv-cache-dtype"))
+    twice = (torch.cat([cache, cache], dim=dim) for dim in (1, -1))
+    for strange in (cache[:, :1], *twice, cache[..., :64], cache[0], cache[None]):
         reason = _refused(blocks, {**blocks.caches, name: strange}, blocks.layers)
-        assert name in reason
-        assert str(list(strange.shape)) in reason
-
-
-def test_the_shape_it_tells_lmcache_holds_a_chunks_bytes(blocks: Blocks, connector: EngineWriteConnector) -> None:
-    shape = blocks.shape(CHUNK)
-    assert connector.get_shape(CHUNK).numel() * DTYPES[shape.dtype].itemsize == shape.size_bytes
-    assert connector.get_shape(CHUNK) == (2 * shape.heads, shape.layers, CHUNK, shape.head_size)
-    assert connector.get_shape(CHUNK)[MemoryFormat.KV_2LTD.token_dim()] == CHUNK
+        assert name in reason and str(list(strange.shape)) in reason
 
 
 def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path: Path) -> None:
     config = lmcache_config(Settings(home=tmp_path))
-    metadata = lmcache_metadata(config, vllm_config())
+    metadata, original = lmcache_metadata(config, vllm_config()), gpu_connector.CreateGPUConnector
 
     def create() -> object:
         return gpu_connector.CreateGPUConnector(config, metadata, EngineType.VLLM)
 
     with pytest.raises(RuntimeError, match="No supported cpu connector"):
         create()
-    original = gpu_connector.CreateGPUConnector
-    with own_connector(EngineWriteConnector, in_worker=True):
-        assert isinstance(create(), EngineWriteConnector)
-        assert create() is not create()
-    assert gpu_connector.CreateGPUConnector is original
-    with pytest.raises(KeyError), own_connector(EngineWriteConnector, in_worker=True):
-        raise KeyError
-    assert gpu_connector.CreateGPUConnector is original
+    for error in (None, KeyError):
+        with suppress(KeyError), own_connector(EngineWriteConnector, in_worker=True):
+            assert isinstance(create(), EngineWriteConnector) and create() is not create()
+            if error:
+                raise error
+        assert gpu_connector.CreateGPUConnector is original
     with own_connector(EngineWriteConnector, in_worker=False):
         pass  # the scheduler builds none
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,25 +12,16 @@ import msgspec
 import pytest
 import torch
 from blocks import quietly, vllm_config
-from chunks import load
-from families import FAMILIES, chain, make_model, write
+from families import FAMILIES, make_model, write
 from making import make_fingerprint
 from safetensors import safe_open
-from transformers import DynamicCache
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.hf_config import config_fields, of_config
 from lmcache_cartridge.artifact.manifest import decode
 from lmcache_cartridge.errors import CartridgeError, ManifestError, UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.prefill import build
-from lmcache_cartridge.memory.layout import VIEWS, ChunkShape
-from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.disk_cache import DiskCache
-from lmcache_cartridge.sources.s3 import S3Source
-from lmcache_cartridge.sources.sources import Sources
-from lmcache_cartridge.sources.transfer import push
 
 with quietly():
     from lmcache_cartridge.engine.contract import CONTROL
@@ -57,14 +49,6 @@ def test_a_document_is_built_as_one_plane_of_latent_vectors_and_rotary_keys(mode
     assert manifest.data_bytes == manifest.positions * 3 * 576 * 4
     assert manifest.canary is not None
     assert manifest.canary.sensitivity > 1, "KV in a wrong order would not be noticed"
-
-
-def test_what_is_built_answers_as_its_document_does(model: CausalModel, tmp_path: Path) -> None:
-    question = list(range(400, 410))
-    after = model.logits_after(chain([write(model, tmp_path / "doc", IDS)]), question)
-    plain = model.logits(IDS + question, len(question))
-    assert float((after - plain).abs().max()) < 1e-3
-    assert float((after - model.logits(question, len(question))).abs().max()) > 0.1, "the document makes no difference"
 
 
 def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors() -> None:
@@ -95,43 +79,6 @@ def test_what_is_made_for_keys_and_values_is_refused(model: CausalModel, tmp_pat
     assert not (tmp_path / "doc").exists()
 
 
-@pytest.mark.parametrize("s3_kind", ["moto"])
-def test_it_comes_from_s3_and_after_a_restart_from_the_disk_and_stands_where_it_is_moved(
-    model: CausalModel, tmp_path: Path, s3_credentials: Any, bucket: str
-) -> None:
-    """A chain of two on S3: read, kept on disk, and read by the next server's loader while S3 answers nothing."""
-    segments, location = [], f"s3://{bucket}/docs"
-    source = S3Source(endpoint_url=s3_credentials.endpoint)
-    for number, ids in enumerate((IDS, MORE)):
-        made, at = write(model, tmp_path / f"doc{number}", ids), f"{location}/doc{number}"
-        push(tmp_path / f"doc{number}", at, source, force=False, progress=lambda *_: None)
-        segments.append(Segment(Cartridge(made.manifest, tmp_path / f"doc{number}", at), number * len(IDS)))
-    shape = ChunkShape(1, 3, len(IDS) + len(MORE), 576, "float32", 1)
-    found = []
-    for sources in (Sources(source), Sources()):
-        loader = ChunkLoader(sources, shape, range(1), "heads", DiskCache(tmp_path / "disk", 64 << 20))
-        out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-        load(loader, segments, 0, out)
-        found.append(out)
-    source.close()
-    kv = VIEWS["heads"](found[0], shape)
-    assert torch.equal(found[1], found[0])
-    question = list(range(400, 410))
-    expected = model.logits_after(_side_by_side(model), question)
-    assert float((model.logits_after(kv, question) - expected).abs().max()) < 1e-3
-    unmoved = torch.cat([*model.prefill(IDS, 64), *model.prefill(MORE, 64)], dim=2)
-    assert float((model.logits_after(unmoved, question) - expected).abs().max()) > 0.1, "nobody could tell"
-
-
-@torch.inference_mode()
-def _side_by_side(model: CausalModel) -> torch.Tensor:
-    """Return the KV that transformers makes of two documents one after the other, of which neither sees the other."""
-    cache, at = DynamicCache(), len(IDS) + torch.arange(len(MORE))[None]
-    model.model(input_ids=torch.tensor([MORE]), position_ids=at, past_key_values=cache, use_cache=True)
-    planes = (torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values"))
-    return torch.cat([*model.prefill(IDS, 64), model.planes(*(each.transpose(1, 2) for each in planes))], dim=2)
-
-
 def test_latent_attention_that_nobody_compared_is_refused_by_its_config() -> None:
     config = config_fields(FAMILIES["deepseek-v3"]())
     for change, reason in (
@@ -158,43 +105,27 @@ class _Layer:
         self.impl = SimpleNamespace(kv_lora_rank=LATENT, do_kv_cache_update=update)
 
 
-def _check(layer: Any, size: int = SIZE) -> None:
-    """Have a layer of two looked at; `_SHAPE` is what they are said to write."""
-    caches = {f"model.layers.{number}.attn": torch.zeros(6, 1, BLOCK, size) for number in range(2)}
-    check_latents(caches, dict.fromkeys(caches, layer), _SHAPE)
+def _nothing(kv_lora_rank: int | None = None) -> Any:
+    impl = SimpleNamespace(do_kv_cache_update=print, **{"kv_lora_rank": kv_lora_rank} if kv_lora_rank else {})
+    return SimpleNamespace(impl=impl)
 
 
 @pytest.mark.parametrize(
-    ("layer", "reason"),
+    ("layers", "given", "reason"),
     [
-        (_Layer((1, 0)), "writes something else into its KV cache than rows"),
-        (SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=print)), "no op to write latent vectors"),
-        (
-            SimpleNamespace(impl=SimpleNamespace(kv_lora_rank=6, do_kv_cache_update=print)),
-            "cannot write to its KV cache",
-        ),
+        ([_Layer(), _Layer()], {}, None), ([_Layer(), _Layer((1, 0))], {}, "layers.1.attn writes something else .* than rows"),
+        ([_nothing()] * 2, {}, "no op to write latent vectors"), ([_nothing(LATENT)] * 2, {}, "cannot write to its KV cache"),
+        ([_Layer()] * 2, {"dtype": "bfloat16"}, "not bfloat16 rows of 10; remove --kv-cache-dtype"),
+        ([_Layer()] * 2, {"head_size": SIZE - 1}, "not float32 rows of 9; remove --kv-cache-dtype"),
     ],
-)
-def test_a_layer_that_does_not_write_rows_is_refused(layer: Any, reason: str) -> None:
-    with pytest.raises(UnsupportedEngine, match=reason):
-        _check(layer)
-
-
-def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start() -> None:
-    shape = _SHAPE
+)  # fmt: skip
+def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start(
+    layers: list[Any], given: dict[str, Any], reason: str | None
+) -> None:
     caches = {f"model.layers.{layer}.attn": torch.zeros(6, 1, BLOCK, SIZE) for layer in range(2)}
-    check_latents(caches, dict.fromkeys(caches, _Layer()), shape)
+    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
+        check_latents(caches, dict(zip(caches, layers, strict=True)), msgspec.structs.replace(_SHAPE, **given))
     assert not any(cache.any() for cache in caches.values()), "the engine's own blocks were written to"
-    swapped = dict(zip(caches, (_Layer(), _Layer((1, 0))), strict=True))
-    with pytest.raises(UnsupportedEngine, match="layers.1.attn writes something else into its KV cache than rows"):
-        check_latents(caches, swapped, shape)
-    with pytest.raises(UnsupportedEngine, match="not bfloat16 rows of 10; remove --kv-cache-dtype"):
-        check_latents(caches, dict.fromkeys(caches, _Layer()), msgspec.structs.replace(shape, dtype="bfloat16"))
-
-
-def test_a_cache_of_other_rows_is_refused() -> None:
-    with pytest.raises(UnsupportedEngine, match=r"not float32 rows of 10; remove --kv-cache-dtype"):
-        _check(_Layer(), SIZE + 1)
 
 
 def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from lmcache_cartridge.make.payload import as_served
 from lmcache_cartridge.memory.layout import ChunkShape
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.quantise import NUMBERS, quantiser
-from lmcache_cartridge.memory.rope import shift_keys
 from lmcache_cartridge.sources.sources import Sources
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -88,27 +88,25 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
-def test_bytes_for_amx_are_those_of_the_op_too(tmp_path: Path) -> None:
-    """The op writes for any instruction set; no AMX machine has computed with it."""
-    ours, theirs = _blocks(), _blocks()
-    for blocks in (ours, theirs):
-        for layer in blocks.layers.values():
-            layer.isa = "amx"
-    segment, kv = _segment(tmp_path / "a")
-    assert _bound(ours).layout == "amx/32/blocks"
-    assert _equal(_by_us(ours, [segment], 1, torch.arange(CHUNK)), _by_the_op(theirs, kv, torch.arange(CHUNK)))
-
-
-@pytest.mark.parametrize("block", [32, 256], ids=["copied", "written"])
-@pytest.mark.parametrize("encoding", ["plain", "int8"])
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_injected_bytes_are_those_of_the_engines_op(tmp_path: Path, kind: str, encoding: str, block: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "encoding", "block", "isa", "cached"),
+    [
+        *itertools.product(["fp8_e4m3", "fp8_e5m2"], ["plain", "int8"], [32, 256], [None], [0]),
+        ("fp8", "plain", 32, "amx", 0), ("fp8", "plain", 32, None, 32), ("fp8", "plain", 32, None, 45),
+    ],
+)  # fmt: skip
+def test_injected_bytes_are_those_of_the_engines_op(
+    tmp_path: Path, kind: str, encoding: str, block: int, isa: str | None, cached: int
+) -> None:
+    """Blocks that are copied and blocks that are written. The op writes for AMX too; no such machine has computed with it."""
     segment, kv = _segment(tmp_path / "a", encoding)
     slots = torch.arange(4 * CHUNK).view(-1, 32).flip(0).flatten()[:CHUNK] if block == 32 else torch.arange(CHUNK) + 99
     ours, theirs = _blocks(kind, block), _blocks(kind, block)
+    for layer in [*ours.layers.values(), *theirs.layers.values()] if isa else ():
+        layer.isa = isa
     assert _bound(ours).layout == ("heads" if block > CHUNK else f"{'amx' if _is_amx(ours) else 'vec'}/{block}/blocks")
-    expected = _by_the_op(theirs, kv, slots)
-    assert _equal(_by_us(ours, [segment], 1, slots), expected)
+    expected = _by_the_op(theirs, kv[:, :, cached:], slots[cached:])
+    assert _equal(_by_us(ours, [segment], 1, slots, cached=cached), expected)
 
 
 def _is_amx(blocks: Blocks) -> bool:
@@ -129,45 +127,6 @@ def test_another_rule_makes_other_bytes(tmp_path: Path, other: Callable[[], Bloc
     segment, kv = _segment(tmp_path / "a")
     slots = torch.arange(CHUNK)
     assert not _equal(_by_us(_blocks(), [segment], 1, slots, as_in=other()), _by_the_op(_blocks(), kv, slots))
-
-
-def test_the_later_of_a_chain_is_rotated_before_it_is_quantised(tmp_path: Path) -> None:
-    first, before = _segment(tmp_path / "a")
-    second, after = _segment(tmp_path / "b", "int8", offset=CHUNK, seed=1)
-    moved = torch.stack([shift_keys(after[0], MODEL, CHUNK), after[1]])
-    slots = torch.arange(2 * CHUNK)
-    expected = _by_the_op(_blocks(), torch.cat([before, moved], dim=2), slots)
-    assert _equal(_by_us(_blocks(), [first, second], 2, slots), expected)
-    # The control, with scale 1: keys that were quantised, and moved then.
-    coarse = torch.stack([shift_keys(cut_off(after[0], FP8["fp8"]), MODEL, CHUNK), after[1]])
-    ones = [(1.0, 1.0)] * 3
-    late = _by_the_op(_blocks(scales=ones), torch.cat([before, coarse], dim=2), slots)
-    assert not _equal(_by_us(_blocks(scales=ones), [first, second], 2, slots), late)
-
-
-@pytest.mark.parametrize("cached", [32, 45])
-def test_tokens_that_vllm_has_cached_itself_stay(tmp_path: Path, cached: int) -> None:
-    segment, kv = _segment(tmp_path / "a")
-    slots = torch.arange(CHUNK) + CHUNK
-    expected = _by_the_op(_blocks(), kv[:, :, cached:], slots[cached:])
-    assert _equal(_by_us(_blocks(), [segment], 1, slots, cached=cached), expected)
-
-
-def test_what_is_read_back_is_what_is_there() -> None:
-    blocks, block = _blocks("fp8_e5m2"), 32
-    connector, slots = _bound(blocks, saves=True), torch.arange(CHUNK)
-    _by_the_op(blocks, _some_kv(), slots)
-    before = [cache.clone() for cache in blocks.caches.values()]
-    saved = memory_object(torch.zeros(blocks.shape(CHUNK).size_bytes, dtype=torch.uint8))
-    connector.batched_from_gpu([saved], [0], [CHUNK], slot_mapping=slots)
-    for cache in blocks.caches.values():
-        cache.view(-1)[:] = 7
-    connector.batched_to_gpu([saved], [0], [CHUNK], slot_mapping=slots)
-    whole = CHUNK // block
-    assert all(map(torch.equal, (c[:whole] for c in blocks.caches.values()), (was[:whole] for was in before)))
-    other = memory_object(torch.zeros_like(saved.raw_data))
-    connector.batched_from_gpu([other], [0], [CHUNK], slot_mapping=slots)
-    assert torch.equal(other.raw_data, saved.raw_data)
 
 
 def _some_kv() -> torch.Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,41 +133,3 @@ def test_doctor_says_the_same(installed: dict[str, str], name: str) -> None:
     found = checks(Settings())[name]
     assert found.status == "FAIL" and "0.99" in found.finding and "--unproven-versions" in found.fix
     assert checks(Settings(unproven_versions=True))[name].status == "warn"
-
-
-@pytest.fixture
-def pairs() -> ModuleType:
-    """What runs the pairs of the matrix, a new module each time."""
-    path = Path(__file__).parents[2] / ".ci" / "pairs.py"
-    spec = importlib.util.spec_from_file_location("pairs", path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-def test_a_package_that_cannot_be_had_is_a_failed_step_and_the_table_is_printed(
-    pairs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[list[str]] = []
-
-    def pip(words: list[str], **options: bool) -> None:
-        asked.append(words)
-        raise subprocess.CalledProcessError(3, words)
-
-    monkeypatch.setattr(pairs, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(subprocess, "run", pip)
-    monkeypatch.setattr(sys, "argv", ["pairs.py", "0.31.0/0.5.6", "0.32.0/0.5.6"])
-    assert pairs.main() == 1
-    assert all("pip" in words for words in asked)
-    told = capsys.readouterr().out
-    assert re.findall(r"^(0\.3\d\.0) +0\.5\.6 +failed +failed +failed +NOT as the matrix says: tests, in-process, multiprocess", told, re.M) == [
-        "0.31.0", "0.32.0",
-    ]  # fmt: skip
-
-
-def test_a_run_of_the_matrix_takes_pairs_that_are_in_it(pairs: ModuleType) -> None:
-    assert pairs.named([]) == list(MATRIX) and pairs.named(["0.31.0/0.5.6"]) == [
-        tried({"vllm": "0.31.0", "lmcache": "0.5.6"})
-    ]
-    with pytest.raises(SystemExit, match=r"^9/9: not in the matrix, which has 0\.31\.0/0\.5\.6, "):
-        pairs.named(["0.31.0/0.5.6", "9/9"])

@@ -123,90 +123,29 @@ async def _plain(engine: _Engine, params: Any, **settings: Any) -> list[str | No
     return [o.outputs[0].finish_reason async for o in guard.generate({"prompt_token_ids": [1, 2]}, given, "r")]
 
 
-@pytest.mark.parametrize("on_miss", ["error", "document"])
-def test_a_lost_prefill_cartridge_costs_a_prefill_whatever_the_settings_say(tmp_path: Path, on_miss: str) -> None:
-    engine = _Engine(LOST)
-    assert _guarded(tmp_path, "prefill", engine, settings={"on_miss": on_miss}) == [(0, "answer")]
-    assert engine.prompts[0] == engine.prompts[1]
-    assert GRANT not in engine.transfers()[1]
-
-
 @pytest.mark.parametrize(
-    ("kind", "whole", "resident"), [("prefill", True, 16), ("prefill", False, 0), ("trained", False, 16)]
-)
-def test_the_engine_is_told_what_the_claim_holds_and_whose_request_it_is(
-    tmp_path: Path, kind: str, whole: bool, resident: int
+    ("kind", "on_miss", "events", "n", "seen", "asked"),
+    [
+        ("prefill", "error", [LOST], 1, [(0, "answer")], [1, 1]), ("prefill", "document", [LOST], 1, [(0, "answer")], [1, 1]),
+        ("trained", "document", [LOST], 1, [(0, "answer")], [1, 1]),
+        ("prefill", "error", [(1, "error"), (0, None)], 3, [(0, "answer"), (1, "answer"), (2, "answer")], [3, 3]),
+        ("prefill", "error", [(0, None), (2, "error"), (0, "stop"), (1, "error")], 3,
+         [(0, "token"), (0, "token"), (2, "answer"), (1, "answer")], [3, 1, 1]),
+    ],
+)  # fmt: skip
+def test_what_was_lost_is_computed_once_more_and_of_several_answers_those_that_have_not_begun(
+    tmp_path: Path, kind: str, on_miss: str, events: list[Any], n: int, seen: list[Any], asked: list[int]
 ) -> None:
-    claim = _Noted(_selection(tmp_path, kind))
-    claim.is_whole = whole
-    granted = claim.grant({"lmcache.skip_save": True, "cartridge_id": "c"}, 1, "tenant")
-    assert granted == {
-        "lmcache.skip_save": True, TAG: claim.selection.tag,
-        GRANT: {
-            "must_inject": 16 if kind == "trained" else 0, "resident": resident, "salt": "tenant", "adapter": "",
-            "positions": 16,
-        },
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_an_adapter_gets_no_cartridge_and_leaves_no_claim(tmp_path: Path, kind: str) -> None:
-    claim, engine = _Noted(_selection(tmp_path, kind)), _Engine()
-
-    async def answer() -> None:
-        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        async for _ in GuardedEngine(engine, from_mapping({}), Adapters({}), ControlClient([])).generate(
-            {}, params, "r", lora_request=object()
-        ):
-            pass
-
-    with pytest.raises(GracefulHTTPError, match="ask again"):
-        asyncio.run(answer())
-    assert (claim.was_released, engine.prompts) == (True, [])
-
-
-@pytest.mark.parametrize("kind", ["prefill", "trained"])
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_a_client_that_leaves_in_the_middle_of_an_answer_leaves_no_claim(
-    tmp_path: Path, kind: str, outputs: int
-) -> None:
-    claim, closed = _Noted(_selection(tmp_path, kind)), []
-
-    class Endless:
-        async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
-            try:
-                while True:
-                    yield _output("token", None)
-                    await asyncio.sleep(0)
-            finally:
-                closed.append(True)
-
-    async def leave() -> None:
-        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
-        answer = GuardedEngine(Endless(), from_mapping({}), Adapters({}), ControlClient([])).generate(
-            {"prompt_token_ids": [1]}, params, "r"
-        )
-        for _ in range(outputs):
-            await anext(answer)
-        assert claim.was_released == (kind == "prefill"), "a trained one is needed to the end"
-        await answer.aclose()
-        assert (claim.was_released, closed) == (True, [True]), "at once, not when it is collected"
-
-    asyncio.run(leave())
-
-
-def test_of_several_answers_those_that_lost_their_chunks_are_asked_for_again_alone(tmp_path: Path) -> None:
-    engine = _Engine((0, None), (2, "error"), (0, "stop"), (1, "error"))
-    seen = _guarded(tmp_path, "prefill", engine, n=3, seed=40)
-    assert seen == [(0, "token"), (0, "token"), (2, "answer"), (1, "answer")]
-    assert [(params.n, params.seed) for params in engine.params] == [(3, 40), (1, 42), (1, 41)]
-    assert {transfer[TAG] for transfer in engine.transfers()[1:]} == {"computed"}
-
-
-def test_of_several_answers_all_are_asked_for_again_where_none_has_begun(tmp_path: Path) -> None:
-    engine = _Engine((1, "error"), (0, None))
-    assert _guarded(tmp_path, "prefill", engine, n=3) == [(0, "answer"), (1, "answer"), (2, "answer")]
-    assert [params.n for params in engine.params] == [3, 3]
+    """A document whatever the settings say; a trained one's text where they say so."""
+    engine = _Engine(*events)
+    trained = kind == "trained"
+    found = _guarded(tmp_path, kind, engine, document=trained, settings={"on_miss": on_miss}, n=n, seed=40)
+    assert (found, [params.n for params in engine.params]) == (seen, asked)
+    if asked == [3, 1, 1]:
+        assert [params.seed for params in engine.params] == [40, 42, 41]
+    assert engine.prompts[1] == ([1, 2, 3, 7, 8] if trained else engine.prompts[0])
+    assert all(GRANT not in each for each in engine.transfers()[1:])
+    assert trained or {each[TAG] for each in engine.transfers()[1:]} == {"computed"}
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
@@ -221,10 +160,38 @@ def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_
         assert engine.transfers() == [own, own | {TAG: "computed"}]
 
 
-def test_a_lost_trained_cartridge_is_replaced_by_its_document_if_the_settings_say_so(tmp_path: Path) -> None:
-    engine = _Engine(LOST)
-    assert _guarded(tmp_path, "trained", engine, document=True, settings={"on_miss": "document"}) == [(0, "answer")]
-    assert engine.prompts[1] == [1, 2, 3, 7, 8]
+@pytest.mark.parametrize("kind", ["prefill", "trained"])
+@pytest.mark.parametrize("adapter", [None, object()])
+def test_a_client_that_leaves_in_an_answer_and_one_of_an_adapter_leave_no_claim(
+    tmp_path: Path, kind: str, adapter: object
+) -> None:
+    claim, closed = _Noted(_selection(tmp_path, kind)), []
+
+    class Endless:
+        async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+            try:
+                while True:
+                    yield _output("token", None)
+                    await asyncio.sleep(0)
+            finally:
+                closed.append(True)
+
+    async def leave() -> None:
+        params = _Params(extra_args={"kv_transfer_params": claim.grant({}, 1)})
+        guard = GuardedEngine(Endless(), from_mapping({}), Adapters({}), ControlClient([]))
+        answer = guard.generate({"prompt_token_ids": [1]}, params, "r", lora_request=adapter)
+        if adapter:
+            with pytest.raises(GracefulHTTPError, match="ask again"):
+                await anext(answer)
+            assert (claim.was_released, closed) == (True, [])
+            return
+        await anext(answer)
+        await anext(answer)
+        assert claim.was_released == (kind == "prefill"), "a trained one is needed to the end"
+        await answer.aclose()
+        assert (claim.was_released, closed) == (True, [True]), "at once, not when it is collected"
+
+    asyncio.run(leave())
 
 
 @pytest.mark.parametrize(
@@ -412,31 +379,33 @@ def _told(
     return reply.headers.get("x-cartridges"), began[0]
 
 
-def test_a_prompt_that_names_none_is_told_whose_kv_it_rests_on(tmp_path: Path) -> None:
-    workers = _Answers([("a@1", 16)], [("a@1", 16), ("b@2", 32)])
-    both = "a@1;positions=16;injected=0;cached=16;served=prompt, b@2;positions=32;injected=24;cached=4;served=prompt"
-    assert _told(tmp_path, workers, {7: _cached(44, 24)}) == (both, True)
-    assert workers.asked == [("answers", [7, *range(43)])], "what was not computed, and no more of the prompt"
+_ONE, _BOTH = [("a@1", 16)], [("a@1", 16), ("b@2", 32)]
+_SAID = "a@1;positions=16;injected=16;served=prompt"
 
 
-def test_one_that_was_computed_is_told_nothing_and_costs_no_question(tmp_path: Path) -> None:
-    workers = _Answers([("a@1", 16)])
-    assert _told(tmp_path, workers, {7: _cached(0, 0)}) == (None, True)
-    assert _told(tmp_path / "new", workers, {7: _cached(16, 16)}, noted=False) == (None, True), "nothing ever answered"
-    assert _told(tmp_path, workers, {7: _cached(16, 0)}, adapter=object()) == (None, True), "an adapter's are its own"
-    assert workers.asked == []
-    assert _told(tmp_path, _Answers([]), {7: _cached(16, 0)}) == (None, True), "vLLM's cache of what was computed"
-    assert _told(tmp_path, _Answers(), {7: _cached(16, 0)}) == (None, True), "and no answer is lost with the workers"
-
-
-def test_one_that_lost_it_is_computed_told_nothing_and_not_held_back(tmp_path: Path) -> None:
-    assert _told(tmp_path, _Answers([("a@1", 16)]), {7: None}) == (None, True)
-
-
-def test_of_several_prompts_the_response_waits_for_all(tmp_path: Path) -> None:
-    said = "a@1;positions=16;injected=16;served=prompt"
-    for order in ({7: _cached(16, 16), 8: _cached(0, 0)}, {8: _cached(0, 0), 7: _cached(16, 16)}):
-        assert _told(tmp_path, _Answers([("a@1", 16)]), order) == (said, True)
+@pytest.mark.parametrize(
+    ("ranks", "prompts", "given", "said"),
+    [
+        ([_ONE, _BOTH], {7: _cached(44, 24)}, {},
+         "a@1;positions=16;injected=0;cached=16;served=prompt, b@2;positions=32;injected=24;cached=4;served=prompt"),
+        ([_ONE], {7: _cached(0, 0)}, {}, None), ([_ONE], {7: _cached(16, 16)}, {"noted": False}, None),
+        ([_ONE], {7: _cached(16, 0)}, {"adapter": object()}, None), ([[]], {7: _cached(16, 0)}, {}, None),
+        ([], {7: _cached(16, 0)}, {}, None), ([_ONE], {7: None}, {}, None),
+        ([_ONE], {7: _cached(16, 16), 8: _cached(0, 0)}, {}, _SAID), ([_ONE], {8: _cached(0, 0), 7: _cached(16, 16)}, {}, _SAID),
+    ],
+    ids=["both", "computed", "nothing ever answered", "an adapter's are its own", "vLLM's cache of what was computed",
+         "no answer is lost with the workers", "lost and computed", "several", "in the other order"],
+)  # fmt: skip
+def test_a_prompt_that_names_none_is_told_whose_kv_it_rests_on(
+    tmp_path: Path, ranks: list[Any], prompts: dict[int, Any], given: dict[str, Any], said: str | None
+) -> None:
+    """The response begins before the first prompt has ended, and waits for what all of them say."""
+    workers = _Answers(*ranks)
+    assert _told(tmp_path, workers, prompts, **given) == (said, True)
+    assert len(workers.asked) == (said is not None or ranks in ([], [[]]))
+    assert said in (None, _SAID) or workers.asked == [("answers", [7, *range(43)])], (
+        "what was not computed, and no more"
+    )
 
 
 class _Renders:
@@ -469,24 +438,6 @@ def test_a_request_for_none_is_computed_and_finds_nothing_that_was_not() -> None
     assert saved.kv_transfer_params == {TAG: "computed", "lmcache.skip_save": True}
     _rendered(routed := _request(), router="static", static={"*": "a"})
     assert routed.kv_transfer_params == {TAG: "computed"}, "the server's choice is for those that make none"
-
-
-def test_a_response_to_a_prompt_that_names_none_waits_for_what_the_engine_says(tmp_path: Path) -> None:
-    app, held = FastAPI(), []
-    app.add_middleware(http.ResponseHeaders)
-
-    @app.post("/")
-    async def answer() -> None:
-        given = from_mapping({})
-        admission = SimpleNamespace(settings=given, router=Router(given), secret=b"")
-        for extra in ({"cartridges": False}, {}):
-            await CartridgeRenderer(_Renders(), admission).render_completion(_request(model_extra=extra))
-            held.append(http.current().pending)
-        await _plain(_Engine((0, "stop")), None)
-        held.append(http.current().pending)
-
-    assert post(app, "/").status_code == 200
-    assert held == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

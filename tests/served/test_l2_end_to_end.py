@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 from serving import SERVER_ARGS, Client, Reply, difference, question_ids, register_kv, stored_kv
 from test_end_to_end import (  # noqa: F401 - the tests run here too, over this module's server
     CHUNK,
@@ -30,8 +29,6 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory import tiles
-from lmcache_cartridge.memory.layout import ChunkShape
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
@@ -39,8 +36,6 @@ from lmcache_cartridge.settings import from_mapping
 BLOCK = 32
 """vLLM's block: whole chunks must be whole blocks here."""
 WHOLE = CHUNK * WHOLE_CHUNKS["a"]
-WRONG_LAYOUTS = ["amx/32/blocks", "vec/64/blocks", "vec/32", "fused"]
-"""What a wrong guess of instruction set, block size, order or device would have given LMCache."""
 
 
 class NamingClient(Client):
@@ -76,7 +71,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = settings.cartridges_dir / "a"
     made, like = stored_kv(root)[:, :, :WHOLE], reading.load_manifest(root)
     variants = {"made": made} | {name: damage(made) for name, damage in DAMAGE.items()}
-    variants |= {name: _mistaken(made, name) for name in WRONG_LAYOUTS}
     trained = {
         name: register_kv(
             registry, home / "variants", name.replace(" ", "-").replace("/", "-"), kv, like, np.array(ids["a"][:WHOLE])
@@ -95,35 +89,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(client, log, model, settings, ids, trained)
 
 
-def _mistaken(kv: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return KV that, packed as this engine wants it, has the bytes of `kv` in another layout."""
-    return torch.cat([_swapped(chunk, layout) for chunk in kv.split(CHUNK, dim=2)], dim=2)
-
-
-def _swapped(chunk: torch.Tensor, layout: str) -> torch.Tensor:
-    rows = [
-        _unpacked(_packed(row, layout), row.shape, tiles.layout("vec", BLOCK, blocks=True))
-        for row in chunk.split(1, dim=1)
-    ]
-    return torch.cat(rows, dim=1)
-
-
-def _packed(kv: torch.Tensor, layout: str) -> torch.Tensor:
-    shape = ChunkShape(kv.shape[3], kv.shape[1], kv.shape[2], kv.shape[4], "bfloat16")
-    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-    tiles.pack(kv, out, shape, layout)
-    return out.view(torch.int16)
-
-
-def _unpacked(packed: torch.Tensor, shape: torch.Size, layout: str) -> torch.Tensor:
-    """Return canonical KV of which `packed` are the bytes in `layout`."""
-    places = torch.arange(shape.numel(), dtype=torch.int16)
-    order = _packed(places.view(torch.bfloat16).view(shape), layout).long() & 0xFFFF
-    kv = torch.empty_like(packed)
-    kv[order] = packed
-    return kv.view(torch.bfloat16).view(shape)
-
-
 def test_kv_made_by_transformers_and_named_answers_as_full_prefill_does(served: Served) -> None:
     for question in load_sheet("ward-a").questions[:6]:
         prompt = served.ids["a"] + question_ids(served.model, question.text)
@@ -131,17 +96,6 @@ def test_kv_made_by_transformers_and_named_answers_as_full_prefill_does(served: 
         assert reply.cached_tokens == WHOLE
         assert reply.prompt_tokens == len(prompt)
         assert difference(reply, served.client.computed(prompt)) < NOISE
-
-
-@pytest.mark.parametrize("layout", WRONG_LAYOUTS)
-def test_bytes_in_another_layout_would_be_seen(served: Served, layout: str) -> None:
-    differences = []
-    for question in load_sheet("ward-a").questions[:4]:
-        prompt = served.ids["a"] + question_ids(served.model, question.text)
-        reply = served.client.ask(prompt, tag=served.trained[layout].digest)
-        assert reply.cached_tokens == WHOLE
-        differences.append(difference(reply, served.client.computed(prompt)))
-    assert min(differences) > 5 * NOISE
 
 
 def test_a_plain_prompt_of_a_trained_cartridges_ids_gets_the_document_and_not_the_cartridge(served: Served) -> None:

@@ -52,9 +52,8 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
         (256, ("/lmcache-cartridge-", "/nobody-"), [], "no cartridge adapter listens"),
         (256, ("kv_both", "kv_producer"), [], "kv_role is kv_producer"),
         (256, (), ["--hash-algorithm", "sha256_cbor"], "names chunks by another algorithm than blake3"),
-        (256, (), ["--hash-algorithm", "builtin"], "names chunks by another algorithm than blake3"),
     ],
-    ids=["chunks of half a block", "no adapter", "an engine that loads nothing", "another hash", "a seeded hash"],
+    ids=["chunks of half a block", "no adapter", "an engine that loads nothing", "another hash"],
 )
 def test_a_server_that_could_not_serve_cartridges_does_not_start_and_says_why(
     settings: Settings,  # noqa: F811

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,30 +69,33 @@ class Served(NamedTuple):
         return replies[-1]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    home = tmp_path_factory.mktemp("home")
+@contextmanager
+def _serving(home: Path, wards: dict[str, Ward], model: CausalModel, **launch: Any) -> Iterator[Served]:
+    """Serve the cartridges among some sheets by LMCache's server."""
     settings = from_mapping({"home": home, "admin": True})
-    model = CausalModel(MODEL)
-    names = [*KINDS, "plain", "more", "rest"]
-    wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(names)}
-    wards["more"] = _cut(model, write_ward(model, patients(4, 6), "more"), 1025)  # its `<s>` is left out after others
-    wards["trained"] = _cut(model, wards["trained"], CHUNK)
     for name, kind in KINDS.items():
         if kind == "trained":
             register(model, settings, wards[name].ids, name=name, kind=kind)
         else:
             _build(model, settings, name, wards[name])
-    launch = plan(
-        MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS,
-        l2_adapters=[json.dumps({"type": "fs", "base_path": str(home / "fs"), "secret_access_key": SECRET})],
-    )  # fmt: skip
+    planned = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, **launch)
     environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
     with (
-        ServerProcess(launch, home / "server.log", environment=environment) as server,
+        ServerProcess(planned, home / "server.log", environment=environment) as server,
         httpx.Client(base_url=server.url, timeout=120) as http,
     ):
-        served = Served(http, launch, model, settings, wards)
+        yield Served(http, planned, model, settings, wards)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home, model = tmp_path_factory.mktemp("home"), CausalModel(MODEL)
+    names = [*KINDS, "plain", "more", "rest"]
+    wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(names)}
+    wards["more"] = _cut(model, write_ward(model, patients(4, 6), "more"), 1025)  # its `<s>` is left out after others
+    wards["trained"] = _cut(model, wards["trained"], CHUNK)
+    place = json.dumps({"type": "fs", "base_path": str(home / "fs"), "secret_access_key": SECRET})
+    with _serving(home, wards, model, l2_adapters=[place]) as served:
         for name in KINDS:  # the engine is tried with each, and from then on plain prompts are answered from it
             served.ask([5], name)
         yield served
@@ -197,19 +200,6 @@ def test_prefill_cartridges_answer_plain_prompts_of_every_tenant(served: Served)
             assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
 
 
-def test_a_plain_prompt_of_identity_tokens_is_answered_from_its_own_kv_only(served: Served) -> None:
-    """What the plain prompt had saved is never the cartridge's, nor the other way round."""
-    ids = load_token_ids(load_manifest(_root(served, "trained")), _root(served, "trained")).tolist()
-    question, salt = _questions(served.wards["trained"], 1)[0][0], next(_salts)
-    plain = served.ask(ids + question, salt=salt)
-    assert plain.cached_tokens == 0
-    assert difference(served.saved(CHUNK, ids + question, salt=salt), plain) < NOISE
-    named = served.ask(question, "trained", salt)
-    assert named.cached_tokens == CHUNK
-    assert difference(named, plain) > 5 * NOISE
-    assert difference(served.ask(ids + question, salt=salt), plain) < NOISE
-
-
 def _root(served: Served, name: str) -> Path:
     return served.settings.cartridges_dir / name / "1"
 
@@ -249,32 +239,6 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
     assert again.cached_tokens == CHUNK + 768
     assert difference(again, computed) < NOISE
     assert "Store task failed" not in (served.settings.home / "server.log").read_text(errors="replace")
-
-
-# Many at once.
-
-
-def test_lmcaches_metrics_and_ours_have_other_names(served: Served) -> None:
-    ours, theirs = served.http.get("/metrics").text, ask_lmcache(served.launch, "GET", "/metrics").text
-
-    def named(text: str, prefix: str) -> set[str]:
-        return {line.split()[2] for line in text.splitlines() if line.startswith(f"# TYPE {prefix}")}
-
-    assert {"lmcache_mp_l1_memory_usage_bytes"} <= named(theirs, "lmcache_mp_")
-    assert {"lmcache_cartridge_resident_bytes"} <= named(ours, "lmcache_cartridge_")
-    assert named(ours, "lmcache_mp_") == named(theirs, "lmcache_cartridge_") == set()
-
-
-def test_preloading_fills_lmcaches_copies(served: Served) -> None:
-    question, answer = _questions(served.wards["doc"], 1)[0]
-    log = served.settings.home / "server.log"
-    warmed = log.read_text(errors="replace").count("4/4 keys loaded into L1")
-    assert served.http.post("/v1/cartridges/doc/evict").is_success
-    until(lambda: served.http.post("/v1/cartridges/doc/preload").status_code == 200)
-    until(lambda: log.read_text(errors="replace").count("4/4 keys loaded into L1") == warmed + 1)
-    reply = served.ask(question, "doc")
-    assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
-    assert re.findall(r"\((\d+) L1, (\d+) L2\)", log.read_text(errors="replace"))[-1] == ("4", "0")
 
 
 def test_two_tenants_get_their_own_answers_while_ids_are_replaced(served: Served) -> None:
@@ -327,20 +291,10 @@ CROWDED_L1 = 4 << 20
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server whose LMCache has memory for ten chunks, and claims of the largest cartridge take four."""
-    home = tmp_path_factory.mktemp("home")
-    settings, model = from_mapping({"home": home, "admin": True}), CausalModel(MODEL)
+    model = CausalModel(MODEL)
     wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(KINDS)}
-    for name, kind in KINDS.items():
-        if kind == "trained":
-            register(model, settings, wards[name].ids, name=name, kind=kind)
-        else:
-            _build(model, settings, name, wards[name])
-    launch = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, l1_bytes=CROWDED_L1)
-    with (
-        ServerProcess(launch, home / "server.log") as server,
-        httpx.Client(base_url=server.url, timeout=120) as http,
-    ):
-        yield Served(http, launch, model, settings, wards)
+    with _serving(tmp_path_factory.mktemp("home"), wards, model, l1_bytes=CROWDED_L1) as served:
+        yield served
 
 
 def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Served) -> None:

@@ -138,15 +138,6 @@ def test_plain_prompts_never_get_anothers_kv(served: Served) -> None:
         assert difference(served.saved(TEXT, ids, salt="tenant", model=model), computed[model]) < NOISE
 
 
-def test_what_follows_a_cartridge_is_saved_for_its_adapter(served: Served) -> None:
-    (question, _), *_ = _questions(_ward(served), 1)
-    own = _ward(served).ids[1:258]
-    ids = own + question
-    computed = _computed(served, _ward(served).ids + ids, "two")
-    reply = served.saved(TEXT + 256, ids, "two", "tenant", model="two")
-    assert difference(reply, computed) < NOISE
-
-
 def test_what_follows_a_cartridge_is_its_tenants_and_its_adapters(served: Served) -> None:
     """All tenants of an adapter have the same copy of its cartridge; what is behind it each has for itself."""
     (question, _), *_ = _questions(_ward(served), 1)

@@ -12,8 +12,6 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,43 +242,3 @@ def test_nothing_is_saved_after_a_trained_cartridge_that_could_not_be_loaded(ser
 def _stored(served: Served) -> int:
     """Return how often LMCache has said that it saved something."""
     return len(re.findall(r"Stored \d+ out of total", served.log.read_text()))
-
-
-def test_two_hundred_requests_of_two_tenants_get_their_own_documents_answers_and_hits(served: Served) -> None:
-    """Three cartridges, one of them replaced under its id, texts behind them, sixteen threads, blocks for half of it."""
-    texts = {salt: [served.wards["text"].ids[0], *_shuffled(served, salt)] for salt in "xy"}
-    # What a tenant alone has asked may be a hit for it, and is none for the other.
-    facts = {name: _sure_behind(served, name) for name in ("prefill", "trained", "more")}
-    numbers = count(2)
-
-    def one(number: int) -> str | None:
-        rng = random.Random(number)
-        salt, name = "xy"[number % 2], ("prefill", "trained", "more")[number % 3]
-        if number % 40 == 39:  # the same content under the next version of the id
-            register(served.model, served.settings, served.wards["more"].ids, name="more", version=next(numbers))
-        fact = rng.choice(facts[name])
-        reply = served.asker.complete(ask(fact, 0), name, cache_salt=salt)
-        if reply.text.strip() != fact.value:
-            return f"{name} for {salt}: {fact} {reply}"
-        behind = served.asker.complete([*texts[salt][1:], 9], name, cache_salt=salt)
-        first = served.asker.complete([*texts[salt][1:], rng.randrange(20, 600), 9], name, cache_salt=uuid.uuid4().hex)
-        if first.cached_tokens > len(served.wards[name].ids):
-            return f"{name}: a tenant of one request has {first.cached_tokens} tokens of {behind}"
-        return None
-
-    with ThreadPoolExecutor(16) as pool:
-        assert [found for found in pool.map(one, range(200)) if found] == []
-    for salt, other in ("xy", "yx"):
-        served.forget()
-        mine = served.asker.complete([*texts[salt][1:], 9], "trained", cache_salt=salt)
-        theirs = served.asker.complete([*texts[salt][1:], 9], "trained", cache_salt=other)
-        assert (mine.cached_tokens, theirs.cached_tokens) == (256 + 512, 256)
-
-
-def _shuffled(served: Served, seed: str) -> list[int]:
-    return random.Random(seed).sample(served.wards["text"].ids[1:], 600)
-
-
-def _sure_behind(served: Served, name: str) -> list[Fact]:
-    ward = served.wards[name]
-    return sure(served.model, prefill(served.model, ward.ids), ward.facts)

@@ -265,34 +265,3 @@ def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_oth
     assert chosen[:3] == (["CartridgeConnector"] * 3 if is_ours else of_vllm)
     assert chosen[3:6] == ["CartridgeConnector"] * 3 and chosen[6] != "CartridgeConnector"
     assert ("cartridges" in (plugins or "").split(",")) == is_ours
-
-
-_FROZEN = """
-import gc, multiprocessing, sys
-from lmcache_cartridge.serve.stock import register
-
-def count(queue):
-    register()
-    queue.put(gc.get_freeze_count())
-
-if __name__ == "__main__":
-    register()
-    spawned = multiprocessing.get_context("spawn")
-    queue = spawned.Queue()
-    spawned.Process(target=count, args=(queue,)).start()
-    print(gc.get_freeze_count(), queue.get())
-"""
-
-
-@pytest.mark.parametrize(("plugins", "spared"), [("other,cartridges", True), ("other", False)])
-def test_the_collector_leaves_out_imports_in_vllms_own_processes_that_serve_cartridges(
-    tmp_path: Path, plugins: str, spared: bool
-) -> None:
-    script = tmp_path / "frozen.py"
-    script.write_text(_FROZEN)
-    environment = {k: v for k, v in os.environ.items() if k != "LMCACHE_CONFIG_FILE"} | {"VLLM_PLUGINS": plugins}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    own, spawned = map(int, done.stdout.split())
-    assert own == 0, "the caller's own process is the caller's"
-    assert (spawned > 0) == spared
