@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.memory.layout import ChunkShape
+from lmcache_cartridge.memory.layout import DTYPES, ChunkShape
 
 torch.set_num_threads(1)  # with more, everything here takes ten times as long while the machine is busy
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -51,6 +51,8 @@ with quietly():
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    from lmcache_cartridge.engine.inject import EngineWriteConnector
 
 BLOCK = 32
 """Tokens in a block of vLLM's cache."""
@@ -127,6 +129,32 @@ class Blocks:
             tokens = cache.flatten(1)[:, self._packing].flatten(0, 1)  # [slots, H, 2 * D]
             planes.append(torch.stack(tokens.chunk(2, dim=-1)))
         return torch.stack(planes, dim=1)
+
+    def connector(self, tokens: int, **given: Any) -> EngineWriteConnector:
+        """Return our connector, bound to these layers for chunks of so many tokens."""
+        connector = EngineWriteConnector()
+        connector.bind(self.caches, self.layers, self.shape(tokens), **given)
+        return connector
+
+    def noise(self, tokens: int, seed: int = 1) -> torch.Tensor:
+        """Return canonical KV of noise for these layers."""
+        shape = self.shape(tokens)
+        size = 2, shape.layers, tokens, shape.heads, shape.head_size
+        return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DTYPES[shape.dtype])
+
+    def write(self, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        """Have the engine's op write canonical KV to slots."""
+        for (keys, values), (name, layer) in zip(kv.unbind(1), self.layers.items(), strict=True):
+            layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), self.caches[name], slots)
+
+    def whole(self, tokens: int, seed: int = 4) -> torch.Tensor:
+        """Return the slots of whole blocks, in an order of no pattern; of the last block as many as it takes."""
+        order = torch.randperm(self.slots // self.block, generator=torch.Generator().manual_seed(seed))
+        return (order[:, None] * self.block + torch.arange(self.block)).flatten()[:tokens]
+
+    def scattered(self, tokens: int, seed: int = 2) -> torch.Tensor:
+        """Return a slot for each token, no two neighbours, over parts of all blocks."""
+        return torch.randperm(self.slots, generator=torch.Generator().manual_seed(seed))[:tokens]
 
     @cached_property
     def _packing(self) -> torch.Tensor:

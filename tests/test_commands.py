@@ -44,7 +44,7 @@ BY_OTHERS = {
     "lmcache-cartridge serve ./llama --enable-lora --lora-modules nurse=./nurse": "served/test_lora.py",
     "lmcache-cartridge export ward-a --to peft --output adapter": "make/test_convert_export.py",
     "lmcache-cartridge export ward-a --to hazy --output checkpoint": "make/test_convert_export.py",
-    "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "served/test_l2_end_to_end.py",
+    "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "served/test_l2_saving.py",
     "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "test_api.py",
     "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "test_canary_served.py",
     "lmcache-cartridge validate --url http://localhost:8000 --cartridges handbook --tier 0,1b,4": "test_ladder.py",

@@ -36,7 +36,6 @@ from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import backend
 from lmcache_cartridge.engine.backend import CartridgeBackend
-from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.engine.lmcache_file import PLUGIN
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
@@ -153,8 +152,7 @@ def _serving(
     chunks: int = 2 * CHUNKS,
 ) -> Iterator[Serving]:
     """Serve with memory for `chunks` chunks of `CHUNK` tokens; at the end nothing may be lent out."""
-    connector = EngineWriteConnector()
-    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK))
+    connector = blocks.connector(CHUNK)
     home = cartridges["short"].root.parent.parent
     given = {
         "home": home,
@@ -176,15 +174,10 @@ def serving(home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks) -> I
         yield serving
 
 
-def _scattered(serving: Serving, tokens: int) -> torch.Tensor:
-    """Return a slot for each token, no two neighbours, over parts of all blocks."""
-    return torch.randperm(serving.blocks.slots, generator=torch.Generator().manual_seed(tokens))[:tokens]
-
-
 def _serve(serving: Serving, name: str, request: str = "request", cached: int = 0) -> int:
     """Look a cartridge's prompt up and load it; assert that it is its KV, or as much of it as was promised."""
     cartridge, before = serving.cartridges[name], serving.blocks.kv()
-    slots = _scattered(serving, len(cartridge.prompt))
+    slots = serving.blocks.scattered(len(cartridge.prompt))
     promised = look_up(serving.engine, cartridge.prompt, request, cartridge.configs)
     loaded = load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs, cached)
     after = serving.blocks.kv()
@@ -222,7 +215,7 @@ def test_a_request_gets_exactly_its_cartridges_kv_and_what_vllm_has_cached_itsel
 
 
 def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving: Serving) -> None:
-    cartridge, slots = serving.cartridges["short"], _scattered(serving, 5 * CHUNK).flip(0)
+    cartridge, slots = serving.cartridges["short"], serving.blocks.scattered(5 * CHUNK).flip(0)
     assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 0
     _serve(serving, "short")
     assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 5 * CHUNK
@@ -392,7 +385,7 @@ def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(
         assert _serve(serving, "long") == 6 * CHUNK
         assert serving.plugin.batched_contains(serving.keys("short")) == 2, "the other has taken most of its memory"
         (cartridge.root / PAYLOAD).unlink()
-        slots, before = _scattered(serving, len(cartridge.prompt)), blocks.kv()
+        slots, before = serving.blocks.scattered(len(cartridge.prompt)), blocks.kv()
         assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "slow") == 2 * CHUNK
         after = blocks.kv()
         assert torch.equal(after[:, :, slots[: 2 * CHUNK]], cartridge.kv[:, :, : 2 * CHUNK])

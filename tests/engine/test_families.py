@@ -111,32 +111,6 @@ def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
 QUESTION = list(range(400, 410))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma3 seeing", "gemma2", "gpt-oss"])
-def test_each_kind_of_layers_is_needed_and_its_window_is_kept(tmp_path: Path, name: str) -> None:
-    """The controls of full and sliding layers: KV of one kind left out, of both exchanged, and the window ignored."""
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
-    kv, config = torch.cat(list(model.prefill(DOCUMENTS[0], 32)), dim=2), model.model.config.get_text_config()
-    plain = model.logits([*DOCUMENTS[0], *QUESTION], len(QUESTION))
-    assert float((model.logits_after(kv, QUESTION) - plain).abs().max()) < 1e-3
-    sliding, full = (
-        [i for i, kind in enumerate(config.layer_types) if kind.startswith(start)] for start in ("sliding", "full")
-    )
-    assert model.sight == config.sliding_window < len(DOCUMENTS[0])
-    wrong = [kv.clone() for _ in range(3)]
-    wrong[0][:, sliding], wrong[1][:, full] = 0, 0
-    wrong[2][:, [sliding[0], full[0]]] = kv[:, [full[0], sliding[0]]]
-    for each in wrong:
-        assert float((model.logits_after(each, QUESTION) - plain).abs().max()) > 0.1
-    whole = CausalModel(str(make_model(tmp_path / "whole", _without_window(FAMILIES[name]()))))
-    assert float((whole.logits_after(kv, QUESTION) - plain).abs().max()) > 0.1
-    assert any(line.startswith("config_digest") for line in whole.fingerprint.differences(model.fingerprint))
-
-
-def _without_window(config: PreTrainedConfig) -> PreTrainedConfig:
-    config.get_text_config().sliding_window = 4096
-    return config
-
-
 def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,20 +33,7 @@ def blocks(request: pytest.FixtureRequest) -> Blocks:
 
 @pytest.fixture
 def connector(blocks: Blocks) -> EngineWriteConnector:
-    return _bound(blocks)
-
-
-def _bound(blocks: Blocks) -> EngineWriteConnector:
-    connector = EngineWriteConnector()
-    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK))
-    return connector
-
-
-def _kv(blocks: Blocks, tokens: int, seed: int = 1) -> torch.Tensor:
-    shape = blocks.shape(tokens)
-    noise = torch.Generator().manual_seed(seed)
-    kv = torch.randn(2, shape.layers, tokens, shape.heads, shape.head_size, generator=noise)
-    return kv.to(DTYPES[shape.dtype])
+    return blocks.connector(CHUNK)
 
 
 def _chunks(
@@ -62,17 +48,6 @@ def _chunks(
     return [memory_object(part) for part in parts], starts, [start + CHUNK for start in starts]
 
 
-def _whole(blocks: Blocks, tokens: int) -> torch.Tensor:
-    """Return the slots of whole blocks, in an order of no pattern; of the last block as many as it takes."""
-    order = torch.randperm(blocks.slots // blocks.block, generator=torch.Generator().manual_seed(4))
-    return (order[:, None] * blocks.block + torch.arange(blocks.block)).flatten()[:tokens]
-
-
-def _scattered(blocks: Blocks, tokens: int) -> torch.Tensor:
-    """Return a slot for each token, no two neighbours, over parts of all blocks."""
-    return torch.randperm(blocks.slots, generator=torch.Generator().manual_seed(2))[:tokens]
-
-
 def _others(blocks: Blocks, slots: torch.Tensor) -> torch.Tensor:
     untouched = torch.ones(blocks.slots, dtype=torch.bool)
     untouched[slots] = False
@@ -83,8 +58,8 @@ def _others(blocks: Blocks, slots: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block: int, dtype: str) -> None:
     blocks = Blocks(vllm_config(block_size=block, dtype=dtype), 384 // block)
-    kv, slots, before = _kv(blocks, 2 * CHUNK), _scattered(blocks, 2 * CHUNK), blocks.kv()
-    connector = _bound(blocks)
+    kv, slots, before = blocks.noise(2 * CHUNK), blocks.scattered(2 * CHUNK), blocks.kv()
+    connector = blocks.connector(CHUNK)
     connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots)
     after = blocks.kv()
     assert torch.equal(after[:, :, slots], kv)
@@ -94,7 +69,7 @@ def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block: int, dty
 
 def test_reading_blocks_back_sees_a_single_wrong_element(blocks: Blocks, connector: EngineWriteConnector) -> None:
     """The control of every comparison here: it fails for one element, and for K in the place of V."""
-    kv, slots = _kv(blocks, CHUNK), _scattered(blocks, CHUNK)
+    kv, slots = blocks.noise(CHUNK), blocks.scattered(CHUNK)
     for wrong in (kv.clone(), kv.flip(0), kv.flip(1), kv.flip(3), kv.roll(1, 2), kv.roll(1, 4)):
         wrong[1, 2, CHUNK - 1, 1, -1] += 1
         connector.batched_to_gpu(*_chunks(blocks, wrong, connector), slot_mapping=slots)
@@ -102,12 +77,12 @@ def test_reading_blocks_back_sees_a_single_wrong_element(blocks: Blocks, connect
         assert not torch.equal(blocks.kv()[:, :, slots], kv)
 
 
-@pytest.mark.parametrize("place", [_scattered, _whole], ids=["scattered", "whole blocks"])
+@pytest.mark.parametrize("place", ["scattered", "whole"])
 @pytest.mark.parametrize("cached", [*CACHED, 96, 2 * CHUNK])
 def test_slots_that_vllm_has_cached_itself_stay_as_they_are(
-    blocks: Blocks, connector: EngineWriteConnector, cached: int, place: Callable[[Blocks, int], torch.Tensor]
+    blocks: Blocks, connector: EngineWriteConnector, cached: int, place: str
 ) -> None:
-    kv, slots, before = _kv(blocks, 2 * CHUNK, seed=cached), place(blocks, 2 * CHUNK), blocks.kv()
+    kv, slots, before = blocks.noise(2 * CHUNK, seed=cached), getattr(blocks, place)(2 * CHUNK), blocks.kv()
     connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots, vllm_cached_tokens=cached)
     after = blocks.kv()
     assert torch.equal(after[:, :, slots[:cached]], before[:, :, slots[:cached]])
@@ -133,29 +108,29 @@ def test_a_chunk_of_another_size_or_for_more_or_fewer_tokens_is_not_written(
         memory_object(torch.zeros(int(share * blocks.shape(CHUNK).size_bytes), dtype=torch.uint8)),
     )
     with pytest.raises(UnsupportedEngine, match=reason):
-        connector.to_gpu(chunk, 0, tokens, slot_mapping=_scattered(blocks, 3 * CHUNK), vllm_cached_tokens=cached)
+        connector.to_gpu(chunk, 0, tokens, slot_mapping=blocks.scattered(3 * CHUNK), vllm_cached_tokens=cached)
     assert torch.equal(blocks.kv(), before)
 
 
 def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's op is what copying saves; it is still called where a block is not filled from its start to its end."""
     blocks = Blocks(vllm_config(), 12)
-    connector = _bound(blocks)
+    connector = blocks.connector(CHUNK)
     assert connector.layout.endswith("/32/blocks")
     calls = []
     for layer in blocks.layers.values():
         op = layer.impl.do_kv_cache_update
         monkeypatch.setattr(layer.impl, "do_kv_cache_update", lambda *a, op=op: calls.append(1) or op(*a))
-    chunks = _chunks(blocks, _kv(blocks, 2 * CHUNK), connector)
+    chunks = _chunks(blocks, blocks.noise(2 * CHUNK), connector)
     for cached in (0, 32, 64, 96, 128):
-        connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=cached)
+        connector.batched_to_gpu(*chunks, slot_mapping=blocks.whole(2 * CHUNK), vllm_cached_tokens=cached)
     assert not calls
-    connector.batched_to_gpu(*chunks, slot_mapping=_whole(blocks, 2 * CHUNK), vllm_cached_tokens=33)
+    connector.batched_to_gpu(*chunks, slot_mapping=blocks.whole(2 * CHUNK), vllm_cached_tokens=33)
     assert len(calls) == 2 * len(blocks.layers)
-    whole = _whole(blocks, 2 * CHUNK)
+    whole = blocks.whole(2 * CHUNK)
     swapped = whole.clone()
     swapped[[37, 38]] = whole[[38, 37]]
-    for slots in (whole.roll(1), whole.flip(0), swapped, _scattered(blocks, 2 * CHUNK)):
+    for slots in (whole.roll(1), whole.flip(0), swapped, blocks.scattered(2 * CHUNK)):
         calls.clear()
         connector.batched_to_gpu(*chunks, slot_mapping=slots)
         assert len(calls) == 2 * len(blocks.layers)
@@ -166,10 +141,10 @@ def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyP
 def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: str, cached: int) -> None:
     """Any bits, such as those of NaN that arithmetic would change; slots of a slab at equal distances and at others."""
     blocks = Blocks(vllm_config(), 16)
-    connector, size = _bound(blocks), blocks.shape(CHUNK).size_bytes
+    connector, size = blocks.connector(CHUNK), blocks.shape(CHUNK).size_bytes
     slab = torch.randint(0, 256, (8, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     raws, starts = [slab[int(slot)] for slot in order], [i * CHUNK for i in range(len(order))]
-    slots, ends = _whole(blocks, len(raws) * CHUNK), [start + CHUNK for start in starts]
+    slots, ends = blocks.whole(len(raws) * CHUNK), [start + CHUNK for start in starts]
     expected = {name: cache.flatten(1).view(torch.uint8).clone() for name, cache in blocks.caches.items()}
     places = {"slot_mapping": slots, "vllm_cached_tokens": cached}
     connector.batched_to_gpu(list(map(memory_object, raws)), starts, ends, **places)
@@ -182,7 +157,7 @@ def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: s
 
 def test_chunks_that_are_not_aligned_are_written_all_the_same() -> None:
     blocks = Blocks(vllm_config(), 12)
-    connector, kv, slots = _bound(blocks), _kv(blocks, CHUNK), _whole(blocks, CHUNK)
+    connector, kv, slots = blocks.connector(CHUNK), blocks.noise(CHUNK), blocks.whole(CHUNK)
     (chunk,), starts, ends = _chunks(blocks, kv, connector)
     memory = torch.zeros(chunk.raw_data.numel() + 16, dtype=torch.uint8)
     moved = memory[8 : 8 + chunk.raw_data.numel()].copy_(chunk.raw_data)
@@ -228,7 +203,7 @@ def test_layers_are_taken_by_number_whatever_order_they_come_in() -> None:
     shuffled = {names[i]: blocks.caches[names[i]] for i in (10, 2, 0, 11, 1, 9, 3, 8, 4, 7, 5, 6)}
     connector = EngineWriteConnector()
     connector.bind(shuffled, blocks.layers, blocks.shape(CHUNK))
-    kv, slots = _kv(blocks, CHUNK), _scattered(blocks, CHUNK)
+    kv, slots = blocks.noise(CHUNK), blocks.scattered(CHUNK)
     connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots)
     assert torch.equal(blocks.kv()[:, :, slots], kv)
 

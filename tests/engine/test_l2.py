@@ -19,6 +19,8 @@ import msgspec
 import pytest
 import torch
 from blocks import quietly
+from hypothesis import given
+from hypothesis import strategies as st
 from making import Made, make_artifact, make_fingerprint, make_ids, make_rope
 from waiting import until
 
@@ -35,15 +37,19 @@ with quietly():
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.distributed.storage_manager import StorageManager
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
+    from vllm.lora.request import LoRARequest
 
     from lmcache_cartridge.engine import l2
 
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.client import ControlClient, RemoteClaim
-from lmcache_cartridge.engine.contract import TAG
+from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.engine.report import Report, check_ids, confirm, key_name
 from lmcache_cartridge.engine.salts import (
+    adapter_name,
+    adapter_salt,
     check_salt,
+    is_apart,
     key_salt,
     own_shifts,
     shared_salt,
@@ -296,7 +302,7 @@ def test_identity_tokens_alone_give_nobody_the_cartridge(home: Home) -> None:
             assert server.ask(prompt(home, "trained"), tag_salt(digest, own)) == 3, "each tenant's own copy"
 
 
-def test_no_client_can_spell_the_salt_of_a_tag_or_of_another_client() -> None:
+def test_no_client_can_spell_the_salt_of_a_tag_of_another_client_or_of_an_adapter() -> None:
     digest = "ab" * 32
     for params in (None, {}, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
         assert (key_salt(params), key_salt(params, "a tenant's")) == ("", "a tenant's"), "LMCache's quotas are by salt"
@@ -304,42 +310,50 @@ def test_no_client_can_spell_the_salt_of_a_tag_or_of_another_client() -> None:
     own += tag_salt(digest), tag_salt(digest, "t"), NOBODY, check_salt(), key_salt({}, "a/b"), "cartridge-"
     tags = {TAG: digest}, {TAG: ".".join([digest] * 16)}, {TAG: check_salt()}
     others = {"lmcache.tag.mine": "x"}, {TAG: digest, "lmcache.tag.mine": "x"}, {"lmcache.tag.x": check_salt()}
-    salts = [key_salt(params, salt) for params in ({}, *tags, *others) for salt in ("", *own)]
+    adapters = [LoRARequest(*each) for each in (("a", 1, "/a"), ("b", 1, "/a"), ("a", 2, "/a"), ("a", 1, "/b"))]
+    plain = [key_salt(params, salt) for params in ({}, *tags, *others) for salt in ("", *own)]
+    salts = [*plain, *(adapter_salt(salt, adapter) for salt in plain for adapter in adapters)]
     assert len(set(salts)) == len(salts), "nobody has another's"
     for salt in salts:
         ObjectKey(b"h", "m", 1, 0, salt)
         assert not salt.startswith("cartridge-check-")
+    replaced = LoRARequest("a", 1, "/a", load_inplace=True)
+    assert adapter_salt("", adapters[0]) == adapter_salt("", adapters[0]) != adapter_salt("", replaced)
+    assert adapter_salt("", replaced) != adapter_salt("", replaced), "its weights may be others each time"
     assert key_salt({TAG: digest}) == tag_salt(digest) == tag_part(key_salt({TAG: digest}, "t"))
     assert {tag_part(key_salt({}, salt)) for salt in own} == {None}
     assert not {tag_part(key_salt(other, "t")) for other in others} & {tag_salt(tag[TAG]) for tag in tags}
-    granted = {TAG: digest, "cartridge": {"must_inject": 3, "salt": "t"}}
+    granted = {TAG: digest, GRANT: {"must_inject": 3, "salt": "t", "adapter": adapter_name(adapters[0])}}
     assert key_salt(granted, "vLLM's") == tag_salt(digest, "t"), "vLLM's own has a secret that a new server has not"
+    assert [is_apart(granted, other) for other in (None, *adapters)] == [True, False, True, True, True]
 
 
-def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt() -> None:
-    digest, chunk = "ab" * 32, 8
-    hasher, prompt = TokenHasher(chunk), make_ids(5 * chunk + 3, 4)
+_DOCUMENT = make_ids(5 * 8 + 3, 4)
 
-    def names(start: int, own: str | None, ids: list[int]) -> list[bytes]:
-        """As of a tenant, or of a client without a salt, which shifts nothing."""
-        shifts = () if own is None else own_shifts(key_salt({TAG: digest}, own), chunk)
-        return hasher.compute_chunk_hashes(shifted(ids, start, shifts))
 
+@given(st.integers(0, 5), st.integers(0, 39), st.sampled_from([None, "t", "u", "t ", "T"]))
+def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt(
+    chunks: int, place: int, own: str | None
+) -> None:
+    """By keys of chunks of 8 tokens, of which the cartridge has the first `chunks`."""
+    digest, hasher = "ab" * 32, TokenHasher(8)
+
+    def names(own: str | None, ids: list[int] = _DOCUMENT) -> list[bytes]:
+        shifts = () if own is None else own_shifts(key_salt({TAG: digest}, own), 8)
+        moved = shifted(ids, chunks * 8, shifts)
+        assert all(0 <= number < 1 << 31 for number in moved), "LMCache hashes numbers of 32 bits"
+        assert shifted(ids[:place], chunks * 8, shifts) == moved[:place], (
+            "what is generated later changes no id before it"
+        )
+        return hasher.compute_chunk_hashes(moved)
+
+    found, other = names(own), [*_DOCUMENT[:place], _DOCUMENT[place] + 1, *_DOCUMENT[place + 1 :]]
+    assert found == names(own) and names(own, other)[place // 8] != found[place // 8]
+    assert found[:chunks] == hasher.compute_chunk_hashes(_DOCUMENT)[:chunks], "all find the cartridge"
+    strangers = [names(each)[chunks:] for each in (None, "t", "u", "t ", "T") if each != own]
+    assert not {*found[chunks:]} & {name for names_ in strangers for name in names_}
     assert shared_salt({TAG: digest, "lmcache.skip_save": True}) == tag_salt(digest)
     assert {shared_salt(params) for params in (None, {}, {TAG: digest, "lmcache.tag.mine": "x"})} == {None}
-    for chunks in range(6):
-        start, seen = chunks * chunk, set[bytes]()
-        for own in (None, "t", "u", "t ", "T"):
-            found = names(start, own, prompt)
-            assert found[:chunks] == names(0, None, prompt)[:chunks], "all find the cartridge"
-            assert found == names(start, own, prompt) and seen.isdisjoint(found[chunks:]), own
-            seen |= {*found[chunks:]}
-        for place in range(start, 5 * chunk):
-            other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
-            assert names(start, "t", other)[place // chunk] not in seen, "prompts of one tenant stay different"
-    moved = shifted(prompt, 8, own_shifts("s", 8))
-    assert all(0 <= number < 1 << 31 for number in moved), "LMCache hashes numbers of 32 bits"
-    assert shifted(prompt[:10], 8, own_shifts("s", 8)) == moved[:10], "what is generated later changes no id before it"
 
 
 @pytest.mark.parametrize(

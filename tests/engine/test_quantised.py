@@ -16,7 +16,6 @@ from making import make_artifact, make_fingerprint, make_rope
 from test_l2_probe import _beside, _Layer
 
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.engine import host
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.engine.probe import written_layout, written_rules
 from lmcache_cartridge.engine.report import Report
@@ -43,15 +42,12 @@ def _blocks(kind: str = "fp8", block: int = 32, scales: Any = SCALES, dtype: str
 
 
 def _bound(blocks: Blocks, **given: Any) -> EngineWriteConnector:
-    connector = EngineWriteConnector()
-    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK), computed=torch.bfloat16, **given)
-    return connector
+    return blocks.connector(CHUNK, computed=torch.bfloat16, **given)
 
 
 def _by_the_op(blocks: Blocks, kv: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
     """Have vLLM's op write canonical KV; return the caches."""
-    for layer, (name, module) in enumerate(blocks.layers.items()):
-        host.write_kv(module, kv[0, layer].contiguous(), kv[1, layer].contiguous(), blocks.caches[name], slots)
+    blocks.write(kv, slots)
     return list(blocks.caches.values())
 
 

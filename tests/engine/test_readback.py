@@ -24,23 +24,6 @@ CHUNK = 256
 """LMCache's default."""
 
 
-def _kv(blocks: Blocks, tokens: int) -> torch.Tensor:
-    shape = blocks.shape(tokens)
-    kv = torch.randn(2, shape.layers, tokens, shape.heads, shape.head_size, generator=torch.Generator().manual_seed(1))
-    return kv.to(DTYPES[shape.dtype])
-
-
-def _engine_writes(blocks: Blocks, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    for plane, (name, layer) in zip(kv.unbind(1), blocks.layers.items(), strict=True):
-        layer.impl.do_kv_cache_update(layer, *plane.contiguous(), blocks.caches[name], slots)
-
-
-def _bound(blocks: Blocks, *, saves: bool = True) -> EngineWriteConnector:
-    connector = EngineWriteConnector()
-    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK), saves=saves)
-    return connector
-
-
 def _memory(blocks: Blocks, chunks: int, rounded_up: int = 64) -> list[MemoryObj]:
     """Return what LMCache would allocate: its shape, and memory rounded up to its allocator's alignment."""
     shape = blocks.shape(CHUNK)
@@ -55,15 +38,10 @@ def _memory(blocks: Blocks, chunks: int, rounded_up: int = 64) -> list[MemoryObj
     return [one() for _ in range(chunks)]
 
 
-def _slots(blocks: Blocks, tokens: int) -> torch.Tensor:
-    order = torch.randperm(blocks.slots // blocks.block, generator=torch.Generator().manual_seed(2))
-    return (order[:, None] * blocks.block + torch.arange(blocks.block)).flatten()[:tokens]
-
-
 def _compare(blocks: Blocks) -> EngineWriteConnector:
     """Have the engine's op write three chunks, read the last two, compare each byte, and write them elsewhere."""
-    connector, kv, slots = _bound(blocks), _kv(blocks, 3 * CHUNK), _slots(blocks, 3 * CHUNK)
-    _engine_writes(blocks, kv, slots)
+    connector, kv, slots = blocks.connector(CHUNK, saves=True), blocks.noise(3 * CHUNK), blocks.whole(3 * CHUNK)
+    blocks.write(kv, slots)
     before = {name: cache.clone() for name, cache in blocks.caches.items()}
     chunks, starts = _memory(blocks, 2), [CHUNK, 2 * CHUNK]
     connector.batched_from_gpu(
@@ -133,8 +111,8 @@ def test_what_nothing_can_read_back_is_not_saved(block: int) -> None:
     for layer in blocks.layers.values() if block == 32 else ():
         _unlike(layer)
     with pytest.raises(UnsupportedEngine, match="LMCache cannot save.*--no-save.*--block-size"):
-        _bound(blocks)
-    connector, (chunk,) = _bound(blocks, saves=False), _memory(blocks, 1)
+        blocks.connector(CHUNK, saves=True)
+    connector, (chunk,) = blocks.connector(CHUNK), _memory(blocks, 1)
     assert connector.layout == "heads"
     with pytest.raises(UnsupportedEngine, match="cannot be read"):
         connector.from_gpu(chunk, 0, CHUNK, slot_mapping=torch.arange(CHUNK))
@@ -157,7 +135,7 @@ def test_an_op_that_puts_two_numbers_in_one_place_is_refused() -> None:
 @pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK + 1])
 def test_a_chunk_of_another_length_is_not_read(tokens: int) -> None:
     blocks = Blocks(vllm_config(), 32)
-    connector, (chunk,) = _bound(blocks), _memory(blocks, 1)
+    connector, (chunk,) = blocks.connector(CHUNK, saves=True), _memory(blocks, 1)
     with pytest.raises(UnsupportedEngine, match="another length"):
         connector.batched_from_gpu([chunk], [0], [tokens], slot_mapping=torch.arange(2 * CHUNK))
     assert (chunk.raw_data == 0xAA).all()

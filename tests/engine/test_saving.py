@@ -28,12 +28,10 @@ from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.capture import captured
 from lmcache_cartridge.engine.contract import ADAPTER, CAPTURE, GRANT, TAG, TENANT
 from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
-from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.layout import DTYPES
 from lmcache_cartridge.settings import from_mapping
 
 KINDS = ("prefill", "trained")
@@ -73,19 +71,12 @@ class Saving(NamedTuple):
 
     def slots(self, ids: list[int], seed: int = 0) -> torch.Tensor:
         """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
-        order = torch.randperm(self.blocks.slots // self.blocks.block, generator=torch.Generator().manual_seed(seed))
-        return (order[:, None] * self.blocks.block + torch.arange(self.blocks.block)).flatten()[
-            : len(ids) // CHUNK * CHUNK
-        ]
+        return self.blocks.whole(len(ids) // CHUNK * CHUNK, seed)
 
     def compute(self, slots: torch.Tensor, seed: int = 1) -> torch.Tensor:
         """Have the engine's op write KV of noise to slots, and return it."""
-        shape = self.blocks.shape(len(slots))
-        noise = torch.Generator().manual_seed(seed)
-        kv = torch.randn(2, shape.layers, len(slots), shape.heads, shape.head_size, generator=noise)
-        kv = kv.to(DTYPES[shape.dtype])
-        for plane, (name, layer) in zip(kv.unbind(1), self.blocks.layers.items(), strict=True):
-            layer.impl.do_kv_cache_update(layer, *plane.contiguous(), self.blocks.caches[name], slots)
+        kv = self.blocks.noise(len(slots), seed)
+        self.blocks.write(kv, slots)
         return kv
 
     def save(self, ids: list[int], slots: torch.Tensor, saved: int, configs: dict[str, str] | None = None) -> None:
@@ -148,8 +139,7 @@ def _saving(
     **options: Any,
 ) -> Iterator[Saving]:
     blocks = Blocks(config, 2048 // block)
-    connector = EngineWriteConnector()
-    connector.bind(blocks.caches, blocks.layers, blocks.shape(CHUNK), saves=True)
+    connector = blocks.connector(CHUNK, saves=True)
     settings = from_mapping(
         {
             "home": home,

@@ -105,15 +105,10 @@ def assert_served(client: Client, model: CausalModel) -> None:
         assert difference(reply, client.computed(prompt)) < NOISE
 
 
-@pytest.mark.parametrize(
-    ("mode", "speculation"),
-    [
-        ("in-process", f'{{"method": "draft_model", "model": "{MODEL_DIR}", "num_speculative_tokens": 2}}'),
-        ("multiprocess", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'),
-    ],
-)
-def test_speculation_answers_as_the_model_does(home: Home, tmp_path: Path, mode: str, speculation: str) -> None:
-    with served(home, tmp_path, mode, "--speculative-config", speculation) as client:
+def test_speculation_answers_as_the_model_does(home: Home, tmp_path: Path) -> None:
+    """By ngram in multiprocess mode; `test_quantised_served` has a draft model's in-process."""
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+    with served(home, tmp_path, "multiprocess", "--speculative-config", speculation) as client:
         assert_served(client, home.model)
         metrics = client.get("/metrics").text
         assert float(re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (.*)$", metrics, re.M)[1]) > 0
