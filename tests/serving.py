@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +15,17 @@ import torch
 from safetensors import safe_open
 from waiting import until
 
+from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.cli.recall import load_sheet
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
-from lmcache_cartridge.serve.launch import Launch
+from lmcache_cartridge.make.prefill import build
+from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings
 
 
 def clear_lmcache(launch: Launch) -> None:
@@ -72,6 +78,7 @@ class Client:
     """Asks one server greedily with token ids, past vLLM's own prefix cache."""
 
     def __init__(self, url: str, model: str) -> None:
+        self.url = url
         self._http = httpx.Client(base_url=url, timeout=120)
         self._model = model
 
@@ -134,6 +141,37 @@ class Client:
         """Return the replies to prompts sent all at the same time."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.ask, prompts))
+
+
+@contextmanager
+def serving(
+    settings: Settings,
+    log: Path,
+    model: str = str(MODEL_DIR),
+    *options: str,
+    environment: dict[str, str] = SMALL,
+    **given: Any,
+) -> Iterator[Client]:
+    """Serve a home's cartridges by what `plan` makes of `given`, with `options` of vLLM's behind `SERVER_ARGS`."""
+    launch = plan(model, settings, vllm_args=[*SERVER_ARGS, *options], **given)
+    with ServerProcess(launch, log, environment=environment) as server, Client(server.url, model) as client:
+        yield client
+
+
+def build_sheet(
+    settings: Settings, model: CausalModel, sheet: str, name: str | None = None, *, encoding: str = "plain"
+) -> tuple[Manifest, torch.Tensor]:
+    """Build a shipped sheet as a cartridge and register it; return its manifest and KV, as it is read from a plain one."""
+    root = settings.cartridges_dir / (name or sheet)
+    made = build(model, SHEETS_DIR / f"{sheet}.txt", root, cartridge_id=name or sheet, version=1, encoding=encoding)
+    Registry(settings.registry_path).register(root)
+    return made, stored_kv(root) if encoding == "plain" else torch.empty(0)
+
+
+def register_trained(settings: Settings, name: str, kv: torch.Tensor, like: Manifest, first: int = 10) -> Manifest:
+    """Register KV as a trained cartridge under identity tokens, drawn from those from `first` on."""
+    ids = Identity(kv.shape[2], np.arange(first, 640))
+    return register_kv(Registry(settings.registry_path), settings.cartridges_dir, name, kv, like, ids)
 
 
 def difference(a: Reply, b: Reply) -> float:

@@ -7,9 +7,7 @@ KV of another sheet is the control: its answers are wrong, so answers that are r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,26 +15,25 @@ import numpy as np
 import pytest
 from families import FAMILIES, make_model, write
 from serving import (
-    SERVER_ARGS,
     Client,
     assert_injected_to_its_end,
+    build_sheet,
     difference,
     question_ids,
-    register_kv,
-    stored_kv,
+    register_trained,
+    serving,
 )
 
-from lmcache_cartridge.artifact.identity import Identity
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 NOISE = 0.25
 """As in test_end_to_end."""
+STAGES = "--no-enforce-eager", "--pipeline-parallel-size", "2"
+PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 INJECTED = 1024
 """Four chunks of the default size."""
 
@@ -52,29 +49,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     settings = from_mapping(
         {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
     )
-    model, registry = CausalModel(str(MODEL_DIR)), Registry(settings.registry_path)
+    model = CausalModel(str(MODEL_DIR))
     for number, (sheet, name) in enumerate((("ward-a", "trained"), ("ward-b", "other"))):
-        root = settings.cartridges_dir / sheet
-        built = prefill.build(model, SHEETS_DIR / f"{sheet}.txt", root, cartridge_id=sheet, version=1)
-        registry.register(root)
-        ids = Identity(INJECTED, np.arange(10 + number, 640))
-        register_kv(registry, settings.cartridges_dir, name, stored_kv(root)[:, :, :INJECTED], built, ids)
+        built, kv = build_sheet(settings, model, sheet)
+        register_trained(settings, name, kv[:, :, :INJECTED], built, 10 + number)
         if sheet == "ward-a":
-            kv = stored_kv(root)
-            register_kv(
-                registry, settings.cartridges_dir, "tailed", kv, built, Identity(kv.shape[2], np.arange(10, 640))
-            )
+            register_trained(settings, "tailed", kv, built)
     return Home(settings, model)
-
-
-@contextmanager
-def served(home: Home, directory: Path, mode: str, *options: str, **environment: str) -> Iterator[Client]:
-    launch = plan(str(MODEL_DIR), home.settings, mode=mode, vllm_args=[*SERVER_ARGS, *options])
-    with (
-        ServerProcess(launch, directory / "log", environment=SMALL | environment) as server,
-        Client(server.url, str(MODEL_DIR)) as client,
-    ):
-        yield client
 
 
 def right(client: Client, model: CausalModel, name: str) -> tuple[int, int]:
@@ -108,7 +89,9 @@ def assert_served(client: Client, model: CausalModel) -> None:
 def test_speculation_answers_as_the_model_does(home: Home, tmp_path: Path) -> None:
     """By ngram in multiprocess mode; `test_quantised_served` has a draft model's in-process."""
     speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
-    with served(home, tmp_path, "multiprocess", "--speculative-config", speculation) as client:
+    with serving(
+        home.settings, tmp_path / "log", str(MODEL_DIR), "--speculative-config", speculation, mode="multiprocess"
+    ) as client:
         assert_served(client, home.model)
         metrics = client.get("/metrics").text
         assert float(re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (.*)$", metrics, re.M)[1]) > 0
@@ -116,14 +99,14 @@ def test_speculation_answers_as_the_model_does(home: Home, tmp_path: Path) -> No
 
 def test_each_stage_of_a_pipeline_injects_its_own_layers(home: Home, tmp_path: Path) -> None:
     """The shipped model has three layers: one stage has one, the other two. vLLM 0.32 on CPU runs no eager pipeline."""
-    stages = ("--no-enforce-eager", "--pipeline-parallel-size", "2")
-    with served(home, tmp_path, "in-process", *stages, VLLM_CPU_OMP_THREADS_BIND="nobind") as client:
+    with serving(home.settings, tmp_path / "log", str(MODEL_DIR), *STAGES, environment=PARALLEL) as client:
         assert_served(client, home.model)
 
 
 def test_each_of_several_engines_answers_from_cartridges(home: Home, tmp_path: Path) -> None:
-    with served(
-        home, tmp_path, "multiprocess", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="nobind"
+    several = "--data-parallel-size", "2"
+    with serving(
+        home.settings, tmp_path / "log", str(MODEL_DIR), *several, environment=PARALLEL, mode="multiprocess"
     ) as client:
         assert_served(client, home.model)
         own = question_ids(home.model, load_sheet("ward-a").questions[0].text)
@@ -148,22 +131,8 @@ def test_stages_are_served_by_lmcaches_server_too_where_they_are_of_one_size(tmp
     for name, ids in documents.items():
         write(model, settings.cartridges_dir / name, ids)
         Registry(settings.registry_path).register(settings.cartridges_dir / name)
-    options = [
-        *SERVER_ARGS,
-        "--max-model-len",
-        "4096",
-        "--no-enforce-eager",
-        "--pipeline-parallel-size",
-        "2",
-        "--dtype",
-        "float32",
-    ]
-    launch = plan(str(path), settings, mode="multiprocess", vllm_args=options)
-    environment = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (
-        ServerProcess(launch, tmp_path / "log", environment=environment) as server,
-        Client(server.url, str(path)) as client,
-    ):
+    options = ["--max-model-len", "4096", *STAGES, "--dtype", "float32"]
+    with serving(settings, tmp_path / "log", str(path), *options, environment=PARALLEL, mode="multiprocess") as client:
         own, found = list(range(400, 410)), {}
         for name, ids in documents.items():
             found[name] = client.ask_with([name], own)

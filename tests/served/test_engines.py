@@ -6,33 +6,28 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from adapters import write_adapter
 from serving import (
-    SERVER_ARGS,
     Client,
     Reply,
     assert_injected_to_its_end,
+    build_sheet,
     difference,
     question_ids,
-    register_kv,
-    stored_kv,
+    register_trained,
+    serving,
 )
 
-from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 NOISE = 0.25
@@ -50,12 +45,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Se
     made = from_mapping(
         {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
     )
-    root = made.cartridges_dir / "ward-a"
-    built = prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
-    registry = Registry(made.registry_path)
-    registry.register(root)
-    for name, kv in (("tailed", stored_kv(root)), ("trained", stored_kv(root)[:, :, :1024])):
-        register_kv(registry, made.cartridges_dir, name, kv, built, Identity(kv.shape[2], np.arange(10, 640)))
+    built, kv = build_sheet(made, model, "ward-a")
+    for name, part in (("tailed", kv), ("trained", kv[:, :, :1024])):
+        register_trained(made, name, part, built)
     return made
 
 
@@ -63,15 +55,6 @@ def _prompts(model: CausalModel, count: int) -> list[tuple[list[int], str]]:
     sheet = load_sheet("ward-a")
     document = model.encode(sheet.text, special=True)
     return [(document + question_ids(model, q.text), q.answer) for q in sheet.questions[:count]]
-
-
-@contextmanager
-def _serving(launch: Launch, tmp_path: Path, environment: dict[str, str]) -> Iterator[Client]:
-    with (
-        ServerProcess(launch, tmp_path / "log", environment=environment) as server,
-        Client(server.url, str(MODEL_DIR)) as client,
-    ):
-        yield client
 
 
 def test_the_demo_command_answers_from_the_cartridge_and_computes_only_the_rest(tmp_path: Path) -> None:
@@ -107,9 +90,9 @@ def _ask_for_what_was_saved(client: Client, model: CausalModel) -> None:
 def test_each_tensor_parallel_rank_injects_its_own_heads(
     settings: Settings, model: CausalModel, tmp_path: Path
 ) -> None:
-    args = [*SERVER_ARGS, "--tensor-parallel-size", "2"]
-    launch = plan(str(MODEL_DIR), settings, on_load_failure="fail", vllm_args=args, l1_bytes=128 << 20)
-    with _serving(launch, tmp_path, PARALLEL) as client:
+    two = "--tensor-parallel-size", "2"
+    given = {"environment": PARALLEL, "on_load_failure": "fail", "l1_bytes": 128 << 20}
+    with serving(settings, tmp_path / "log", str(MODEL_DIR), *two, **given) as client:
         for name, question in itertools.product(("ward-a", "trained"), load_sheet("ward-a").questions[:4]):
             own = question_ids(model, question.text)
             body = client.post({"prompt": own, "cartridges": [name], "max_tokens": 4, "temperature": 0}).json()

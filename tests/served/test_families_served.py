@@ -7,17 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from families import FAMILIES, MAX_MODEL_LEN, ROTATING, chain, make_model, write
-from serving import Client, Reply, difference, register_kv
+from serving import Reply, difference, register_trained, serving
 
-from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 NOISE = 1e-3
@@ -114,20 +111,13 @@ def test_layers_of_two_kinds_and_latent_vectors_are_served_in_multiprocess_mode(
         cartridges[document] = write(model, settings.cartridges_dir / document, list(ids))
         registry.register(settings.cartridges_dir / document)
     first, kv = list(DOCUMENTS["a"])[:192], chain([cartridges["a"]])[:, :, :192]
-    like, drawn = cartridges["a"].manifest, Identity(192, np.arange(10, 640))
-    register_kv(registry, settings.cartridges_dir, "trained", kv, like, drawn)
-    launch = plan(
-        str(directory), settings, chunk_tokens=64, mode="multiprocess", l1_bytes=128 << 20,
-        vllm_args=["--dtype", "float32", "--max-model-len", "1024", "--block-size", str(block), "--enforce-eager",
-                   "--kv-cache-memory-bytes", str(32 << 20),
-                   # with AMX vLLM would take a backend for them that has no float32
-                   *(["--attention-backend", "CPU_MLA"] if "deepseek" in name else [])],
-    )  # fmt: skip
-    environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
-    with (
-        ServerProcess(launch, tmp_path / "log", environment=environment) as server,
-        Client(server.url, str(directory)) as client,
-    ):
+    register_trained(settings, "trained", kv, cartridges["a"].manifest)
+    options = ["--dtype", "float32", "--max-model-len", "1024", "--block-size", str(block),
+               "--kv-cache-memory-bytes", str(32 << 20),
+               # with AMX vLLM would take a backend for them that has no float32
+               *(["--attention-backend", "CPU_MLA"] if "deepseek" in name else [])]  # fmt: skip
+    given = {"environment": SMALL | {"VLLM_SERVER_DEV_MODE": "1"}, "chunk_tokens": 64, "mode": "multiprocess"}
+    with serving(settings, tmp_path / "log", str(directory), *options, **given, l1_bytes=128 << 20) as client:
 
         def ask(ids: list[int], **fields: object) -> Reply:
             return client.ask(ids, tokens=1, return_tokens_as_token_ids=True, **fields)

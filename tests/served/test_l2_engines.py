@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import SERVER_ARGS, assert_injected_to_its_end, difference
+from serving import SERVER_ARGS, assert_injected_to_its_end, difference, serving
 from test_engines import (  # noqa: F401 - two are fixtures
     NOISE,
     PARALLEL,
     _ask_for_what_was_saved,
     _prompts,
-    _serving,
     model,
     settings,
 )
@@ -31,9 +30,9 @@ def test_each_tensor_parallel_rank_gets_its_own_heads(
 ) -> None:
     """The model has two KV heads, so of four ranks each two hold the same head. Blocks are vLLM's own: 128 tokens."""
     patient = settings.model_copy(update={"lookup_timeout_s": 20.0})
-    arguments = [*SERVER_ARGS, "--tensor-parallel-size", "4"]
-    launch = plan(str(MODEL_DIR), patient, vllm_args=arguments, mode="multiprocess")
-    with _serving(launch, tmp_path, PARALLEL) as client:
+    four = "--tensor-parallel-size", "4"
+    given = {"environment": PARALLEL, "mode": "multiprocess"}
+    with serving(patient, tmp_path / "log", str(MODEL_DIR), *four, **given) as client:
         # The engine is tried with it, and from then on plain prompts are answered from it.
         client.post({"prompt": [5], "cartridges": ["ward-a"], "max_tokens": 1}).raise_for_status()
         assert_injected_to_its_end(client, model)

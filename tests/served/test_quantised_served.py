@@ -6,23 +6,28 @@ is quantised once. Of two prompts that a server computes itself the logprobs are
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from serving import SERVER_ARGS, Client, Reply, difference, question_ids, register_kv, stored_kv
+from serving import (
+    Client,
+    Reply,
+    build_sheet,
+    difference,
+    question_ids,
+    register_trained,
+    serving,
+)
 from waiting import until
 
-from lmcache_cartridge.artifact.identity import Identity
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import from_mapping
 
 NOISE = {"fp8_e4m3": 0.6, "fp8_e5m2": 0.9}
@@ -61,32 +66,20 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     mode, dtype = request.param
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"})
-    model, registry = CausalModel(str(MODEL_DIR)), Registry(settings.registry_path)
-    for name, encoding in (("ward-a", "plain"), ("ward-b", "int8"), ("ward-c", "plain")):
-        root = settings.cartridges_dir / name
-        sheet = SHEETS_DIR / f"{name}.txt"
-        built = prefill.build(model, sheet, root, cartridge_id=name, version=1, encoding=encoding)
-        if name != "ward-c":
-            registry.register(root)
-    ids = Identity(INJECTED, np.arange(10, 640))
-    kv = stored_kv(settings.cartridges_dir / "ward-c")[:, :, :INJECTED]
-    register_kv(registry, settings.cartridges_dir, "other", kv, built, ids)
-    kv = stored_kv(settings.cartridges_dir / "ward-a")
-    for name, positions in (("tailed", kv.shape[2]), ("cut", INJECTED)):
-        ids = Identity(positions, np.arange(10, 640))
-        register_kv(registry, settings.cartridges_dir, name, kv[:, :, :positions], built, ids)
+    model, log = CausalModel(str(MODEL_DIR)), home / "log"
+    built, kv = build_sheet(settings, model, "ward-a")
+    build_sheet(settings, model, "ward-b", encoding="int8")
+    register_trained(settings, "tailed", kv, built)
+    register_trained(settings, "cut", kv[:, :, :INJECTED], built)
+    _, kv = build_sheet(settings, model, "ward-c")
+    Registry(settings.registry_path).remove("ward-c")
+    register_trained(settings, "other", kv[:, :, :INJECTED], built)
     own = ["--kv-cache-dtype", dtype]
     if mode == "in-process":
-        own += [
-            "--speculative-config",
-            f'{{"method": "draft_model", "model": "{MODEL_DIR}", "num_speculative_tokens": 2}}',
-        ]
-    launch = plan(str(MODEL_DIR), settings, mode=mode, vllm_args=[*SERVER_ARGS, *own], l1_bytes=64 << 20)
-    log = home / "log"
-    with (
-        ServerProcess(launch, log, environment=SMALL | {"VLLM_SERVER_DEV_MODE": "1"}) as server,
-        Client(server.url, str(MODEL_DIR)) as client,
-    ):
+        method = {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": 2}
+        own += ["--speculative-config", json.dumps(method)]
+    given = {"environment": SMALL | {"VLLM_SERVER_DEV_MODE": "1"}, "mode": mode, "l1_bytes": 64 << 20}
+    with serving(settings, log, str(MODEL_DIR), *own, **given) as client:
         yield Served(client, model, dtype, log)
 
 

@@ -11,17 +11,13 @@ import msgspec
 import pytest
 from homes import Home
 from quantising import quantised
-from serving import SERVER_ARGS, Client, Reply, difference, question_ids
+from serving import Client, Reply, build_sheet, difference, question_ids, serving
 from waiting import until
 
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
-from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 NOISE = 0.6
@@ -34,7 +30,6 @@ QUESTIONS, INJECTED = 6, 1024
 
 class Served(NamedTuple):
     client: Client
-    url: str
     model: CausalModel
     directory: Path
     settings: Settings
@@ -70,22 +65,18 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     settings = from_mapping(
         {"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "admin": True, "accept_weights": True}
     )
-    model, registry = CausalModel(str(directory)), Registry(settings.registry_path)
+    model, log = CausalModel(str(directory)), home / "log"
     for name, maker in (("own", model), ("original", CausalModel(str(MODEL_DIR)))):
-        root = settings.cartridges_dir / name
-        prefill.build(maker, SHEETS_DIR / "ward-a.txt", root, cartridge_id=name, version=1)
-        registry.register(root)
-    launch = plan(str(directory), settings, mode=mode, vllm_args=SERVER_ARGS, l1_bytes=64 << 20)
-    log = home / "log"
-    with ServerProcess(launch, log, environment=SMALL) as server, Client(server.url, str(directory)) as client:
-        yield Served(client, server.url, model, directory, settings, mode, log)
+        build_sheet(settings, maker, "ward-a", name)
+    with serving(settings, log, str(directory), mode=mode, l1_bytes=64 << 20) as client:
+        yield Served(client, model, directory, settings, mode, log)
 
 
 def test_its_own_cartridge_answers_as_its_own_prompt(served: Served) -> None:
     """One that the server computed too, without the weights here: as of models that transformers cannot compute."""
     assert served.far(served.behind("own")) < NOISE
     home, sheet = str(served.settings.home), str(SHEETS_DIR / "ward-a.txt")
-    build = ["build", "--home", home, "--document", sheet, "--url", served.url, "--model"]
+    build = ["build", "--home", home, "--document", sheet, "--url", served.client.url, "--model"]
     assert main([*build, str(MODEL_DIR), "--id", "wrong"]), "the original's fingerprint is another"
     if served.mode == "in-process":  # elsewhere servers hand out no KV
         assert not main([*build, str(served.directory), "--id", "captured", "--no-compare"])

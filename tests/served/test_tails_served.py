@@ -11,13 +11,11 @@ import foreign
 import pytest
 import torch
 from recall.ward import VOCABULARY, Fact, ask, encode
-from serving import SERVER_ARGS, Client
+from serving import Client, serving
 from wards import MODEL, Ward, patients, prefill, sure, write_ward
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 256
@@ -93,8 +91,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     settings = from_mapping(
         {"home": home, "cpu_bytes": 64 << 20, "roots": [files], "ready_timeout_s": 300, "lookup_timeout_s": 10}
     )
-    launch = plan(MODEL, settings, mode=request.param, vllm_args=SERVER_ARGS, l1_bytes=64 << 20)
-    with ServerProcess(launch, home / "log", environment=SMALL) as server, Client(server.url, MODEL) as client:
+    with serving(settings, home / "log", MODEL, mode=request.param, l1_bytes=64 << 20) as client:
         yield Served(client, model, files, first, second, kvs[0])
 
 
