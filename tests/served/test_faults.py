@@ -210,6 +210,7 @@ class FaultTests:
                 status, headers = _refused(served, name, ward)
                 assert (status, headers["retry-after"]) == (503, "1")
                 assert "ask again" in _refused_in_stream(served, name, ward)
+                broken(drop=7)  # counted from what vLLM has cached of the choice before it
                 assert _refused(served, name, ward, n=3, temperature=0.01)[0] == 503, "one of several choices lost it"
             else:
                 for reply in (_ask(served, name, ward), _stream(served, name, ward)):
