@@ -5,17 +5,25 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from blocks import quietly
 from invariants import check
+from making import Made, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from lmcache_cartridge.artifact.model import Fingerprint
+from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.lmcache_file import PLUGIN, lmcache_yaml
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
@@ -91,6 +99,43 @@ def lmcache_engine(
         CartridgeBackend.refusal = None
         assert not backend._stores, "a store was left open"
         assert leaves_threads or set(threading.enumerate()) <= threads
+
+
+class Cartridge(NamedTuple):
+    """A cartridge of noise, and a prompt that begins with it."""
+
+    root: Path
+    made: Made
+    prompt: list[int]
+    """Its token ids and others."""
+    whole: int
+    """Tokens in its whole chunks."""
+    configs: dict[str, str]
+    """The request configuration under which it is found."""
+
+    @property
+    def kv(self) -> torch.Tensor:
+        return self.made.kv[:, :, : self.whole]
+
+
+@cache
+def shipped() -> Fingerprint:
+    """Return the fingerprint of the shipped model, as an author's tools see it."""
+    return CausalModel(str(MODEL_DIR)).fingerprint
+
+
+def prepare(home: Path, cartridges: Mapping[str, dict[str, Any]], behind: int, **given: Any) -> dict[str, Cartridge]:
+    """Register a cartridge for the shipped model of each of these forms, with prompts of `behind` tokens more."""
+    found = {}
+    for seed, (name, form) in enumerate(cartridges.items()):
+        root, positions = home / "cartridges" / name, form["positions"]
+        ids = np.random.default_rng(seed).integers(0, 640, positions + behind).tolist()
+        given = {"chunk_tokens": CHUNK, "fingerprint": shipped()} | given
+        made = make_artifact(root, cartridge_id=name, seed=seed, token_ids=ids[:positions], **given | form)
+        Registry(home / "registry.sqlite").register(root)
+        configs = tags(made.manifest.digest if made.manifest.kind == "trained" else None)
+        found[name] = Cartridge(root, made, ids, positions // CHUNK * CHUNK, configs)
+    return found
 
 
 def plugin(engine: LMCacheEngine) -> CartridgeBackend:

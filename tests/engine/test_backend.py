@@ -9,43 +9,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from blocks import Blocks, vllm_config
 from inprocess import (
     CHUNK,
+    Cartridge,
     lmcache_config,
     lmcache_engine,
     load,
     look_up,
     nothing_is_owed,
     plugin,
+    prepare,
     tags,
 )  # fmt: skip
 from invariants import check
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
-from making import Made, make_artifact
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads
 
-from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD
-from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import backend
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.lmcache_file import PLUGIN
-from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import from_mapping
 
-VOCABULARY = 640
-QUESTION = 20
-"""Tokens after the cartridge in a prompt."""
 CARTRIDGES = {
     "short": {"positions": 5 * CHUNK + 17},
     "long": {"positions": 6 * CHUNK, "chunk_tokens": 256},
@@ -54,23 +47,6 @@ CARTRIDGES = {
 """Cartridges with and without a tail, stored in chunks of the engine's size and of another."""
 CHUNKS = 15
 """Whole chunks of them all."""
-
-
-class Cartridge(NamedTuple):
-    """What a test knows of one cartridge."""
-
-    root: Path
-    made: Made
-    prompt: list[int]
-    """Its token ids and a question."""
-    whole: int
-    """Tokens in its whole chunks."""
-    configs: dict[str, str]
-    """The request configuration under which it is found."""
-
-    @property
-    def kv(self) -> torch.Tensor:
-        return self.made.kv[:, :, : self.whole]
 
 
 class Serving(NamedTuple):
@@ -122,25 +98,9 @@ def blocks(config: VllmConfig) -> Blocks:
     return Blocks(config, 16)
 
 
-@pytest.fixture(scope="module")
-def fingerprint() -> Fingerprint:
-    """The model as an author's tools see it."""
-    return CausalModel(str(MODEL_DIR)).fingerprint
-
-
 @pytest.fixture
-def home(tmp_path: Path, fingerprint: Fingerprint) -> dict[str, Cartridge]:
-    """Cartridges of noise, registered under `tmp_path`."""
-    registry, cartridges = Registry(tmp_path / "registry.sqlite"), {}
-    for seed, (name, given) in enumerate(CARTRIDGES.items()):
-        root = tmp_path / "cartridges" / name
-        ids = np.random.default_rng(seed).integers(0, VOCABULARY, given["positions"] + QUESTION).tolist()
-        made = make_artifact(root, cartridge_id=name, seed=seed, token_ids=ids[: given["positions"]],
-                             fingerprint=fingerprint, **({"chunk_tokens": CHUNK} | given))  # fmt: skip
-        registry.register(root)
-        configs = tags(made.manifest.digest if made.manifest.kind == "trained" else None)
-        cartridges[name] = Cartridge(root, made, ids, given["positions"] // CHUNK * CHUNK, configs)
-    return cartridges
+def home(tmp_path: Path) -> dict[str, Cartridge]:
+    return prepare(tmp_path, CARTRIDGES, 20)
 
 
 @contextmanager

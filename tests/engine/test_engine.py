@@ -69,7 +69,7 @@ def test_the_configuration_that_serve_starts_is_accepted() -> None:
     engines.check_vllm(vllm_config(pipeline_parallel_size=2))
     engines.check_vllm(vllm_config(enable_lora=True))
     for method in ("ngram", "suffix", "draft_model"):
-        engines.check_vllm(_speculating(method))
+        engines.check_vllm(_changed(method=method))
 
 
 _STOCK = {
@@ -78,31 +78,14 @@ _STOCK = {
 }
 
 
-def _among_connectors() -> VllmConfig:
-    config = vllm_config()
-    config.kv_transfer_config.kv_connector = "MultiConnector"
-    return config
-
-
-def _of_several_prefill_ranks() -> VllmConfig:
-    """Return a configuration that vLLM itself refuses to build for CPU."""
-    config = vllm_config()
-    config.parallel_config.prefill_context_parallel_size = 2
-    return config
-
-
-def _speculating(method: str) -> VllmConfig:
-    """Return a configuration whose method vLLM would read from a draft model's own files."""
+def _changed(**values: Any) -> VllmConfig:
+    """Return a configuration some of whose parts are what vLLM itself would refuse, read from a draft model, or give to one
+    engine of several."""
     config = vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
-    config.speculative_config.method = method
-    return config
-
-
-def _of_several_engines(**values: int) -> VllmConfig:
-    """Return what an engine of several is given: of a mixture of experts, then of dense models, the last one's too."""
-    config = vllm_config()
     for name, value in values.items():
-        setattr(config.parallel_config, name, value)
+        for part in (config.kv_transfer_config, config.parallel_config, config.speculative_config):
+            if hasattr(part, name):
+                setattr(part, name, value)
     return config
 
 
@@ -113,12 +96,12 @@ def _of_several_engines(**values: int) -> VllmConfig:
             lambda: vllm_config(transfer={"kv_connector_extra_config": {"use_native": True}}),
             ["use_native", "remove it"],
         ),
-        (_among_connectors, ["MultiConnector", "kv_both"]),
+        (lambda: _changed(kv_connector="MultiConnector"), ["MultiConnector", "kv_both"]),
         (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
-        (_of_several_prefill_ranks, ["context parallelism"]),
+        (lambda: _changed(prefill_context_parallel_size=2), ["context parallelism"]),
         (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
         (
-            lambda: _speculating("eagle"),
+            lambda: _changed(method="eagle"),
             ["speculation by eagle", "ngram, ngram_gpu, suffix, draft_model"],
         ),
         (
@@ -205,8 +188,8 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: _of_several_engines(data_parallel_size=2), "data parallelism"),
-        (lambda: _of_several_engines(data_parallel_index=1), "data parallelism"),
+        (lambda: _changed(data_parallel_size=2), "data parallelism"),
+        (lambda: _changed(data_parallel_index=1), "data parallelism"),
         (lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}), "data parallelism"),
         (lambda: vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"}), "2 pipeline stages"),
     ],

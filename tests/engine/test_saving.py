@@ -13,30 +13,37 @@ import numpy as np
 import pytest
 import torch
 from blocks import Blocks, vllm_config
-from inprocess import CHUNK, lmcache_config, lmcache_engine, load, look_up, nothing_is_owed, plugin, tags
+from inprocess import (
+    CHUNK,
+    Cartridge,
+    lmcache_config,
+    lmcache_engine,
+    load,
+    look_up,
+    nothing_is_owed,
+    plugin,
+    prepare,
+)
 from lmcache.v1.cache_engine import LMCacheEngine
-from making import Made, heads_bytes, make_artifact
+from making import heads_bytes
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 from waiting import until
 
-from lmcache_cartridge.artifact.model import Fingerprint
-from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.capture import captured
 from lmcache_cartridge.engine.contract import ADAPTER, CAPTURE, GRANT, TAG, TENANT
 from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
 from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import from_mapping
 
 KINDS = ("prefill", "trained")
 P = 4 * CHUNK
 """Positions of each cartridge."""
+FORMS = {kind: {"positions": P, "kind": kind} for kind in KINDS}
 BEHIND = 3 * CHUNK
 """Tokens of what follows it that make up whole chunks."""
 SAVING = {"local_cpu": True, "max_local_cpu_size": 0.01}
@@ -44,14 +51,6 @@ SAVING = {"local_cpu": True, "max_local_cpu_size": 0.01}
 
 def _ids(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 640, count).tolist()
-
-
-class Cartridge(NamedTuple):
-    made: Made
-    prompt: list[int]
-    """Its token ids, and more of whole chunks and 20."""
-    configs: dict[str, str]
-    """The request configuration under which it is found."""
 
 
 class Saving(NamedTuple):
@@ -107,26 +106,9 @@ def config() -> VllmConfig:
     return vllm_config(transfer={"kv_role": "kv_both"})
 
 
-@pytest.fixture(scope="module")
-def fingerprint() -> Fingerprint:
-    return CausalModel(str(MODEL_DIR)).fingerprint
-
-
-def _make(home: Path, **options: Any) -> dict[str, Cartridge]:
-    """Register one of each kind, of noise, under `home`."""
-    found = {}
-    for seed, kind in enumerate(KINDS):
-        ids, root = _ids(P + BEHIND + 20, seed), home / "cartridges" / kind
-        made = make_artifact(root, cartridge_id=kind, kind=kind, seed=seed, positions=P, token_ids=ids[:P],
-                             **{"chunk_tokens": CHUNK} | options)  # fmt: skip
-        Registry(home / "registry.sqlite").register(root)
-        found[kind] = Cartridge(made, ids, tags(made.manifest.digest if kind == "trained" else None))
-    return found
-
-
 @pytest.fixture
-def cartridges(tmp_path: Path, fingerprint: Fingerprint) -> dict[str, Cartridge]:
-    return _make(tmp_path, fingerprint=fingerprint)
+def cartridges(tmp_path: Path) -> dict[str, Cartridge]:
+    return prepare(tmp_path, FORMS, BEHIND + 20)
 
 
 @contextmanager
@@ -172,11 +154,11 @@ def saving(tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig)
 @pytest.mark.parametrize("stored", [CHUNK, 96], ids=lambda tokens: f"stored in {tokens}")
 @pytest.mark.parametrize("block", [32, 64])
 def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(
-    tmp_path: Path, fingerprint: Fingerprint, block: int, stored: int, encoding: str
+    tmp_path: Path, block: int, stored: int, encoding: str
 ) -> None:
     """Blocks that are copied and blocks that the op has to write and read, one chunk in two of them."""
     config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
-    cartridges = _make(tmp_path, fingerprint=fingerprint, chunk_tokens=stored, encoding=encoding)
+    cartridges = prepare(tmp_path, FORMS, BEHIND + 20, chunk_tokens=stored, encoding=encoding)
     with _saving(tmp_path, cartridges, config, block=block) as saving:
         for ids, configs, made in ((c.prompt, c.configs, c.made) for c in cartridges.values()):
             slots, alone = saving.slots(ids), saving.loaded(ids, configs)
