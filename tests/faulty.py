@@ -1,6 +1,6 @@
 """A plugin with faults, to be named in an LMCache YAML: chunks it promised are not handed out, or come late.
 
-`FAULTY_CHUNK` names one for the whole life of the server; the JSON file `FAULTY_FILE` may change while it runs:
+The JSON file `FAULTY_FILE` says which, and may change while the server runs:
 `{"drop": 3}` for a chunk that is never handed out, `{"slow_s": 1.5}` for every load taking that long,
 `{"unpacked": true}` for chunks in another layout than the engine's, `{"rotate": "all"}` for keys rotated in every layer.
 """
@@ -24,11 +24,9 @@ class CartridgeBackend(backend.CartridgeBackend):
         """Return what the sound plugin does, with None in the place of one chunk."""
         found = super().batched_get_blocking(keys)
         broken = _fault("drop")
-        if broken is None:
-            broken = os.environ.get("FAULTY_CHUNK")
-        if broken is not None and int(broken) < len(found) and found[int(broken)] is not None:
-            found[int(broken)].ref_count_down()
-            found[int(broken)] = None
+        if broken is not None and broken < len(found) and found[broken] is not None:
+            found[broken].ref_count_down()
+            found[broken] = None
         return found
 
 

@@ -125,10 +125,6 @@ class Client:
         """Post a completion with a `cache_salt` of its own."""
         return self._http.post("/v1/completions", json={"model": self._model, "cache_salt": uuid.uuid4().hex} | body)
 
-    def post_to(self, path: str) -> httpx.Response:
-        """Post nothing to `path`."""
-        return self._http.post(path)
-
     def post_json(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """Post `body` to `path`."""
         return self._http.post(path, json=body)

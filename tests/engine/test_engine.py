@@ -330,13 +330,6 @@ def _model(root: Path, **changes: Any) -> Path:
     return directory
 
 
-def _other_weights(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    name = next(name for name in weights if name.endswith("v_proj.weight"))
-    weights[name] = weights[name] + 0.01
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-
-
 @pytest.mark.parametrize("kind", ROPE)
 def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_rotates_so(
     settings: Settings, tmp_path: Path, kind: str
