@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from lmcache_cartridge.engine.versions import MATRIX, Pair
-from lmcache_cartridge.make.ladder.own import MODES, Mode
+from lmcache_cartridge.make.trial.own import MODES, Mode
 
 DIRECTORY = Path(os.environ.get("VERSIONS_DIR", Path(tempfile.gettempdir()) / "lmcache-cartridge-versions"))
 TESTS = (

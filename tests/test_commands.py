@@ -47,7 +47,7 @@ BY_OTHERS = {
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "served/test_l2_saving.py",
     "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "test_api.py",
     "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "test_canary_served.py",
-    "lmcache-cartridge validate --url http://localhost:8000 --cartridges handbook --tier 0,1b,4": "test_ladder.py",
+    "lmcache-cartridge validate --url http://localhost:8000 --cartridges handbook --tier 0,1b,4": "validate/test_validate.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --l1-bytes 4GiB --l2-adapter "
     '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "served/test_l2_saving.py",
     **dict.fromkeys(

@@ -20,7 +20,20 @@ import lmcache_cartridge
 
 PACKAGE = "lmcache_cartridge"
 ROOT = Path(lmcache_cartridge.__file__).parent
-ROOMS = ["errors", "settings", "artifact", "library", "sources", "memory", "engine", "serve", "fleet", "make", "cli"]
+ROOMS = [
+    "errors",
+    "settings",
+    "artifact",
+    "library",
+    "sources",
+    "memory",
+    "engine",
+    "serve",
+    "fleet",
+    "make",
+    "validate",
+    "cli",
+]
 """From the top: each may import what stands before it, and itself."""
 ALSO = {"settings": {f"{PACKAGE}.artifact.location"}}
 """Modules further down that a room may import; `artifact.location` has only the grammar of locations."""

@@ -19,7 +19,7 @@ from .show import bars, is_json, say, show, table
 if TYPE_CHECKING:
     from ..make.bench.page import Report
     from ..make.bench.target import Target
-    from ..make.ladder.maker import Maker
+    from ..make.trial.maker import Maker
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, with the report of what was measured."""
@@ -132,7 +132,7 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
     """Return a server that is started here, and what makes cartridges for it; both end with `stack`."""
     from ..make.bench import places
     from ..make.bench.target import Target
-    from ..make.ladder.own import OwnServer
+    from ..make.trial.own import OwnServer
     from ..settings import Settings
 
     class Own(OwnServer):

@@ -93,8 +93,8 @@ def _prepare(home: Path) -> None:
 
 
 def _ask_all_ways(home: Path, scratch: Path, questions: Sequence[Question]) -> dict[str, list[TimedAnswer]]:
-    from ..make.ladder.own import eager
     from ..make.server import Server
+    from ..make.trial.own import eager
     from ..serve.launch import plan
     from ..serve.processes import ServerProcess
     from ..settings import from_mapping

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from .options import load_model
 
 if TYPE_CHECKING:
-    from ..make.ladder.maker import Maker
     from ..make.model import CausalModel
+    from ..make.trial.maker import Maker
     from ..settings import Settings
 
 
@@ -16,7 +16,7 @@ def maker_of(loaded: Any, settings: Settings, chunk: int, **more: Any) -> Maker:
     """Return what makes cartridges of `loaded()` for the server of such settings, in its registry."""
     from ..library.quarantine import Quarantine
     from ..library.registry import Registry
-    from ..make.ladder.maker import Home, Maker
+    from ..make.trial.maker import Home, Maker
 
     kept = Home(Registry(settings.registry_path), Quarantine(settings.quarantine_dir))
     return Maker(loaded, kept, settings.cartridges_dir, chunk=chunk, **more)
@@ -24,7 +24,7 @@ def maker_of(loaded: Any, settings: Settings, chunk: int, **more: Any) -> Maker:
 
 def load_for(vllm: list[str], model: str, dtype: str = "auto") -> tuple[CausalModel, list[str]]:
     """Return a model as a server with these options of vLLM has it, and the options: in the dtype of its cartridges."""
-    from ..make.ladder.own import eager
+    from ..make.trial.own import eager
     from ..serve.arguments import Arguments
 
     args = vllm or eager()

@@ -1,4 +1,4 @@
-"""`validate`: the ladder against a running server or one of its own; with a name, that cartridge's own questions."""
+"""`validate`: pytest's checks of a running server or of one of its own; with a name, that cartridge's own questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from ..errors import SettingsError
+from ..errors import CartridgeError, SettingsError
 from .making import load_for, maker_of
 from .options import (
     NAMED,
@@ -30,11 +30,10 @@ from .options import (
 from .show import bars, say, show, table
 
 if TYPE_CHECKING:
-    from ..make.ladder.climb import Another, Row
-    from ..make.ladder.ground import Ground
-    from ..make.ladder.held import Held
-    from ..make.ladder.maker import Maker
-    from ..make.ladder.own import OwnServer
+    from ..make.trial.maker import Held, Maker
+    from ..make.trial.own import Mode, OwnServer
+    from ..validate.context import Context
+    from ..validate.suite import Row
 
 
 @command("validate --model ./llama --tier 0,0.5,3cross")
@@ -67,68 +66,54 @@ def validate(
         option("modes of the servers: the first for all tiers, a second for tier 12", metavar="MODE,MODE"),
     ] = "in-process,multiprocess",
     chunk_size: ServedChunk = 256,
+    pytest: Annotated[
+        str, option("pytest's options: --pytest='-x -k chain --junitxml=report.xml'", metavar="OPTIONS")
+    ] = "",
 ) -> int:  # fmt: skip
-    """Climb the validation ladder on a running server, or on one that it starts; with a cartridge's name, ask what is known
-    to follow that."""
+    """Check a running server, or one that it starts, by pytest, tier by tier; with a cartridge's name, ask what is known to
+    follow that."""
     if name is not None:
         return _canary(name, url, server_model)
-    from ..make.ladder import climb
-    from ..make.ladder.own import MODES
+    from ..make.trial.own import MODES
+    from ..validate import suite
 
-    wanted = climb.default(model=bool(model), own=url is None) if tier is None else climb.read_tiers(tier)
+    wanted = suite.default(model=bool(model), own=url is None) if tier is None else suite.read_tiers(tier)
     chosen: list[Any] = [mode for mode in modes.split(",") if mode]
     if not chosen or any(mode not in MODES for mode in chosen) or len(set(chosen)) < len(chosen):
         raise SettingsError(f"--modes {modes}: write one or two of {', '.join(MODES)}")
     for is_wrong, why in (
         (url is None and not model, "give --url URL of a running server, --model DIR to start one, or both"),
-        (url is None and cartridges,
-         "--cartridges are for a running server; give --url"),
+        (url is None and cartridges, "--cartridges are for a running server; give --url"),
         (url is not None and vllm, "--vllm is for a server that is started here; leave out --url"),
         (model and cartridges, "--cartridges are asked without --model, which makes cartridges of its own; give one"),
-    ):  # fmt: skip
+    ):
         if is_wrong:
             raise SettingsError(why)
-    with ExitStack() as stack:
+    with ExitStack() as stack, bars() as progress:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
-        setting = _Setting(scratch, stack, chosen, model, chunk=chunk_size, vllm=shlex.split(vllm))
-        ladder = [climb.NOISE] + [
-            rung
-            for rung in climb.rungs(
-                static=lambda: _static(has_model=url is None or bool(model)), in_bfloat16=setting.apart(0, "bfloat16", url),
-                second=setting.apart(1, "auto", None), modes=chosen,
-            )
-            if rung.tier in wanted
-        ]  # fmt: skip
-        with bars() as progress:
-            if url is None:
-                ground = setting.started()
-            else:
-                names = [each for each in cartridges.split(",") if each]
-                ground = setting.running(url, server_model, names, progress)
-            ground.measure(progress)
-        rows = []
-        for done, row in enumerate(climb.climb(ladder, ground), 1):
-            rows.append(row)
-            why = f": {row.found}" if row.result == climb.FAIL else ""
-            say(f"{done}/{len(ladder)} tier {row.tier}, {row.what}: {row.result}, {row.seconds:.1f} s{why}")
-        if any(row.result == climb.FAIL for row in rows):
+        if url is None:
+            context = _started(stack, scratch, model, chosen, chunk_size, shlex.split(vllm))
+        else:
+            names = [each for each in cartridges.split(",") if each]
+            context = _running(stack, url, server_model, model, names, chunk_size, progress)
+        context.measure(progress)
+        rows = suite.Suite(context, wanted, modes=chosen, say=say).run(*shlex.split(pytest))
+        if any(row.result == suite.FAIL for row in rows):
             _keep_logs(scratch)
-    order = [(rung.tier, rung.what) for rung in ladder]
-    rows.sort(key=lambda row: order.index((row.tier, row.what)))
-    return _tell(ground, rows, allow_unchecked=allow_unchecked)
+    return _tell(context, rows, suite.status(rows, allow_unchecked=allow_unchecked))
 
 
 def _canary(name: str, url: str | None, server_model: str | None) -> int:
     from ..artifact import reading
     from ..make.server import Server
-    from ..make.validate import validate
+    from ..validate.canary import ask_canary
 
     if url is None:
         raise SettingsError(f"validate {name} needs --url URL")
     location = registry_of(read_only=True).find(name)
     manifest = reading.load_manifest(root_of(location.location), location.digest, payload=False)
     with Server(url, server_model) as client, bars() as progress:
-        rows = validate(manifest, client, progress)
+        rows = ask_canary(manifest, client, progress)
     passed = all(row.passed for row in rows)
     asked = [row._asdict() for row in rows]
     result = {"name": manifest.name, "passed": passed, "sensitivity": manifest.canary and manifest.canary.sensitivity,
@@ -142,58 +127,45 @@ def _canary(name: str, url: str | None, server_model: str | None) -> int:
     return int(not passed)
 
 
-class _Setting:
-    """What the options make of it: the ground, and the servers that other rungs start."""
+def _started(
+    stack: ExitStack, scratch: Path, models: list[str], modes: list[Mode], chunk: int, vllm: list[str]
+) -> Context:
+    """Return cartridges on a server that is started here, and ends with `stack`."""
+    from ..make.trial.own import OwnServer
+    from ..validate.context import Context
 
-    def __init__(
-        self, scratch: Path, stack: ExitStack, modes: list[Any], models: list[str], *, chunk: int, vllm: list[str],
-    ) -> None:  # fmt: skip
-        self._scratch, self._stack, self._modes, self._models = scratch, stack, modes, models
-        self._chunk, self._vllm = chunk, vllm
-
-    def apart(self, number: int, dtype: str, url: str | None) -> Another | None:
-        """Return what makes a server of a model in a `dtype` beside the others; None without that model, or with a URL."""
-        if url is not None or number >= len(self._models):
-            return None
-        return lambda: self._own(self._models[number], self._scratch / f"{number}-{dtype}", dtype)
-
-    def started(self) -> Ground:
-        """Make the cartridges and start the server."""
-        from ..make.ladder.ground import Ground
-
-        own, maker, held = self._own(self._models[0], self._scratch, "auto")
-        say(f"starting a server of {self._models[0]}, {self._modes[0]} (tens of seconds)")
-        self._stack.callback(own.stop)
-        own.start()
-        return Ground(self._stack.enter_context(own.client()), held, maker=maker, own=own)
-
-    def running(
-        self,
-        url: str,
-        server_model: str | None,
-        names: list[str],
-        progress: Any,
-    ) -> Ground:
-        """Make cartridges for a server that somebody else runs, taken away at the end, or take what it has."""
-        from ..make.ladder.ground import Ground, existing
-        from ..make.server import Server
-
-        client = self._stack.enter_context(Server(url, server_model))
-        if not self._models:
-            return Ground(client, existing(client, names))
-        maker = maker_of(lambda: load_model(self._models[0]), settings_of(), self._chunk, progress=progress)
-        self._stack.callback(maker.clear)
-        return Ground(client, maker.three(), maker=maker)
-
-    def _own(self, model: str, home: Path, dtype: str) -> tuple[OwnServer, Maker, list[Held]]:
-        from ..make.ladder.own import OwnServer
-
+    def made(model: str, home: Path, dtype: str = "auto") -> tuple[OwnServer, Maker, list[Held]]:
         say(f"making cartridges of generated text with {model}")
-        loaded, args = load_for(self._vllm, model, dtype)
-        server = OwnServer(model, home, mode=self._modes[0], chunk=self._chunk, vllm_args=args)
+        loaded, args = load_for(vllm, model, dtype)
+        server = OwnServer(model, home, mode=modes[0], chunk=chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
-        maker = maker_of(lambda: loaded, server.settings, self._chunk)
+        maker = maker_of(lambda: loaded, server.settings, chunk)
         return server, maker, maker.three()
+
+    own, maker, held = made(models[0], scratch)
+    say(f"starting a server of {models[0]}, {modes[0]} (tens of seconds)")
+    stack.callback(own.stop)
+    own.start()
+    return Context(
+        stack.enter_context(own.client()), held, maker=maker, own=own, static=_static,
+        in_bfloat16=lambda: made(models[0], scratch / "bfloat16", "bfloat16"),
+        second=(lambda: made(models[1], scratch / "second")) if models[1:] else None,
+    )  # fmt: skip
+
+
+def _running(
+    stack: ExitStack, url: str, server_model: str | None, models: list[str], names: list[str], chunk: int, progress: Any
+) -> Context:
+    """Return cartridges made for a server that somebody else runs, taken away with `stack`, or those that it has."""
+    from ..make.server import Server
+    from ..validate.context import Context, existing
+
+    client = stack.enter_context(Server(url, server_model))
+    if not models:
+        return Context(client, existing(client, names))
+    maker = maker_of(lambda: load_model(models[0]), settings_of(), chunk, progress=progress)
+    stack.callback(maker.clear)
+    return Context(client, maker.three(), maker=maker, static=_static)
 
 
 def _keep_logs(scratch: Path) -> None:
@@ -205,41 +177,33 @@ def _keep_logs(scratch: Path) -> None:
         say(f"the servers' logs are in {kept}")
 
 
-def _static(*, has_model: bool) -> str:
-    """Tier -1: what `doctor` finds, and each name of vLLM and LMCache that is not promised, tried."""
-    from ..make.ladder.ground import Unchecked, Wrong
-
-    if not has_model:
-        raise Unchecked("the server's machine may be another one; run `lmcache-cartridge doctor` there")
+def _static() -> str:
+    """Return what `doctor` finds, and that the names of vLLM and LMCache hold. Raises `CartridgeError` for what is wrong."""
+    from ..engine import host
     from .doctor import diagnose
 
     checks = diagnose(settings_of())
-    from ..engine import host
-
     for part in host.NAMES:
         host.verify(part)
     if bad := [check for check in checks if check.status == "FAIL"]:
-        raise Wrong("; ".join(f"{check.name}: {check.finding}" for check in bad))
+        raise CartridgeError("; ".join(f"{check.name}: {check.finding}" for check in bad))
     warned = sum(check.status == "warn" for check in checks)
     names = sum(map(len, host.NAMES.values()))
     return f"{len(checks)} checks, {warned} warnings; {names} names of vLLM and LMCache resolved and tried"
 
 
-def _tell(ground: Ground, rows: list[Row], *, allow_unchecked: bool) -> int:
-    from ..make.ladder import climb
-
-    passed = climb.status(rows, allow_unchecked=allow_unchecked) == 0
+def _tell(context: Context, rows: list[Row], status: int) -> int:
     count = Counter(row.result for row in rows)
     lines = [f"{row.result:11}  {row.tier:6}  {row.what}: {row.found} ({row.seconds:.1f} s)" for row in rows]
-    if not passed and not count[climb.FAIL]:
+    if status and not count["FAIL"]:
         lines.append(
             "not passed: what was asked for was not all checked; --allow-unchecked lets that pass where serving was"
         )
     lines.append(
-        f"{count[climb.PASS]} passed, {count[climb.FAIL]} failed, {count[climb.NOT_CHECKED]} not checked; "
+        f"{count['pass']} passed, {count['FAIL']} failed, {count['NOT CHECKED']} not checked; "
         f"{sum(row.seconds for row in rows):.0f} s"
     )
-    result = {"server": ground.client.url, "model": ground.client.model, "passed": passed,
-              "noise": ground.noise._asdict(), "rows": [row._asdict() for row in rows]}  # fmt: skip
+    result = {"server": context.client.url, "model": context.client.model, "passed": status == 0,
+              "noise": context.noise._asdict(), "rows": [row._asdict() for row in rows]}  # fmt: skip
     show(result, "\n".join(lines))
-    return int(not passed)
+    return int(status > 0)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifact.reading import PAYLOAD
 from ...errors import CartridgeError
-from ..ladder import texts
 from ..progress import Progress, silent
+from ..trial import texts
 from .target import UNFIT, Target, chunks_of
 
 if TYPE_CHECKING:
-    from ..ladder.maker import Maker
+    from ..trial.maker import Maker
 
 _TRIES = 3
 LENGTHS = (256, 1024, 4096, 16_384, 32_768)

@@ -1,4 +1,4 @@
-"""Ground: what each rung of the ladder stands on: a server, its cartridges, questions, and the noise of its answers."""
+"""Context: what each check stands on: a server, its cartridges, questions, and the noise of its answers."""
 
 from __future__ import annotations
 
@@ -6,46 +6,60 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from ...errors import CartridgeError, SourceError
-from ..progress import Progress, silent
-from ..server import Reply, Server
-from . import texts
-from .held import Held, parts
-from .likeness import TELLING, Apart, Noise, apart
+import pytest
+
+from ..errors import CartridgeError, SourceError
+from ..make.progress import Progress, silent
+from ..make.server import Reply, Server
+from ..make.trial import texts
+from ..make.trial.maker import Held, Maker, parts
+from ..make.trial.own import OwnServer
+from .compare import TELLING, Difference, Noise, compare_logprobs
 
 if TYPE_CHECKING:
-    from .maker import Maker
-    from .own import OwnServer
+    import torch
 
 _QUESTIONS = 6
 """Questions of each cartridge that are asked, of those that tell it from the others."""
 _AT_ONCE = 8
+_DRAWS = 3
+"""Times that rounding is drawn; `make/canary.py` draws as often at the model's own coarseness."""
+Tell = Callable[[str], None]
+Another = Callable[[], tuple[OwnServer, Maker | None, list[Held]]]
+"""Makes a server that is not started yet, and its cartridges."""
 
 
-class Wrong(Exception):
-    """A rung does not hold; the message says what was found."""
+def wrong(what: str) -> NoReturn:
+    """End a check: something does not hold."""
+    pytest.fail(what, pytrace=False)
 
 
-class Unchecked(Exception):
-    """A rung cannot be tried here; the message says why."""
+def unchecked(why: str) -> NoReturn:
+    """End a check that cannot be tried here."""
+    pytest.skip(why)
 
 
 class Judged(NamedTuple):
     """An answer that was as it should."""
 
-    apart: Apart
+    apart: Difference
     bound: float
 
 
-class Ground:
+class Context:
     """A server, what it holds, and how its answers are judged. Safe from any thread."""
 
     def __init__(
-        self, client: Server, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None
-    ) -> None:
+        self, client: Server, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None,
+        in_bfloat16: Another | None = None, second: Another | None = None, static: Callable[[], str] | None = None,
+    ) -> None:  # fmt: skip
+        """`in_bfloat16` and `second` make servers of the same model in bfloat16, and of another model. `static` checks this
+        machine, where the server is on it.
+        """
         self.client, self.maker, self.own = client, maker, own
+        self.in_bfloat16, self.second, self.static = in_bfloat16, second, static
         self.held = list(held)
         self.noise = Noise()
         self._rounding: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -70,7 +84,7 @@ class Ground:
         cached = [self.client.computed(prompt, salt=f"validate {prompt[0]} {len(prompt)}") for prompt in prompts]
 
         def most(found: Sequence[Reply]) -> float:
-            return max(apart(first[n % len(first)], each).mean for n, each in enumerate(found))
+            return max(compare_logprobs(first[n % len(first)], each).mean for n, each in enumerate(found))
 
         self.noise = self.noise._replace(twice=most(again), neighbours=most(many), cached=most(cached))
         for done, one in enumerate(self.held, 1):
@@ -85,31 +99,35 @@ class Ground:
         key, right = (one.name, tuple(question)), self.dense(one, question)
         with self._model:
             if key not in self._rounding:
-                self._rounding[key] = self.maker.rounding(self.maker.kv(one), question, right)
+                self._rounding[key] = rounding(self.maker, self.maker.kv(one), question, right)
             return self.noise.bound(self._rounding[key], one.manifest.fingerprint.dtype)
 
     def tells(self, one: Held, question: Sequence[int]) -> float:
         """Return how many bounds the dense answer after `one` is from the nearest after another document, or none."""
         others = [self.dense(other, question) for other in self.held if other.ids != one.ids]
         right = self.dense(one, question)
-        nearest = min(apart(right, each).mean for each in others or [self.dense(None, question)])
+        nearest = min(compare_logprobs(right, each).mean for each in others or [self.dense(None, question)])
         return nearest / self.bound(one, question)
 
     def questions(self, one: Held) -> Iterator[tuple[int, ...]]:
-        """Yield questions whose answers the document decides, over and over. Raises `Unchecked` where none is known."""
-        found = self._telling[one.name]
-        if not found:
-            raise Unchecked(
+        """Yield questions whose answers the document decides, over and over; the check is not made where none is known."""
+        if not self._telling[one.name]:
+            unchecked(
                 f"of {len(one.questions)} questions none is answered otherwise without {one.name} by "
                 "much more than noise, so its answers cannot tell"
             )
         while True:
-            yield from found
+            yield from self._telling[one.name]
 
     def some(self, one: Held, count: int) -> list[tuple[int, ...]]:
         """Return so many of `questions`."""
-        found = self.questions(one)
-        return [next(found) for _ in range(count)]
+        return list(islice(self.questions(one), count))
+
+    def several(self, count: int) -> list[Held]:
+        """Return so many cartridges; the check is not made where there are fewer."""
+        if len(self.held) < count:
+            unchecked(f"needs {count} cartridges, and {len(self.held)} can be asked about")
+        return self.held[:count]
 
     def dense(self, one: Held | None, question: Sequence[int]) -> Reply:
         """Return the answer to a question after a document that the server computes; computed once."""
@@ -126,48 +144,46 @@ class Ground:
         return known
 
     def ask(self, one: Held, question: Sequence[int], *, salt: str | None = "") -> Judged:
-        """Ask behind a cartridge and judge the answer by the dense one.
-
-        Raises `Wrong` where it was refused, answered without the cartridge or otherwise than by the dense prompt.
-        """
+        """Ask behind a cartridge and judge the answer by the dense one."""
         return self.judge(one, question, self.client.ask(question, [one.name], salt=salt))
 
     def judge(self, one: Held, question: Sequence[int], given: Reply, expected: Reply | None = None) -> Judged:
-        """Return how far an answer behind one cartridge is from the one expected; raise `Wrong` as `ask` does."""
+        """Return how far an answer behind one cartridge is from the one expected.
+
+        The check fails where it was refused, answered without the cartridge or otherwise than expected.
+        """
         used_as(one.name, given, whole=one.whole)
         return self.like(one.name, given, expected or self.dense(one, question), self.bound(one, question))
 
     def like(self, name: str, given: Reply, expected: Reply, bound: float) -> Judged:
-        """Return how far an answer is from the one expected. Raises `Wrong` where noise does not explain it."""
-        found = apart(expected, given)
+        """Return how far an answer is from the one expected; the check fails where noise does not explain it."""
+        found = compare_logprobs(expected, given)
         if not found.within(bound):
-            raise Wrong(
+            wrong(
                 f"the answer with {name} is not that of its dense prompt: logprobs differ by {found.mean:.3g} on "
                 f"average, {found.largest:.3g} at most, of which {bound:.2g} may be noise"
             )
         return Judged(found, bound)
 
-    def at_once(self, threads: int, tasks: Sequence[Callable[[], Judged]]) -> list[Judged]:
-        """Run tasks on threads and return what they return; raises the first `Wrong`, after all have ended."""
-        with ThreadPoolExecutor(threads) as pool:
-            return [future.result() for future in [pool.submit(task) for task in tasks]]
+    def alive(self, when: str) -> None:
+        """See that the server says that it is well."""
+        if not self.client.healthy():
+            wrong(f"the server is not healthy after {when}")
 
 
 def used_as(name: str, given: Reply, *, whole: int | None = None) -> None:
-    """Raise `Wrong` unless the answer came with this cartridge, injected: so many positions where `whole` says."""
+    """See that an answer came with this cartridge, injected: so many positions where `whole` says."""
     if given.status != 200:
-        raise Wrong(f"a request with {name} was answered {given.status}: {given.message[:160]}")
+        wrong(f"a request with {name} was answered {given.status}: {given.message[:160]}")
     if given.header is None:
-        raise Wrong(
+        wrong(
             f"an answer to a request with {name} has no header X-Cartridges: it was made without, or a proxy drops it"
         )
     if [each.name for each in given.used] != [name]:
-        raise Wrong(f"a request with {name} was answered with {given.header!r}")
+        wrong(f"a request with {name} was answered with {given.header!r}")
     [used] = given.used
     if used.injected == 0 or (whole is not None and used.injected < whole):
-        raise Wrong(
-            f"of {name} {used.injected} positions were injected, not {whole or 'any'}: the server computed the rest"
-        )
+        wrong(f"of {name} {used.injected} positions were injected, not {whole or 'any'}: the server computed the rest")
 
 
 def summary(found: Sequence[Judged]) -> str:
@@ -177,6 +193,28 @@ def summary(found: Sequence[Judged]) -> str:
         f"{len(found)} of {len(found)}; mean difference at most {worst.apart.mean:.3f} of {worst.bound:.3f}, one "
         f"logprob's {max(each.apart.largest for each in found):.2f}"
     )
+
+
+def by_model(maker: Maker, kv: torch.Tensor | None, ids: Sequence[int], given: Reply) -> Reply:
+    """Return the logprobs of transformers along the tokens of `given`, which answered `ids` after canonical KV."""
+    count, fed = len(given.tokens), [*ids, *given.tokens[:-1]]
+    logits = maker.model.logits(fed, count) if kv is None else maker.model.logits_after(kv, fed)[-count:]
+    best = logits[:, : maker.model.fingerprint.vocab_size].log_softmax(-1).topk(20)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    top = tuple(dict(zip(*row, strict=True)) for row in rows)
+    return Reply(200, "", tuple(best.indices[:, 0].tolist()), top)
+
+
+def rounding(maker: Maker, kv: torch.Tensor, ids: Sequence[int], given: Reply) -> float:
+    """Return how far rounding every product at random moves the logprobs of `given`, an answer to `ids` after KV."""
+    from ..make.canary import rounding
+
+    plain, most = by_model(maker, kv, ids, given), 0.0
+    with rounding(maker.model) as again:
+        for draw in range(_DRAWS):
+            again(draw, 1.0)
+            most = max(most, compare_logprobs(plain, by_model(maker, kv, ids, given)).mean)
+    return most
 
 
 def existing(client: Server, names: Sequence[str]) -> list[Held]:
@@ -198,13 +236,12 @@ def existing(client: Server, names: Sequence[str]) -> list[Held]:
     found = []
     for row in chosen:
         name = f"{row['id']}@{row['version']}"
-        ids = client.cartridge_ids(name)
-        asked = texts.write(name, 0).questions
-        found.append(Held(name, tuple(ids), (*parts(ids), *question_ids(client, asked)), asked))
+        ids, asked = client.cartridge_ids(name), texts.write(name, 0).questions
+        found.append(Held(name, tuple(ids), (*parts(ids), *_question_ids(client, asked)), asked))
     return found
 
 
-def question_ids(client: Server, asked: Sequence[str]) -> list[tuple[int, ...]]:
+def _question_ids(client: Server, asked: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the token ids of questions as they follow a document. Raises `SourceError`."""
     try:
         return [
@@ -212,4 +249,4 @@ def question_ids(client: Server, asked: Sequence[str]) -> list[tuple[int, ...]]:
             for text in asked[:10]
         ]
     except SourceError as error:
-        raise SourceError(f"{error}; the ladder needs the server's route /tokenize") from None
+        raise SourceError(f"{error}; validating needs the server's route /tokenize") from None

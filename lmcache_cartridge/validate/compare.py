@@ -1,4 +1,4 @@
-"""Likeness: how far two answers are apart, and how far the server's own rounding drives them apart.
+"""Compare: how far two answers are apart, and how far the server's own rounding drives them apart.
 
 Nothing here asks whether the model knew an answer: a model of random weights has right answers too, its own after the
 dense prompt. Compared is what `artifact/canary.py` compares, the mean difference of the likeliest tokens' logprobs up
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...artifact.canary import FLOOR, NOISES, Expected, compare
-from ..server import Reply
+from ..artifact.canary import FLOOR, NOISES, Expected, compare
+from ..make.server import Reply
 
 _TOP = 10
 ASSUMED = 0.15
@@ -24,7 +24,7 @@ TELLING = 3.0
 """A question tells two documents apart whose dense answers differ by so many bounds."""
 
 
-class Apart(NamedTuple):
+class Difference(NamedTuple):
     """Two answers, compared."""
 
     mean: float
@@ -39,7 +39,7 @@ class Apart(NamedTuple):
         return self.mean <= bound and self.margin <= 4 * bound
 
 
-def apart(expected: Reply, given: Reply) -> Apart:
+def compare_logprobs(expected: Reply, given: Reply) -> Difference:
     """Compare an answer with the one expected. An answer that is shorter is infinitely far."""
     best = [sorted(row.items(), key=lambda each: -each[1])[:_TOP] for row in expected.top]
     wanted = Expected(
@@ -52,7 +52,7 @@ def apart(expected: Reply, given: Reply) -> Apart:
         largest = max([largest, *(abs(other[t] - n) if t in other else max(0.0, n - least) for t, n in row)])
         if token != row[0][0]:
             margin = row[0][1] - dict(row).get(token, row[-1][1])
-    return Apart(found.difference, largest, found.positions, margin)
+    return Difference(found.difference, largest, found.positions, margin)
 
 
 class Noise(NamedTuple):

@@ -1,7 +1,7 @@
-"""The validation ladder passes where a server is right; each tier fails where it is not, with a line that says what.
+"""`validate` passes where a server is right; each check fails where it is not, with a line that says what.
 
 The server here is a stub, with no engine: an answer is a hash of the tokens before it. Real ones are asked in
-`test_canary_served.py`, and `docs/validate.md` has what they answered.
+`test_canary_served.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import threading
+import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,13 +27,14 @@ from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.ladder import changes, climb, faults, known, texts
-from lmcache_cartridge.make.ladder.ground import Ground, existing
-from lmcache_cartridge.make.ladder.held import Held, parts
-from lmcache_cartridge.make.ladder.likeness import Noise, apart
-from lmcache_cartridge.make.ladder.maker import Home, Maker
-from lmcache_cartridge.make.ladder.own import OwnServer, eager, reason
 from lmcache_cartridge.make.server import Reply, Server
+from lmcache_cartridge.make.trial import texts
+from lmcache_cartridge.make.trial.maker import Held, Home, Maker, parts
+from lmcache_cartridge.make.trial.own import OwnServer, eager, reason
+from lmcache_cartridge.validate import suite, test_answers, test_changes, test_known, test_others
+from lmcache_cartridge.validate.compare import Noise, compare_logprobs
+from lmcache_cartridge.validate.context import Context, existing
+from lmcache_cartridge.validate.suite import FAIL, NOT_CHECKED, PASS, Row
 
 VOCABULARY, LONGEST = 60, 2000
 Answer = dict[str, Any]
@@ -91,17 +93,8 @@ class Stub:
         if path == "/v1/models":
             return 200, {"data": [{"id": "m", "max_model_len": LONGEST}]}
         if path == "/v1/cartridges":
-            rows = [
-                {
-                    "id": name[:-2],
-                    "version": 1,
-                    "current": True,
-                    "kind": "prefill",
-                    "state": "cold",
-                    "positions": len(ids),
-                }
-                for name, ids in self.cartridges.items()
-            ]
+            row = {"version": 1, "current": True, "kind": "prefill", "state": "cold"}
+            rows = [row | {"id": name[:-2], "positions": len(ids)} for name, ids in self.cartridges.items()]
             return 200, {"data": rows}
         if path.startswith("/v1/cartridges/"):
             return 200, {"state": "resident" if self.fault == "notes nothing" else "quarantined"}
@@ -190,6 +183,16 @@ class Stub:
         return status, {"error": {"message": message}}, {}
 
 
+CHECKS = {
+    mark.args: check
+    for module in (test_answers, test_changes, test_known, test_others)
+    for check in vars(module).values()
+    for mark in getattr(check, "pytestmark", ())
+    if check.__module__ == module.__name__
+}
+"""By tier and what it is about."""
+
+
 @pytest.fixture
 def stub() -> Iterator[Stub]:
     with Stub() as server:
@@ -197,67 +200,67 @@ def stub() -> Iterator[Stub]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[tuple[Stub, Ground]]:
+def measured() -> Iterator[tuple[Stub, Context]]:
     """A stub for many tests, right while it was measured."""
     with Stub() as server, Server(server.url) as client:
-        found = Ground(client, existing(client, []))
+        found = Context(client, existing(client, []))
         found.measure()
         yield server, found
 
 
 @pytest.fixture
-def ground(measured: tuple[Stub, Ground]) -> Ground:
+def context(measured: tuple[Stub, Context]) -> Context:
     return measured[1]
 
 
 @pytest.fixture
-def fault(measured: tuple[Stub, Ground]) -> Iterator[Callable[[str], None]]:
-    """Have the stub do something wrong until the test ends."""
+def fault(measured: tuple[Stub, Context], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Have the stub do something wrong until the test ends; what it has then comes back."""
     server = measured[0]
     server.count = itertools.count(1)
+    monkeypatch.setattr(server, "cartridges", dict(server.cartridges))
+    monkeypatch.setattr(server, "current", dict(server.current))
     yield partial(setattr, server, "fault")
     server.fault = ""
 
 
-def row(ground: Ground, tier: str) -> climb.Row:
-    """Climb one rung."""
-    [rung] = [rung for rung in climb.rungs(static=str) if rung.tier == tier]
-    return climb.run(rung, ground)
+def made(context: Context, wanted: str, **given: Any) -> tuple[str, str]:
+    """Make the check of a tier, or of what it is about; return what came of it."""
+    [check] = [check for names, check in CHECKS.items() if wanted in names]
+    told: list[str] = []
+    try:
+        check(context, told.append, **given)
+    except (pytest.fail.Exception, pytest.skip.Exception) as ended:
+        return NOT_CHECKED if isinstance(ended, pytest.skip.Exception) else FAIL, str(ended)
+    return PASS, "; ".join(told)
 
 
-HTTP_TIERS = ("0", "0.5", "1", "1b", "2", "3", "3cross", "4", "5", "8")
+@pytest.mark.parametrize("tier", ["noise", "0", "0.5", "1", "1b", "2", "3", "3cross", "4", "5", "8"])
+def test_a_right_server_passes(context: Context, tier: str) -> None:
+    result, found = made(context, tier)
+    assert result == PASS and found
 
 
-@pytest.mark.parametrize("tier", HTTP_TIERS)
-def test_a_right_server_passes(ground: Ground, tier: str) -> None:
-    found = row(ground, tier)
-    assert found.result == climb.PASS, found.found
-
-
-@pytest.mark.parametrize("tier", ["3b", "6", "7", "7b", "9", "10", "11", "12"])
-def test_what_cannot_be_tried_is_said_and_is_no_pass(ground: Ground, tier: str) -> None:
-    for rung in climb.rungs(static=str):
-        if rung.tier == tier:
-            found = climb.run(rung, ground)
-            assert found.result == climb.NOT_CHECKED
-            assert "--model" in found.found
+def test_what_cannot_be_tried_is_said_and_is_no_pass(context: Context) -> None:
+    modes = {"the other mode": {"other": "multiprocess"}, "saving on": {"mode": "in-process"}}
+    for tier, what in CHECKS:
+        if tier in ("3b", "6", "7", "7b", "9", "10", "11", "12"):
+            result, found = made(context, what, **modes.get(what, {}))
+            assert result == NOT_CHECKED and "--model" in found
 
 
 @pytest.mark.parametrize(
-    ("wrong", "tier", "told"),
+    ("wrong", "tiers", "told"),
     [
         ("ignores them and says nothing", "0", "no header X-Cartridges"),
-        *((("ignores them", tier, "is not that of its dense prompt")) for tier in ("0", "1", "1b", "2", "3", "4")),
+        ("ignores them", "0 1 1b 2 3 4", "is not that of its dense prompt"),
         ("swaps", "3", "is not that of its dense prompt"),
         ("swaps", "3cross", "answers as b@1 does"),
         ("swaps", "8", "contamination: 13"),
         ("swaps now and then", "8", "contamination: 5 of 200"),
-        *(
-            (("no header", tier, "has no header X-Cartridges"))
-            for tier in ("0", "0.5", "1", "1b", "2", "3", "3cross", "8")
-        ),
-        *((("errors sometimes", tier, "was answered 500: ")) for tier in ("0", "2", "3", "4", "8")),
-        *((("off by one", tier, "logprobs differ by 1 on average")) for tier in ("0", "0.5", "1", "1b", "2", "3", "4")),
+        ("no header", "0 0.5 1 1b 2 3 3cross 8", "has no header X-Cartridges"),
+        ("errors sometimes", "0 2 3 4 8", "was answered 500: "),
+        ("off by one", "0 0.5 1 1b 2 3 4", "logprobs differ by 1 on average"),
         ("off by one", "8", "200 of 200 answers are not those of their dense prompts"),
         ("computes it", "0", "0 positions were injected, not any: the server computed the rest"),
         ("anything goes", "5", "an empty prompt was answered 200, not 400"),
@@ -265,22 +268,12 @@ def test_what_cannot_be_tried_is_said_and_is_no_pass(ground: Ground, tier: str) 
     ],
 )
 def test_a_wrong_server_fails_with_a_line_that_says_how(
-    ground: Ground, fault: Callable[[str], None], wrong: str, tier: str, told: str
+    context: Context, fault: Callable[[str], None], wrong: str, tiers: str, told: str
 ) -> None:
     fault(wrong)
-    found = row(ground, tier)
-    assert (found.result, told in found.found) == (climb.FAIL, True), found
-
-
-def test_a_server_that_cannot_be_reached_fails(ground: Ground) -> None:
-    with Server(ground.client.url) as client:
-        there = Ground(client, ground.held)
-        there.measure()
-        with Stub() as gone:
-            client.move(gone.url)
-        found = row(there, "0")
-    assert found.result == climb.FAIL
-    assert "SourceError" in found.found
+    for tier in tiers.split():
+        result, found = made(context, tier)
+        assert (result, told in found) == (FAIL, True), (tier, found)
 
 
 def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(
@@ -289,28 +282,36 @@ def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(
     complete = stub._complete
     monkeypatch.setattr(stub, "_complete", lambda path, body, ids, names: complete(path, body, [1], names))
     with Server(stub.url) as client:
-        deaf = Ground(client, existing(client, []))
+        deaf = Context(client, existing(client, []))
         deaf.measure()
-        found = row(deaf, "0")
-    assert (found.result, "cannot tell" in found.found) == (climb.NOT_CHECKED, True)
+        result, found = made(deaf, "0")
+    assert (result, "cannot tell" in found) == (NOT_CHECKED, True)
 
 
 class Life:
-    """Stands for a maker and its registry: what it makes the stub has."""
+    """Stands for a maker and its registry: what it makes the stub has, with files in `directory`, to be damaged."""
 
     run, chunk = "life", 32
 
-    def __init__(self, stub: Stub, broken: str) -> None:
-        self.stub, self.broken = stub, broken
+    def __init__(self, stub: Stub, directory: Path, broken: str = "") -> None:
+        self.stub, self.broken, self.directory = stub, broken, directory
         self.labels: dict[str, str] = {}
         self.shelf = SimpleNamespace(registry=self, local=True)
 
-    def prefill(self, cartridge_id: str, positions: int, *, version: int = 1) -> Held:
+    def prefill(self, cartridge_id: str, positions: int, *, version: int = 1, add: bool = True) -> Held:
         name, ids = f"{cartridge_id}@{version}", [version, *range(2, positions + 1)]
         self.stub.cartridges[name] = ids
         if version == 1 or self.broken != "stays with the old version":
             self.stub.current[cartridge_id] = name
-        return Held(name, tuple(ids), tuple(parts(ids)), ())
+        root = self.directory / name
+        manifest = make_artifact(root, positions=positions, cartridge_id=cartridge_id, token_ids=ids).manifest
+        return Held(name, tuple(ids), tuple(parts(ids)), (), manifest=manifest, root=root)
+
+    def add(self, root: Path) -> None:
+        """The stub has it already."""
+
+    def kv(self, one: Held) -> None:
+        """Nothing rounds here."""
 
     def label(self, label: str, name: str) -> None:
         if label not in self.labels or self.broken != "does not move labels":
@@ -329,125 +330,78 @@ class Life:
             del self.stub.cartridges[name]
 
 
-class Breakable(Life):
-    """One whose cartridges lie on disk, so that they can be damaged."""
-
-    def __init__(self, stub: Stub, directory: Path) -> None:
-        super().__init__(stub, "")
-        self.directory = directory
-
-    def prefill(self, cartridge_id: str, positions: int, *, version: int = 1, add: bool = True) -> Held:
-        held = super().prefill(cartridge_id, positions, version=version)
-        root = self.directory / cartridge_id
-        made = make_artifact(root, positions=positions, cartridge_id=cartridge_id, token_ids=list(held.ids))
-        return held._replace(manifest=made.manifest, root=root)
-
-    def add(self, root: Path) -> None:
-        """The stub has it already."""
-
-    def kv(self, one: Held) -> None:
-        """Nothing rounds here."""
-
-    def rounding(self, kv: None, ids: list[int], given: Reply) -> float:
-        return 0.0
-
-
 @pytest.mark.parametrize(
-    ("wrong", "what", "told"),
+    ("wrong", "broken", "what", "told"),
     [
-        ("", "corrupt bytes", "3 x 422; quarantined; others answer on"),
-        ("", "missing bytes", "3 x 422; others answer on"),
-        ("serves what is broken", "corrupt bytes", "from the corrupt cartridge life-corrupt@1 came an answer"),
-        ("serves what is broken", "missing bytes", "from the missing cartridge life-missing@1 came an answer"),
-        ("breaks", "missing bytes", "life-missing@1 was answered 500: "),
-        ("notes nothing", "corrupt bytes", "is corrupt, and /v1/cartridges says it is 'resident'"),
-        ("unwell", "missing bytes", "the server is not healthy after a missing cartridge"),
+        ("", "", "corrupt bytes", "3 x 422; quarantined; others answer on"),
+        ("", "", "missing bytes", "3 x 422; others answer on"),
+        ("serves what is broken", "", "corrupt bytes", "from the corrupt cartridge life-corrupt@1 came an answer"),
+        ("serves what is broken", "", "missing bytes", "from the missing cartridge life-missing@1 came an answer"),
+        ("breaks", "", "missing bytes", "life-missing@1 was answered 500: "),
+        ("notes nothing", "", "corrupt bytes", "is corrupt, and /v1/cartridges says it is 'resident'"),
+        ("unwell", "", "missing bytes", "the server is not healthy after a missing cartridge"),
+        ("", "", "7", "10 changes followed"),
+        ("", "stays with the old version", "7", "life-life should mean life-life@2 by now; it was answered 200"),
+        ("", "does not move labels", "7", "life-label should mean life-life@2 by now"),
+        ("", "serves what was removed", "7", "life-life@2 was removed, and a request for it is answered 200"),
     ],
 )
-def test_a_broken_cartridge_may_hurt_only_itself(
-    measured: tuple[Stub, Ground], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    wrong: str, what: str, told: str,
+def test_changes_are_followed_and_a_broken_cartridge_hurts_only_itself(
+    measured: tuple[Stub, Context], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    wrong: str, broken: str, what: str, told: str,
 ) -> None:  # fmt: skip
-    server, ground = measured
+    server, context = measured
     fault(wrong)
-    monkeypatch.setattr(faults, "_NOTED_S", 0.2)
-    monkeypatch.setattr(ground, "maker", Breakable(server, tmp_path))
-    monkeypatch.setattr(server, "cartridges", dict(server.cartridges))
-    monkeypatch.setattr(server, "current", dict(server.current))
-    [rung] = [r for r in climb.rungs(static=str) if r.what == what]
-    found = climb.run(rung, ground)
-    assert (found.result, told in found.found) == (climb.FAIL if wrong else climb.PASS, True), found
-
-
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [
-        ("", ""),
-        ("stays with the old version", "life-life should mean life-life@2 by now; it was answered 200"),
-        ("does not move labels", "life-label should mean life-life@2 by now"),
-        ("serves what was removed", "life-life@2 was removed, and a request for it is answered 200"),
-    ],
-)
-def test_a_cartridges_life_is_followed(
-    measured: tuple[Stub, Ground], monkeypatch: pytest.MonkeyPatch, broken: str, told: str
-) -> None:
-    server, ground = measured
-    monkeypatch.setattr(changes, "_SEEN_S", 0.2)
-    life = Life(server, broken)
-    monkeypatch.setattr(ground, "maker", life)
-    monkeypatch.setattr(server, "cartridges", dict(server.cartridges))
-    monkeypatch.setattr(server, "current", dict(server.current))
-    [rung] = [r for r in climb.rungs(static=str) if r.tier == "7"]
-    found = climb.run(rung, ground)
-    assert (found.result, told in found.found) == (climb.FAIL if broken else climb.PASS, True), found
+    life = Life(server, tmp_path, broken)
+    monkeypatch.setattr(test_changes, "SEEN_S", 0.2)
+    monkeypatch.setattr(context, "maker", life)
+    monkeypatch.setattr(context, "bound", lambda *_: 0.15)
+    result, found = made(context, what)
+    assert (result, told in found) == (FAIL if wrong or broken else PASS, True), found
     assert not life.labels, "with one its cartridge could not be removed"
 
 
-def test_what_a_rung_did_not_expect_fails_it_and_ends_nothing(ground: Ground) -> None:
-    def odd(ground: Ground) -> str:
-        return {}["id"]
-
-    ladder = [climb.Rung("0", "odd", odd), climb.Rung("1", "fine", lambda ground: "all")]
-    assert [(row.result, row.found) for row in climb.climb(ladder, ground)] == [
-        (climb.FAIL, "KeyError: 'id'"), (climb.PASS, "all"),
-    ]  # fmt: skip
-
-
 def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
+    context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU vLLM replays that step as one CUDA graph, whose loads begin in another place."""
-    asked, ask = [], ground.client.ask
+    asked, ask = [], context.client.ask
 
     def noted(question: Any, cartridges: Any = (), **fields: Any) -> Reply:
         asked.append((len(question), list(cartridges or ())))
         return ask(question, cartridges, **fields)
 
-    maker = SimpleNamespace(model=None, trained=lambda one: one.name)
-    monkeypatch.setattr(ground, "maker", maker)
-    monkeypatch.setattr(ground.client, "ask", noted)
-    monkeypatch.setattr(ground, "bound", lambda *_: 1.0)
+    monkeypatch.setattr(context, "maker", SimpleNamespace(model=None, trained=lambda one: one.name))
+    monkeypatch.setattr(context.client, "ask", noted)
+    monkeypatch.setattr(context, "bound", lambda *_: 1.0)
     monkeypatch.setattr(Held, "whole", property(lambda held: len(held.ids)))
-    assert known.trained(ground).startswith("7 of 7")
-    assert (1, [ground.held[0].name]) in asked
+    result, found = made(context, "11")
+    assert result == PASS and found.startswith("7 of 7")
+    assert (1, [context.held[0].name]) in asked
 
 
 def test_what_was_not_checked_is_never_passed() -> None:
-    def rows(*results: tuple[str, str]) -> list[climb.Row]:
-        return [climb.Row(tier, "", result, "", 0.0) for tier, result in results]
+    def rows(*results: tuple[str, str]) -> list[Row]:
+        return [Row(tier, "", result, "", 0.0) for tier, result in results]
 
-    static, served = ("-1", climb.PASS), ("0", climb.PASS)
-    unchecked = [(tier, climb.NOT_CHECKED) for tier in ("1b", "3cross")]
+    static, served = ("-1", PASS), ("0", PASS)
+    unchecked = [(tier, NOT_CHECKED) for tier in ("1b", "3cross")]
     for found, status, allowed in (
         ([static, served], 0, 0),
         ([static, served, *unchecked], 1, 0),
         ([static, *unchecked], 2, 2),
         ([static], 2, 2),
         ([*unchecked], 2, 2),
-        ([static, ("0", climb.FAIL)], 1, 1),
+        ([static, ("0", FAIL)], 1, 1),
     ):
-        assert climb.status(rows(*found)) == status, found
-        assert climb.status(rows(*found), allow_unchecked=True) == allowed, found
+        assert suite.status(rows(*found)) == status, found
+        assert suite.status(rows(*found), allow_unchecked=True) == allowed, found
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status of `validate`, and what it writes for programs."""
+    status = main(["validate", *words, "--format", "json"])
+    return status, json.loads(capsys.readouterr().out)
 
 
 def test_a_server_whose_equal_prompts_are_answered_otherwise_fails_though_all_else_is_lost_in_its_noise(
@@ -463,19 +417,69 @@ def test_a_server_whose_equal_prompts_are_answered_otherwise_fails_though_all_el
         return complete(path, body, [*wrong, *ids], names)
 
     monkeypatch.setattr(stub, "_complete", forgetful)
-    asked = ["validate", "--url", stub.url, "--format", "json"]
-    assert main([*asked, "--tier", "0,1b,3cross"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["passed"] is False and told["noise"]["cached"] > 1
-    assert [row["tier"] for row in told["rows"] if row["result"] == climb.FAIL] == ["noise"]
-    assert main([*asked, "--allow-unchecked"]) == 1, "noise is no matter of what could be checked"
+    for words in ([], ["--allow-unchecked"]):
+        status, found = told(capsys, "--url", stub.url, "--tier", "0,1b,3cross", *words)
+        assert status == 1 and found["passed"] is False and found["noise"]["cached"] > 1
+        assert [row["tier"] for row in found["rows"] if row["result"] == FAIL] == ["noise"]
 
 
-def test_the_default_is_what_can_be_checked_with_what_is_given(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--url", stub.url, "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["result"] for row in rows} == {climb.PASS}
-    assert [row["tier"] for row in rows] == ["noise", "0", "0.5", "1", "1b", "2", "3", "3cross", "5"]
+def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = told(capsys, "--url", stub.url)
+    assert (status, {row["result"] for row in found["rows"]}) == (0, {PASS})
+    assert [row["tier"] for row in found["rows"]] == ["noise", "0", "0.5", "1", "1b", "2", "3", "3cross", "5"]
+    asked = ["--url", stub.url, "--tier", "0,3cross,10", "--cartridges", "a,b@1"]
+    assert main(["validate", *asked]) == 1, "a tier that was asked for was not checked"
+    out = capsys.readouterr().out
+    assert "3 passed, 0 failed, 1 not checked" in out and "--allow-unchecked" in out
+    report = tmp_path / "report.xml"
+    status, found = told(capsys, *asked, "--pytest", f"--junitxml={report}")
+    assert [(r["tier"], r["result"]) for r in found["rows"]] == [
+        ("noise", PASS), ("0", PASS), ("3cross", PASS), ("10", NOT_CHECKED),
+    ]  # fmt: skip
+    assert (status, found["passed"]) == (1, False)
+    counts = xml.etree.ElementTree.parse(report).getroot()[0].attrib
+    assert (counts["tests"], counts["skipped"], counts["failures"]) == ("4", "1", "0")
+    status, found = told(capsys, *asked, "--allow-unchecked", "--pytest", "-k 'noise or ten or chains'")
+    assert (status, found["passed"], len(found["rows"])) == (0, True, 3)
+    stub.fault = "no header"
+    status, found = told(capsys, *asked, "--pytest", "-x")
+    assert (status, [row["result"] for row in found["rows"]]) == (1, [PASS, FAIL])
+    stub.fault = ""
+    assert main(["validate", "--url", stub.url, "--tier", "10"]) == 1, "nothing was checked"
+    for words, said in (
+        (["--cartridges", "missing"], "missing: no prefill cartridge"),
+        (["--pytest=--nope"], "pytest ended"),
+    ):
+        assert main(["validate", "--url", stub.url, *words]) == 1
+        assert said in capsys.readouterr().err
+    stub.close()
+    assert main(["validate", "--url", stub.url]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--url URL of a running server, --model DIR"),
+        (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
+        (["--url", "http://x", "--vllm", "--max-model-len 5"], "--vllm is for a server that is started here"),
+        (["--model", "m", "--cartridges", "a"], "are for a running server"),
+        (["--url", "http://x", "--model", "m", "--cartridges", "a"], "--cartridges are asked without --model"),
+        (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
+    ],
+)
+def test_wrong_usage_is_told_and_is_no_verdict(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *words]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_every_tier_has_a_check() -> None:
+    assert {tier for tier, _ in CHECKS} == {"noise", *suite.TIERS}
+    assert suite.read_tiers("all") == suite.TIERS and suite.read_tiers("3 cross, -1,1B") == ["-1", "1b", "3cross"]
+    assert set(suite.default(model=True, own=True)) < set(suite.TIERS)
+    with pytest.raises(CartridgeError, match="no tier 9b"):
+        suite.read_tiers("9b")
 
 
 def test_what_cannot_be_taken_back_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -493,64 +497,10 @@ def test_what_cannot_be_taken_back_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert "b@1" not in caplog.text
 
 
-def test_the_command_writes_rows_and_ends_with_what_it_found(
-    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["validate", "--url", stub.url, "--tier", "0,3cross,10", "--cartridges", "a,b@1"]
-    assert main(asked) == 1, "a tier that was asked for was not checked"
-    out = capsys.readouterr().out
-    assert "3 passed, 0 failed, 1 not checked" in out and "--allow-unchecked" in out
-    assert main([*asked, "--format", "json"]) == 1
-    rows = json.loads(capsys.readouterr().out)
-    assert [(r["tier"], r["result"]) for r in rows["rows"]] == [
-        ("noise", "pass"), ("0", "pass"), ("3cross", "pass"), ("10", "NOT CHECKED"),
-    ]  # fmt: skip
-    assert rows["passed"] is False
-    assert main([*asked, "--allow-unchecked", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["passed"] is True
-    stub.fault = "no header"
-    assert main([*asked, "--format", "json"]) == 1
-    rows = json.loads(capsys.readouterr().out)
-    assert rows["passed"] is False
-    stub.fault = ""
-    assert main(["validate", "--url", stub.url, "--tier", "10"]) == 1, "nothing was checked"
-    assert main(["validate", "--url", stub.url, "--cartridges", "missing"]) == 1
-    assert "missing: no prefill cartridge" in capsys.readouterr().err
-    stub.close()
-    assert main(["validate", "--url", stub.url]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "--url URL of a running server, --model DIR"),
-        (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
-        (["--url", "http://x", "--vllm", "--max-model-len 5"], "--vllm is for a server that is started here"),
-        (["--model", "m", "--cartridges", "a"], "are for a running server"),
-        (["--url", "http://x", "--model", "m", "--cartridges", "a"], "--cartridges are asked without --model"),
-        (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
-        (["--url", "http://x", "--tier", "14"], "there is no tier 14"),
-    ],
-)
-def test_wrong_usage_is_told_and_is_no_verdict(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", *words]) == 1
-    assert told in capsys.readouterr().err
-
-
-def test_all_is_every_tier_of_the_reference_and_ours() -> None:
-    assert climb.read_tiers("all") == [
-        "-1", "0", "0.5", "1", "1b", "2", "3", "3cross", "3b", "4", "5", "6", "7", "7b", "8", "9", "10", "11", "12",
-    ]  # fmt: skip
-    assert climb.read_tiers("3 cross, -1,1B") == ["-1", "1b", "3cross"]
-    assert set(climb.default(model=True, own=True)) < set(climb.TIERS)
-    with pytest.raises(CartridgeError, match="no tier 9b"):
-        climb.read_tiers("9b")
-
-
 def test_a_small_model_is_served_by_few_threads_on_a_cpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = OwnServer(str(MODEL_DIR), tmp_path)
     assert own.environment()["OMP_NUM_THREADS"] == "1" and eager() == ["--enforce-eager"]
-    monkeypatch.setattr("lmcache_cartridge.make.ladder.own.on_cpu", lambda: False)
+    monkeypatch.setattr("lmcache_cartridge.make.trial.own.on_cpu", lambda: False)
     assert own.environment() == {} and eager() == [], "on a GPU as users start it, with CUDA graphs"
     assert own.variant(saves=True).environment() == {"VLLM_SERVER_DEV_MODE": "1"}
 
@@ -561,12 +511,12 @@ def _reply(*rows: dict[int, float]) -> Reply:
 
 def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
     same = _reply({1: -0.5, 2: -1.5}, {3: -0.1, 4: -3.0})
-    assert apart(same, same) == (0.0, 0.0, 2, 0.0)
-    nearly = apart(same, _reply({1: -0.6, 2: -1.4}, {3: -0.1, 4: -3.0}))
+    assert compare_logprobs(same, same) == (0.0, 0.0, 2, 0.0)
+    nearly = compare_logprobs(same, _reply({1: -0.6, 2: -1.4}, {3: -0.1, 4: -3.0}))
     assert nearly.mean == pytest.approx(0.05) and nearly.largest == pytest.approx(0.1)
-    flipped = apart(same, _reply({1: -1.5, 2: -0.5}, {9: 0.0, 8: -9.0}))
+    flipped = compare_logprobs(same, _reply({1: -1.5, 2: -0.5}, {9: 0.0, 8: -9.0}))
     assert (flipped.positions, flipped.margin) == (1, pytest.approx(1.0))
-    assert not flipped.within(0.2) and not apart(same, _reply({1: -0.5, 2: -1.5})).within(100.0)
+    assert not flipped.within(0.2) and not compare_logprobs(same, _reply({1: -0.5, 2: -1.5})).within(100.0)
 
 
 def test_the_bound_is_four_times_the_largest_noise_and_wider_where_rounding_is_not_known() -> None:

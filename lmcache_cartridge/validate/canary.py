@@ -1,4 +1,4 @@
-"""Validate: ask a running server a cartridge's canary over HTTP, as any client asks, and compare."""
+"""Canary: ask a running server a cartridge's canary over HTTP, as any client asks, and compare."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ..artifact.canary import Asked, compare
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, SourceError
-from .progress import Progress, silent
-from .server import Server
+from ..make.progress import Progress, silent
+from ..make.server import Server
 
 
 class Row(NamedTuple):
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     problem: str | None
 
 
-def validate(manifest: Manifest, server: Server, progress: Progress = silent) -> list[Row]:
+def ask_canary(manifest: Manifest, server: Server, progress: Progress = silent) -> list[Row]:
     """Ask all questions of a cartridge's canary of a server that serves it under its `id@version`, and compare.
 
     Those behind itself only where two copies are whole chunks: no request can name less than whole cartridges.

@@ -1,4 +1,4 @@
-"""OwnServer: a server that the ladder starts, stops and starts again, over a registry that nobody else has."""
+"""OwnServer: a server that `validate` or `bench` starts, stops and starts again, over a registry that nobody else has."""
 
 from __future__ import annotations
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...artifact import reading
 from ...errors import CartridgeError, CartridgeNotFound
 from ..progress import Progress, silent
 from . import texts
-from .held import Held, parts
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +22,39 @@ if TYPE_CHECKING:
     from ...library.quarantine import Quarantine
     from ...library.registry import Registry
     from ..model import CausalModel
-    from ..server import Reply, Server
-
+    from ..server import Server
 
 logger = logging.getLogger(__name__)
 
-_DRAWS = 3
-"""Times that rounding is drawn; `make/canary.py` draws as often at the model's own coarseness."""
+_WINDOW = 12
+"""Tokens of a question that is a part of the document."""
+
+
+class Held(NamedTuple):
+    """A cartridge on a server, made of a document by prefill, with what may be asked about it."""
+
+    name: str
+    """`id@version`."""
+    ids: tuple[int, ...]
+    questions: tuple[tuple[int, ...], ...]
+    """Token ids that may follow it: on its facts, or parts of it."""
+    texts: tuple[str, ...]
+    """Questions as a user's message."""
+    chunk: int | None = None
+    """Tokens a chunk, where that is known."""
+    manifest: Manifest | None = None
+    root: Path | None = None
+
+    @property
+    def whole(self) -> int | None:
+        """Positions in whole chunks, which are injected; None where the chunk size is not known."""
+        return None if self.chunk is None else len(self.ids) // self.chunk * self.chunk
+
+
+def parts(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return parts of a document as questions: a model that reads words again looks there for what follows."""
+    starts = [max(1, int(share * (len(ids) - _WINDOW))) for share in (0.2, 0.5, 0.8)]
+    return [tuple(ids[start : start + _WINDOW]) for start in starts]
 
 
 class Shelf(Protocol):
@@ -91,7 +115,7 @@ class Maker:
         return self.model.context_tokens or 1 << 17
 
     def three(self) -> list[Held]:
-        """Make the three cartridges that most rungs ask: two chunks and a tail, two whole chunks, one and a tail."""
+        """Make the three cartridges that most checks ask: two chunks and a tail, two whole chunks, one and a tail."""
         if 4 * self.chunk + 200 > self.context:
             raise CartridgeError(
                 f"the model's context of {self.context} has no room for chains of chunks of {self.chunk}; give a "
@@ -157,30 +181,6 @@ class Maker:
             self._trained[one.name] = self.add(root).name
         return self._trained[one.name]
 
-    def reply(self, kv: torch.Tensor | None, ids: Sequence[int], given: Reply) -> Reply:
-        """Return the logprobs of transformers along the tokens of `given`, which answered `ids` after canonical KV."""
-        from ..server import Reply
-
-        count = len(given.tokens)
-        fed = [*ids, *given.tokens[:-1]]
-        logits = self.model.logits(fed, count) if kv is None else self.model.logits_after(kv, fed)[-count:]
-        best = logits[:, : self.model.fingerprint.vocab_size].log_softmax(-1).topk(20)
-        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        top = tuple(dict(zip(*row, strict=True)) for row in rows)
-        return Reply(200, "", tuple(best.indices[:, 0].tolist()), top)
-
-    def rounding(self, kv: torch.Tensor, ids: Sequence[int], given: Reply) -> float:
-        """Return how far rounding every product at random moves the logprobs of `given`, an answer to `ids` after KV."""
-        from ..canary import rounding
-        from .likeness import apart
-
-        plain, most = self.reply(kv, ids, given), 0.0
-        with rounding(self.model) as again:
-            for draw in range(_DRAWS):
-                again(draw, 1.0)
-                most = max(most, apart(plain, self.reply(kv, ids, given)).mean)
-        return most
-
     def kv(self, one: Held) -> torch.Tensor:
         """Return the canonical KV of a cartridge, as it is served."""
         from ..payload import read_kv
@@ -196,15 +196,9 @@ class Maker:
             try:
                 self.shelf.forget(self.shelf.registry.remove(name).digest)
             except CartridgeNotFound:
-                continue  # a rung removed it, or it was never there
+                continue  # a check removed it, or it was never there
             except CartridgeError as error:
                 logger.warning("%s stays registered: %s", name, error)
         self._made.clear()
         for root in self.directory.glob(f"{self.run}-*"):
             shutil.rmtree(root, ignore_errors=True)
-
-
-def heads(directory: Path) -> int:
-    """Return how many attention heads the model in a directory has; 1 where its config does not say."""
-    config = json.loads((directory / "config.json").read_text())
-    return int(config.get("num_attention_heads") or config.get("n_head") or 1)

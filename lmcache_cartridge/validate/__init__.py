@@ -1,0 +1,1 @@
+"""Validate: pytest checks of any server with cartridges, `lmcache-cartridge validate`."""
