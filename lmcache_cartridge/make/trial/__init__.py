@@ -1,1 +1,1 @@
-"""The validation ladder: does a server, with its own model, answer from cartridges as from the documents themselves?"""
+"""Trial: cartridges of generated text, and a server of one's own to try them on."""
