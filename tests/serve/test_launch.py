@@ -18,8 +18,8 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.contract import PUBLISHED
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
-from lmcache_cartridge.make.trial import own
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.trial import own
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, plan
 from lmcache_cartridge.settings import from_environment, from_extra_config, from_mapping
 
