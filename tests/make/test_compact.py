@@ -24,7 +24,7 @@ from lmcache_cartridge.make.compact.closed import attended, compacted, rerotated
 from lmcache_cartridge.make.compact.groups import groups
 from lmcache_cartridge.make.compact.job import compact, make
 from lmcache_cartridge.make.compact.keys import fitted_keys
-from lmcache_cartridge.make.compact.references import References, collect
+from lmcache_cartridge.make.compact.references import Layer, References, collect
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_checked, read_kv
@@ -147,6 +147,25 @@ def test_keys_left_where_they_were_answer_far_worse() -> None:
     right = long.exact(rerotated(long.model, kv, len(long.ids)))
     assert right >= 0.97
     assert long.exact(kv) <= right - 0.3
+
+
+def test_values_by_least_squares_beat_the_mean_of_those_they_stand_for(
+    sheet: Sheet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted = compacted(sheet.kv, sheet.asked, P16)
+    monkeypatch.setattr(closed, "_fit", lambda head, keys, values, weights: values)
+    averaged = compacted(sheet.kv, sheet.asked, P16)
+    assert _error(sheet, fitted) < _error(sheet, averaged)
+
+
+def _error(sheet: Sheet, kv: torch.Tensor) -> float:
+    """Return how far the attention output of answer tokens is from the document's, relative, over all layers."""
+    found = 0.0
+    for number, asked in enumerate(sheet.asked.layers):
+        part = Layer(*(plane[:, :, sheet.asked.answers] for plane in asked))
+        keys, values = kv[:, number].transpose(1, 2)
+        found += float((attended(part, keys, values) - part.wanted).norm() / part.wanted.norm())
+    return found
 
 
 def test_fitted_keys_beat_the_mean_of_those_they_stand_for(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
