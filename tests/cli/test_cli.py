@@ -183,15 +183,10 @@ def test_wrong_usage_ends_with_status_2(cli: _Cli, argv: list[str]) -> None:
     assert ran.err.startswith("Usage: lmcache-cartridge")
 
 
-def test_an_empty_home_lists_nothing(cli: _Cli) -> None:
-    assert cli.json("list") == []
-    assert "lmcache-cartridge build" in cli("list").out
-
-
 def test_home_can_be_named_on_the_command_line(cli: _Cli, tmp_path: Path) -> None:
     root = _make(tmp_path)
     cli.json("import", root, "--home", tmp_path / "other")
-    assert cli.json("list") == []
+    assert cli.json("list") == [] and "lmcache-cartridge build" in cli("list").out
     assert [row["id"] for row in cli.json("list", "--home", tmp_path / "other")] == ["doc"]
 
 
@@ -325,12 +320,6 @@ def test_registering_twice_is_no_error_and_other_content_is(cli: _Cli, tmp_path:
     assert len(cli.json("list")) == 1
 
 
-def test_a_sound_cartridge_verifies(cli: _Cli, tmp_path: Path) -> None:
-    cli.json("import", _make(tmp_path))
-    assert cli.json("verify", "doc") == [{"name": "doc@1", "sound": True, "problem": None}]
-    assert cli("verify", "doc")[:2] == (0, "doc@1: sound\n")
-
-
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_verify_finds_a_flipped_bit_and_tells_programs(cli: _Cli, tmp_path: Path, chunk: int) -> None:
     made = make_artifact(tmp_path / "bad", positions=40, cartridge_id="bad")
@@ -372,7 +361,7 @@ def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(
     assert cli("verify", "doc").status == 1
     assert cli.json("list")[0]["quarantined"] is True, "it is not sound, so it stays"
     flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
-    assert cli("verify", "doc").status == 0
+    assert cli("verify", "doc")[:2] == (0, "doc@1: sound\n")
     assert cli.json("list")[0]["quarantined"] is False
     assert cli.json("show", "doc")["quarantined"] is None
 

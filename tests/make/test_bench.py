@@ -31,7 +31,7 @@ from lmcache_cartridge.make.bench import load
 from lmcache_cartridge.make.bench.figures import stats
 from lmcache_cartridge.make.bench.load import WAYS, not_so
 from lmcache_cartridge.make.bench.places import Place
-from lmcache_cartridge.make.bench.watch import family, pss
+from lmcache_cartridge.make.bench.watch import family, on_gpus, pss
 from lmcache_cartridge.make.machine import gpus
 from lmcache_cartridge.make.server import Server
 
@@ -457,15 +457,6 @@ def test_a_server_whose_documents_cannot_be_computed_is_no_measurement(
     assert told in capsys.readouterr().err
 
 
-def test_answers_may_have_any_letter_and_no_error(start: Callable[..., Mock], bench: Any) -> None:
-    """Line ends of Unicode are no end of an event, and `"error": null` is no error."""
-    mock = start()
-    mock.fault = "odd letters"
-    ran = bench(mock, "--c", "1", "--repeat", "1")
-    assert ran.status == 0, ran.remarks
-    assert {row["equal"] and tuple(row["equal"]) for row in ran.found["rows"]} == {None, (1, 1), (2, 2)}
-
-
 def test_a_stream_is_parted_where_its_events_end_alone(start: Callable[..., Mock]) -> None:
     mock = start()
     mock.fault = "odd letters"
@@ -603,23 +594,17 @@ def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts
     assert family(psutil, 1) == []
 
 
-def test_gpu_memory_is_this_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache_cartridge.make.bench import watch
-
-    told = tmp_path / "nvidia-smi"
-    told.write_text('#!/bin/sh\n[ "$1" = --query-compute-apps=pid,used_memory ] && echo "11, 512" && echo "12, 7"\n')
-    told.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert watch.on_gpus() == [(11, 512 << 20), (12, 7 << 20)]
-
-
-def test_gpus_are_read_as_nvidia_smi_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_their_processes_are_read_as_nvidia_smi_tells_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus("memory.used") == []
     told = tmp_path / "nvidia-smi"
     told.write_text(
-        '#!/bin/sh\n[ "$1" = --query-gpu=name,memory.used ] && echo "NVIDIA H100, 512" && echo "NVIDIA H100, 7"\n'
+        '#!/bin/sh\n[ "$1" = --query-gpu=name,memory.used ] && echo "NVIDIA H100, 512" && echo "NVIDIA H100, 7" && exit\n'
+        '[ "$1" = --query-compute-apps=pid,used_memory ] && echo "11, 512" && echo "12, 7" && exit\nexit 1\n'
     )
     told.chmod(0o755)
+    assert on_gpus() == [(11, 512 << 20), (12, 7 << 20)]
     assert gpus("name", "memory.used") == [["NVIDIA H100", "512"], ["NVIDIA H100", "7"]]
     assert gpus("temperature") == []
