@@ -83,6 +83,7 @@ def test_corrupt(context: Context, tell: Tell) -> None:
     maker = _maker(context, damages=True)
     one = maker.prefill(f"{maker.run}-corrupt", 2 * maker.chunk + 8, add=False)
     assert one.manifest is not None and one.root is not None
+    maker.kv(one)  # read while it is sound
     stored = one.manifest.stored
     with (one.root / stored.file).open("r+b") as file:
         file.seek(stored.data_offset_bytes + one.manifest.data_bytes // 2)
@@ -103,6 +104,7 @@ def test_missing(context: Context, tell: Tell) -> None:
     maker = _maker(context, damages=True)
     one = maker.prefill(f"{maker.run}-missing", 2 * maker.chunk + 9)
     assert one.manifest is not None and one.root is not None
+    maker.kv(one)  # read while it is there
     (one.root / one.manifest.stored.file).unlink()
     tell(f"{_never_wrong(context, one, 'missing')}; others answer on")
 
