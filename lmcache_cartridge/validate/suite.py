@@ -89,13 +89,20 @@ class Suite:
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, modes)
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave the checks of the tiers that are wanted, by turns."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
+        """Leave the checks of the tiers that are wanted, by turns. What `-k` leaves out is not checked; noise always is."""
 
         def place(item: pytest.Item) -> tuple[int, int]:
             return item_tier(item).kwargs.get("turn", 0), self._tiers.index(item_tier(item).args[0])
 
-        items[:] = sorted((item for item in items if item_tier(item).args[0] in self._tiers), key=place)
+        wanted = sorted((item for item in items if item_tier(item).args[0] in self._tiers), key=place)
+        items[:] = wanted
+        yield
+        chosen = [item for item in wanted if item in items or item_tier(item).args[0] == NOISE]
+        left = [item_tier(item).args for item in wanted if item not in chosen]
+        self.rows += [Row(tier, what, NOT_CHECKED, "left out by pytest's options", 0.0) for tier, what in left]
+        items[:] = chosen
 
     @pytest.fixture(scope="session")
     def context(self) -> Context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle, islice
@@ -71,9 +70,8 @@ def test_logprobs(context: Context, tell: Tell) -> None:
 def test_sixteen(context: Context, tell: Tell) -> None:
     """Ask one cartridge sixteen times from eight threads."""
     one = context.held[0]
-    tasks: list[Callable[[], Judged]] = [partial(context.ask, one, question) for question in context.some(one, 16)]
     with ThreadPoolExecutor(8) as pool:
-        tell(summary([future.result() for future in [pool.submit(task) for task in tasks]]))
+        tell(summary(list(pool.map(partial(context.ask, one), context.some(one, 16)))))
 
 
 @tier("3", "three cartridges, by request")
