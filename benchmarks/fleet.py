@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         picked = stack.enter_context(envoy(urls, directory / "picked", picker=service, picker_timeout="0.25s"))
         http = stack.enter_context(httpx.Client(timeout=60))
         body = json.dumps({"model": "m", "cartridges": ["doc-0"], "prompt": " word" * positions})
-        question = json.dumps({"model": "m", "token_ids": ids})
+        question = json.dumps({"model": "m", "prompt": ids})
 
         def post(url: str, content: str) -> Callable[[], httpx.Response]:
             return lambda: http.post(url, content=content).raise_for_status()

@@ -125,18 +125,6 @@ class FleetError(CartridgeError):
     status = 400
 
 
-class UnknownPod(FleetError, KeyError):
-    """The service knows no server of this name."""
-
-    status = 404
-
-
-class UnknownModel(FleetError, KeyError):
-    """No server of the fleet serves this model."""
-
-    status = 404
-
-
 class NoTokens(FleetError, ValueError):
     """There is nothing in the request whose blocks could be looked for."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from time import monotonic
 
 import msgspec
 import zmq
@@ -18,9 +20,7 @@ from .index import AllBlocksCleared, Index, MalformedEvent, Source, read_event
 logger = logging.getLogger("lmcache_cartridge.fleet")
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_RETRY_MS = 1000
-_ROUNDS = 100
-"""vLLM's ROUTER drops what exceeds a thousand messages of a burst, so a long replay takes some rounds."""
+_RETRY_S = 1.0
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -65,21 +65,26 @@ class Follower:
         """Whether nothing of it is missing."""
         self.index, self._source, self._name = index, source, name
         self._events, self._replay = events, replay
-        self._timeout_ms, self._verify_ms = int(timeout_s * 1000), int(verify_s * 1000)
+        self._timeout_ms, self._verify_s = int(timeout_s * 1000), verify_s
         self._last, self._told_s = -1, 0.0
         """The number of the last batch, and when it was published: an earlier one that is younger is of another process."""
+        self._checked = -1, 0.0
+        """The same of the last batch that was compared with the server's buffer. Another process there has another time, or
+        not so many, even where its clock is behind and its numbers go on where those before it ended."""
 
     async def follow(self) -> None:
         """Follow until cancelled; what was told is forgotten then."""
         with _socket(zmq.SUB, self._events) as socket:
+            looked_s = -math.inf
             try:
                 while True:
-                    is_known = self.known or await self._catch_up()
-                    if await socket.poll(self._verify_ms if is_known else min(self._verify_ms, _RETRY_MS)):
+                    due_s = looked_s + (self._verify_s if self.known else min(self._verify_s, _RETRY_S)) - monotonic()
+                    if due_s <= 0:  # what came last may be lost, or the process another, whatever else comes
+                        await self._catch_up()
+                        looked_s = monotonic()
+                    elif await socket.poll(int(due_s * 1000) + 1):
                         await self._take(await socket.recv_multipart())
                         await asyncio.sleep(0)  # others' turn, where many are waiting
-                    elif is_known:
-                        await self._catch_up()  # the last batch may be lost, or the process gone, with nothing after it
             finally:
                 self._forget()
 
@@ -106,12 +111,13 @@ class Follower:
         """Take in what was published and did not come, from the server's buffer; False if nobody answers."""
         before, is_first = self._last, not self.known
         if self._replay is not None:
-            for _ in range(_ROUNDS):
+            is_end, checked = False, None
+            while not is_end and checked != self._checked:  # vLLM's ROUTER drops what exceeds 1,000 messages of a burst
+                checked = self._checked
                 batches, is_end = await self._ask(self._replay)
                 if not (batches or is_end):
                     return False
-                if await self._take_in(batches) and is_end:
-                    break
+                is_end &= await self._take_in(batches)
             self.counts.replays += is_first or self._last != before
         if is_first:
             past = f"{self._last + 1} batches replayed" if self._replay else "no replay endpoint: its past is not known"
@@ -119,11 +125,12 @@ class Follower:
         self.known = True
         return True
 
-    async def _ask(self, endpoint: str) -> tuple[list[tuple[int, _Batch]], bool]:
-        """Return the last batch and all after it that come, and whether they are at an end; nothing if nobody answers."""
-        found: list[tuple[int, _Batch]] = []
+    async def _ask(self, endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
+        """Return the batches that come, from the last one checked on, and whether they are at an end; nothing if nobody
+        answers."""
+        found: list[tuple[int, bytes]] = []
         with _socket(zmq.DEALER, endpoint) as socket:
-            await socket.send_multipart([b"", max(self._last, 0).to_bytes(8, "big")])
+            await socket.send_multipart([b"", max(self._checked[0], 0).to_bytes(8, "big")])
             while await socket.poll(self._timeout_ms):
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
@@ -131,17 +138,18 @@ class Follower:
                     return [], False
                 if frames[2] == _END:
                     return found, True
-                found.append((int.from_bytes(frames[2], "big"), self._read(frames[3])))
+                found.append((int.from_bytes(frames[2], "big"), frames[3]))
         return found, False
 
-    async def _take_in(self, batches: list[tuple[int, _Batch]]) -> bool:
-        """Take in batches from the last one on; False where others have to be asked for.
+    async def _take_in(self, batches: list[tuple[int, bytes]]) -> bool:
+        """Take in batches from the last one checked on; False where others have to be asked for.
 
         Finds another process in the server's place, and clears what the one before it told.
         """
-        first, batch = batches[0] if batches else (-1, _Batch(0.0, []))
-        if self._last >= 0 and (first != self._last or batch.ts != self._told_s):
-            if first <= self._last:  # else its buffer does not reach back
+        first, is_end = batches[0][0] if batches else -1, True
+        number, told_s = self._checked
+        if number >= 0 and (first != number or self._read(batches[0][1]).ts != told_s):
+            if first <= number:  # else its buffer does not reach back
                 self.counts.restarts += 1
                 logger.warning("%s: it was restarted; what it told before is forgotten", self._name)
             self._forget()
@@ -149,13 +157,15 @@ class Follower:
         if self._last < 0 < first:
             self._lose(first)
         self.whole |= not batches
-        for number, batch in batches:
+        for number, payload in batches:
             if number > self._last + 1:
-                return False
+                is_end = False
+                break
             if number == self._last + 1:
-                self._apply(number, batch)
+                self._apply(number, self._read(payload))
                 await asyncio.sleep(0)
-        return True
+        self._checked = self._last, self._told_s
+        return is_end
 
     def _lose(self, number: int) -> None:
         """Go on from a batch whose predecessors cannot be had."""
@@ -172,7 +182,7 @@ class Follower:
 
     def _forget(self) -> None:
         self.index.clear(self._source)
-        self._last, self.known, self.whole = -1, False, False
+        self._last, self._checked, self.known, self.whole = -1, (-1, 0.0), False, False
 
     def _read(self, payload: bytes) -> _Batch:
         try:
@@ -184,6 +194,8 @@ class Follower:
     def _apply(self, number: int, batch: _Batch) -> None:
         self.whole |= number == 0
         self._last, self._told_s = number, batch.ts
+        if self._checked[0] < 0:
+            self._checked = number, batch.ts
         self.counts.batches += 1
         for packed in batch.events:
             try:

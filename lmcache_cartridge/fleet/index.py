@@ -152,10 +152,6 @@ class Index:
                 by_tier[place.tier] = max(by_tier.get(place.tier, 0), blocks * place.size)
         return found
 
-    def whole(self, count: int) -> int:
-        """Return how many of `count` tokens are in whole blocks, of the size that leaves the fewest over."""
-        return max((count // place.size * place.size for place in self._copies), default=0)
-
     def blocks(self) -> dict[tuple[int, str], int]:
         """Return how many different blocks each server has, by its number and tier."""
         found: Counter[tuple[int, str]] = Counter()

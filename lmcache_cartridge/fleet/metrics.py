@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
 PREFIX = "lmcache_cartridge_fleet_"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 2.0)
-_GAUGES: dict[str, tuple[str, Callable[[Pod], float]]] = {
-    "healthy": ("Whether a server can be picked.", lambda pod: pod.problem is None),
-    "waiting": ("Requests that wait at a server, as it told last.", lambda pod: pod.waiting),
-    "known": ("Whether a server's past events are in the index, as far as they can be had.", lambda pod: pod.is_known),
-    "whole": ("Whether none of them is missing.", lambda pod: pod.is_whole),
+_OF_PODS: dict[str, tuple[Any, str, Callable[[Pod], float]]] = {
+    "healthy": (GaugeMetricFamily, "Whether a server can be picked.", lambda pod: pod.problem is None),
+    "waiting": (GaugeMetricFamily, "Requests that wait at a server, as it told last.", lambda pod: pod.waiting),
+    "known": (GaugeMetricFamily, "Whether a server's past events are in the index.", lambda pod: pod.is_known),
+    "whole": (GaugeMetricFamily, "Whether none of them is missing.", lambda pod: pod.is_whole),
+} | {
+    f"event_{name}": (CounterMetricFamily, f"Of a server's events: {name}.", attrgetter(f"counts.{name}"))
+    for name in Counts.__struct_fields__
 }
 
 
@@ -45,13 +49,8 @@ class Metrics:
             for tier in TIERS:
                 blocks.add_metric([pod.name, tier], held.get((pod.number, tier), 0))
         yield blocks
-        for name, (text, value) in _GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["pod"])
+        for name, (family, text, value) in _OF_PODS.items():
+            made = family(PREFIX + name, text, labels=["pod"])
             for pod in self._pods:
-                gauge.add_metric([pod.name], value(pod))
-            yield gauge
-        for name in Counts.__struct_fields__:
-            counter = CounterMetricFamily(PREFIX + f"event_{name}", f"Of a server's events: {name}.", labels=["pod"])
-            for pod in self._pods:
-                counter.add_metric([pod.name], getattr(pod.counts, name))
-            yield counter
+                made.add_metric([pod.name], value(pod))
+            yield made

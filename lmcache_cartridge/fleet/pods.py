@@ -7,7 +7,6 @@ import logging
 import re
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,9 +15,6 @@ import msgspec
 from .config import FleetConfig, PodConfig
 from .events import Counts, Follower
 from .index import Index, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 logger = logging.getLogger("lmcache_cartridge.fleet")
 
@@ -66,6 +62,10 @@ class Pod:
         if model in self._fleet.naming.model_aliases:
             return None
         return model if parent in self.models and not str(model).startswith(f"{parent}:") else None
+
+    def serves(self, model: object) -> bool:
+        """Return whether it is known to serve a model, `MODEL` or `MODEL:CARTRIDGE`; so it is where none is named."""
+        return not isinstance(model, str) or any(model == name or model.startswith(f"{name}:") for name in self.models)
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
         """Ask it again and again, and follow its events, until cancelled."""
@@ -148,10 +148,3 @@ def _reached(endpoint: str | None, host: str) -> str | None:
     scheme, _, rest = (endpoint or "").partition("://")
     bound, _, port = rest.rpartition(":")
     return f"tcp://{host}:{port}" if scheme == "tcp" and bound in _ANYWHERE else endpoint
-
-
-def serving(pods: Sequence[Pod], model: str | None) -> list[Pod]:
-    """Return those that are known to serve a model, `MODEL` or `MODEL:CARTRIDGE`; all where none is named."""
-    if model is None:
-        return list(pods)
-    return [pod for pod in pods if any(model == name or model.startswith(f"{name}:") for name in pod.models)]

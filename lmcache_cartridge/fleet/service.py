@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from ..errors import NoPod, NoTokens, NotReplayed, UnknownModel, UnknownPod
+from ..errors import NoPod, NoTokens, NotReplayed
 from .affinity import affinity_key
 from .config import FleetConfig
 from .index import Index, Tokens
 from .metrics import Metrics
-from .pods import Pod, serving
+from .pods import Pod
 from .tokens import Renderer
 
 HELD = 0.5
@@ -54,14 +54,6 @@ class Pick(NamedTuple):
     pod: Pod
     receipt: dict[str, Any]
     """Why it was picked, as JSON."""
-
-
-class Scores(NamedTuple):
-    """What the servers score for a prompt."""
-
-    scores: dict[str, float]
-    receipt: dict[str, Any]
-    """Why, as JSON."""
 
 
 class Fleet:
@@ -96,60 +88,49 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
 
-    async def score(
-        self, *, prompt: str | None = None, messages: Sequence[Any] | None = None, token_ids: Sequence[int] | None = None,
-        cartridges: Sequence[Any] = (), model: str | None = None, pods: Sequence[str] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Scores:  # fmt: skip
-        """Return what the healthy ones of `pods`, all by default, score for a prompt with cartridges before it.
+    async def score(self, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        """Return what the healthy servers score for a request as it came, and why, as JSON.
 
-        Text is expanded by a server as for an answer; `token_ids` stand for themselves, with the cartridges' before them.
-        Raises `UnknownPod`, `UnknownModel`, `NoTokens`, `NoPod`, and `NotReplayed` where no event was replayed yet.
+        Its cartridges are looked for, and its prompt behind them where that is token ids. Raises `NoTokens` where there is
+        neither, `NoPod`, and `NotReplayed` where no server's past events were replayed yet.
         """
         with self.metrics.seconds.labels("score").time():
-            if unknown := set(pods or ()) - {pod.name for pod in self.pods}:
-                raise UnknownPod(f"no server is called {', '.join(sorted(unknown))}; there are {_names(self.pods)}")
-            able, left_out = self._healthy([pod for pod in self.pods if pods is None or pod.name in pods])
-            if not (able := serving(able, model)):
-                raise UnknownModel(f"no server of the fleet serves {model!r}")
+            fields = _fields(body)
+            able, left_out = self._able(fields)
             if not any(pod.is_known for pod in able):
-                raise NotReplayed(f"the events of {_names(able)} are not replayed yet, or they publish none; ask later")
-            if sum(given is not None for given in (prompt, messages, token_ids)) > 1:
-                raise NoTokens("give one of prompt, messages and token_ids")
-            fields: dict[str, Any] = {"model": model or next(iter(able[0].models), None), "max_tokens": 1}
-            fields |= {"cartridges": list(cartridges)} if cartridges else {}
-            headers = headers or {}
-            if messages is None and prompt is None:
-                tokens = await self._named(fields, headers, able)
-                tokens = Tokens([*tokens.ids, *(token_ids or ())], able[0].adapter(fields["model"]))
-            else:
-                name, given = ("prompt", prompt) if messages is None else ("messages", messages)
-                path = "/v1/completions" if messages is None else "/v1/chat/completions"
-                tokens = await self._renderer.of_request(path, fields | {name: given}, headers, able)
-            if not tokens.ids:
-                raise NoTokens("name cartridges, or give a prompt, messages or token_ids")
+                raise NotReplayed("no server's past events are replayed yet, or they publish none; ask later")
+            tokens = await self._named(fields, headers, able)
+            prompt = fields.get("prompt")
+            try:
+                ids = [*tokens.ids, *(prompt if isinstance(prompt, list) else ())]
+                tokens = Tokens(ids, tokens.adapter or able[0].adapter(fields.get("model")))
+            except (TypeError, OverflowError):
+                raise NoTokens("`prompt` is text, of which nothing is looked for, or a list of token ids") from None
+            if not ids:
+                raise NoTokens("name cartridges, or give token ids as `prompt`")
             found = self._scored(tokens, able)
-            return Scores({name: one.total for name, one in found.items()}, self._receipt(found, tokens, left_out))
+        return {
+            "scores": {name: one.total for name, one in found.items()},
+            "receipt": self._receipt(found, tokens, left_out),
+        }
 
     async def pick(self, headers: Mapping[str, str], body: bytes) -> Pick:
         """Return the server for a request as it came, `headers` with names in lower case.
 
-        Its cartridges are looked for, the rest of its prompt is not; a request without any goes by load. Waits for a server
-        only where what the cartridges are was never asked. Raises `NoPod` without a healthy server.
+        Its cartridges are looked for, its prompt is not; a request without any goes by load. Waits for a server only where
+        what the cartridges are was never asked. Raises `NoPod` without a healthy server.
         """
         with self.metrics.seconds.labels("pick").time():
-            fields, (able, left_out) = _fields(body), self._healthy(self.pods)
-            model = fields.get("model")
-            # A server says itself that it does not know a model.
-            able = serving(able, model if isinstance(model, str) else None) or able
-            problem = {}
+            fields = _fields(body)
+            able, left_out = self._able(fields)
+            problem, tokens = {}, Tokens([])
             try:
                 tokens = await self._named(fields, headers, able)
             except NoTokens as error:
-                tokens, problem = Tokens([]), {"problem": str(error)}
+                problem = {"problem": str(error)}
             found, key = self._scored(tokens, able), self._key(fields, headers)
             holders = {name: one for name, one in found.items() if one.share >= HELD or not key}
-            name = best(holders, self._chance) if holders else owners(key, found)[0]
+            name = best(holders, self._chance) if holders else owner(key, found)
             by = "score" if holders else "owner"
         self.metrics.picks.labels(name, by).inc()
         self.metrics.asked.inc(len(tokens.ids))
@@ -166,19 +147,19 @@ class Fleet:
         """Return the tokens of a request's cartridges, none without any. Raises `NoTokens`."""
         return await self._renderer.of_names(fields, headers, pods) if self._key(fields, headers) else Tokens([])
 
-    def _healthy(self, pods: Sequence[Pod]) -> tuple[list[Pod], dict[str, str]]:
-        """Return those that can be picked, and why others cannot. Raises `NoPod` without any."""
-        left_out = {pod.name: pod.problem for pod in pods if pod.problem is not None}
-        able = [pod for pod in pods if pod.problem is None]
+    def _able(self, fields: Mapping[str, Any]) -> tuple[list[Pod], dict[str, str]]:
+        """Return the healthy servers that serve a request's model, all where none does, since a server itself says that it
+        does not know one; and why others cannot be picked. Raises `NoPod` without a healthy one.
+        """
+        left_out = {pod.name: pod.problem for pod in self.pods if pod.problem is not None}
+        able = [pod for pod in self.pods if pod.problem is None]
         if not able:
-            reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-            raise NoPod(f"no server is healthy: {reasons or 'none was named'}")
-        return able, left_out
+            raise NoPod("no server is healthy: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+        return [pod for pod in able if pod.serves(fields.get("model"))] or able, left_out
 
     def _scored(self, tokens: Tokens, pods: Sequence[Pod]) -> dict[str, Score]:
-        matched, whole = self.index.matches(tokens), self.index.whole(len(tokens.ids))
-        weights = self.config.prefix_weight, self.config.load_weight
-        return {pod.name: score(matched.get(pod.number, {}), whole, pod.waiting, *weights) for pod in pods}
+        matched, weights = self.index.matches(tokens), (self.config.prefix_weight, self.config.load_weight)
+        return {pod.name: score(matched.get(pod.number, {}), len(tokens.ids), pod.waiting, *weights) for pod in pods}
 
     def _receipt(self, found: Mapping[str, Score], tokens: Tokens, left_out: Mapping[str, str]) -> dict[str, Any]:
         known = {pod.name: pod.is_known for pod in self.pods}
@@ -189,7 +170,7 @@ class Fleet:
 def score(
     matched: Mapping[str, int], tokens: int, waiting: int, prefix_weight: float = 2.0, load_weight: float = 1.0
 ) -> Score:
-    """Return the score of a server that has `matched` leading tokens, by tier, of a prompt of `tokens` in whole blocks."""
+    """Return the score of a server that has `matched` leading tokens, by tier, of a prompt of `tokens`."""
     reached, worth = 0, 0.0
     for tier, weight in TIER_WEIGHT.items():
         if (end := matched.get(tier, 0)) > reached:
@@ -205,12 +186,12 @@ def best(scores: Mapping[str, Score], choose: random.Random) -> str:
     return choose.choice([name for name, one in scores.items() if one.total == highest])
 
 
-def owners(key: str, servers: Iterable[str]) -> list[str]:
-    """Return the servers from the first to the last owner of an affinity key; the same for everybody who asks.
+def owner(key: str, servers: Iterable[str]) -> str:
+    """Return the server that owns an affinity key; the same for everybody who asks.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): a server that comes or goes moves its own keys and no others.
     """
-    return sorted(set(servers), key=lambda server: (_hash(f"{_hash(server)}{key}"), server), reverse=True)
+    return max(servers, key=lambda server: (_hash(f"{_hash(server)}{key}"), server))
 
 
 def _hash(text: str) -> str:
@@ -224,7 +205,3 @@ def _fields(body: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, ValueError):
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def _names(pods: Iterable[Pod]) -> str:
-    return ", ".join(pod.name for pod in pods)

@@ -24,16 +24,10 @@ _PASSED = ("authorization", "x-cartridges", "x-api-key")
 _PROBE = 5
 """A token id of every model, as a prompt to put cartridges before."""
 _LATER = (408, 425, 429)
-_MAX_KEPT_TOKENS = 16 << 20
-"""How many tokens of requests are remembered, of 4 bytes."""
-_ENTRY_TOKENS = 256
-"""What an entry counts beside its tokens."""
+_MOST_KEPT = 1024
+"""How many requests' tokens are remembered, of 4 bytes each."""
 _REFUSED_S = 1.0
 """How long a server's refusal is believed."""
-
-
-class _Refused(NoTokens):
-    """A server does not take the request."""
 
 
 @dataclass(slots=True)
@@ -48,11 +42,11 @@ class _Kept:
 class _Shown(msgspec.Struct):
     """What `/render` says."""
 
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+    token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]], msgspec.Meta(min_length=1)]
     model: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_Shown | list[_Shown])
+_decode = msgspec.json.Decoder(tuple[_Shown]).decode
 
 
 class Renderer:
@@ -70,53 +64,47 @@ class Renderer:
         Raises `NoTokens` with a server's own words where it refuses them, or where none answers.
         """
         naming = {name: fields[name] for name in fields if name in NAMING or "label" in name}
-        key = msgspec.json.encode([naming, [headers.get(name) for name in _PASSED]])
+        headers = {name: headers[name] for name in _PASSED if name in headers}
+        key = msgspec.json.encode([naming, headers])
         kept = self._kept.setdefault(key, _Kept(NoTokens("")))
         self._kept.move_to_end(key)
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
         if kept.until < time.monotonic() and kept.asking is None:
-            body = naming | {"prompt": [_PROBE], "max_tokens": 1}
-            kept.asking = asyncio.create_task(self._refresh(kept, body, headers, pods))
+            kept.asking = asyncio.create_task(self._refresh(kept, naming, headers, pods))
         if kept.asking is not None and isinstance(kept.found, NoTokens):
             await asyncio.shield(kept.asking)
         if isinstance(kept.found, NoTokens):
             raise NoTokens(str(kept.found))
         return kept.found
 
-    async def _refresh(
-        self, kept: _Kept, body: dict[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]
-    ) -> None:
+    async def _refresh(self, kept: _Kept, naming: dict[str, Any], headers: dict[str, str], pods: Sequence[Pod]) -> None:
         try:
-            found = await self.of_request("/v1/completions", body, headers, pods)
-            kept.found, kept.until = Tokens(found.ids[:-1], found.adapter), time.monotonic() + self._ttl_s
-        except NoTokens as error:
-            if isinstance(error, _Refused) or isinstance(kept.found, NoTokens):
-                kept.found, kept.until = error, time.monotonic() + _REFUSED_S * isinstance(error, _Refused)
+            found = await self._ask(naming | {"prompt": [_PROBE], "max_tokens": 1}, headers, pods)
+            if found is not None:
+                kept.found = found
+                kept.until = time.monotonic() + (self._ttl_s if isinstance(found, Tokens) else _REFUSED_S)
+            elif isinstance(kept.found, NoTokens):
+                kept.found = NoTokens("no server answers what a request's tokens are")
         finally:
             kept.asking = None
-        while sum(map(_size, self._kept.values())) > _MAX_KEPT_TOKENS:
-            self._kept.popitem(last=False)
 
-    async def of_request(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]
-    ) -> Tokens:
-        """Return the tokens of a whole request, of several prompts the first's, by the first server that answers."""
+    async def _ask(
+        self, body: dict[str, Any], headers: dict[str, str], pods: Sequence[Pod]
+    ) -> Tokens | NoTokens | None:
+        """Return what the first server that answers says, without the prompt's own token; None if none does."""
         self._turn += 1
-        headers = {name: headers[name] for name in _PASSED if name in headers}
         for number in range(len(pods)):
             pod = pods[(self._turn + number) % len(pods)]
             try:
-                async with self._session.post(f"{pod.url}{path}/render", json=body, headers=headers) as response:
+                url = f"{pod.url}/v1/completions/render"
+                async with self._session.post(url, json=body, headers=headers) as response:
                     status, told = response.status, await response.read()
                 if status == 200:
-                    shown = _decoder.decode(told)
-                    first = shown[0] if isinstance(shown, list) else shown
-                    return Tokens(first.token_ids, pod.adapter(first.model or body.get("model")))
-            except (*UNREACHABLE, msgspec.DecodeError, ValueError, IndexError):
+                    (shown,) = _decode(told)
+                    return Tokens(shown.token_ids[:-1], pod.adapter(shown.model or body.get("model")))
+            except (*UNREACHABLE, msgspec.DecodeError, ValueError):
                 continue
             if 400 <= status < 500 and status not in _LATER:
-                raise _Refused(f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}")
-        raise NoTokens("no server answers what a request's tokens are")
-
-
-def _size(kept: _Kept) -> int:
-    return _ENTRY_TOKENS + (len(kept.found.ids) if isinstance(kept.found, Tokens) else 0)
+                return NoTokens(f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}")
+        return None

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 
-from ..errors import CartridgeError, FleetError, NoTokens
+from ..errors import CartridgeError, FleetError
 from .service import Fleet, Pick
 
 HEADER = "x-gateway-destination-endpoint"
@@ -69,25 +69,8 @@ async def _errors(
         return _json({"error": {"type": type(error).__name__, "message": str(error)}}, error.status)
 
 
-class _Question(msgspec.Struct, forbid_unknown_fields=True):
-    prompt: str | None = None
-    messages: list[Any] | None = None
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]] | None = None
-    cartridges: list[Any] = []
-    model: str | None = None
-    pods: list[str] | None = None
-
-
-_decode_question = msgspec.json.Decoder(_Question).decode
-
-
 async def _score(request: web.Request) -> web.Response:
-    try:
-        question = _decode_question(await request.read())
-    except (msgspec.DecodeError, ValueError) as error:
-        raise NoTokens(f"the body: {error}") from None
-    found = await request.app[FLEET].score(**msgspec.structs.asdict(question), headers=_headers(request))
-    return _json(found._asdict())
+    return _json(await request.app[FLEET].score(_headers(request), await request.read()))
 
 
 async def _pick(request: web.Request) -> web.Response:

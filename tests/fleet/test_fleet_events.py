@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 
 from lmcache_cartridge.fleet.events import Follower
 from lmcache_cartridge.fleet.index import Index, Source, Tokens
@@ -57,10 +58,10 @@ class Engine:
             self._publisher.shutdown()
         self._publisher = None
 
-    def tell(self, *batches: list[Any]) -> None:
+    def tell(self, *batches: list[Any], behind_s: float = 0.0) -> None:
         assert self._publisher is not None
         for events in batches:
-            self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            self._publisher.publish(KVEventBatch(ts=time.time() - behind_s, events=events))
 
     def settle(self) -> None:
         """Wait until all is published, and is in the buffer."""
@@ -174,6 +175,49 @@ async def test_a_server_that_was_restarted_holds_nothing_of_before(engine: Engin
         engine.tell(*[[stored(10 + i)] for i in range(more)])
         await seen(lambda: known(follower) == blocks(*range(10, 10 + more)) and follower.whole)
         assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
+
+
+async def test_a_restart_is_seen_while_events_come_even_where_the_new_clock_is_behind(engine: Engine) -> None:
+    """It never pauses, and its numbers are those of batches that the one before it has told."""
+    async with following(engine, verify_s=1.0) as follower:
+        engine.tell(*[[stored(1)]] * 1000)
+        await seen(lambda: follower.counts.batches == 1000)
+        engine.close()
+        engine.start()
+        told = 0
+
+        def is_seen() -> bool:
+            nonlocal told
+            engine.tell([stored(10 + told)], behind_s=3600)
+            told += 1
+            assert told < 1000, "its numbers go on where the old ones ended, and it was not noticed"
+            return follower.counts.restarts == 1
+
+        await seen(is_seen)
+        await seen(lambda: known(follower) == blocks(*range(10, 10 + told)) and follower.whole)
+        assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
+
+
+async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_comes(tmp_path: Path) -> None:
+    events, replay, asked = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", []
+
+    async def answer(socket: zmq.asyncio.Socket) -> None:
+        while True:
+            client, *_, number = await socket.recv_multipart()
+            asked.append(int.from_bytes(number, "big"))
+            batch = msgspec.msgpack.encode([0.0, [stored(1)], 0])
+            await socket.send_multipart([client, b"", b"t", (0).to_bytes(8, "big"), batch])
+
+    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
+        socket.bind(replay)
+        answering = asyncio.create_task(answer(socket))
+        follower = Follower(Index(), Source(0), events, replay, name="pod", timeout_s=0.05, verify_s=60.0)
+        following = asyncio.create_task(follower.follow())
+        await seen(lambda: follower.known)
+        assert known(follower) == blocks(1) and len(asked) <= 3
+        for task in (following, answering):
+            task.cancel()
+        await asyncio.gather(following, answering, return_exceptions=True)
 
 
 async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its_blocks(tmp_path: Path) -> None:

@@ -152,7 +152,6 @@ def test_tiers_may_have_blocks_of_other_sizes_and_adapters_have_their_own() -> N
     assert index.matches(Tokens(ids)) == {7: {"gpu": 2 * SIZE, "cpu": 256}}
     assert index.matches(Tokens(ids, "nurse")) == {7: {"gpu": SIZE}}
     assert index.matches(Tokens(ids[: SIZE - 1])) == {}
-    assert (index.whole(300), index.whole(255)) == (288, 240)
     assert index.blocks() == {(7, "gpu"): 3, (7, "cpu"): 1}
 
 

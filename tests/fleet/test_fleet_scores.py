@@ -17,11 +17,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from test_fleet_events import Engine, seen
 from test_fleet_events import stored as stored_event
 
-from lmcache_cartridge.errors import NoPod, NoTokens, NotReplayed, SettingsError, UnknownModel, UnknownPod
+from lmcache_cartridge.errors import NoPod, NoTokens, NotReplayed, SettingsError
 from lmcache_cartridge.fleet import index
 from lmcache_cartridge.fleet.config import FleetConfig, of_mapping, read_config
 from lmcache_cartridge.fleet.index import Tokens
-from lmcache_cartridge.fleet.service import Fleet, best, owners, score
+from lmcache_cartridge.fleet.service import Fleet, best, owner, score
 from lmcache_cartridge.fleet.web import app
 
 SIZE, MODEL = 16, "llama"
@@ -136,12 +136,11 @@ def test_of_equal_scores_any_is_picked() -> None:
 def test_a_key_has_one_owner_and_a_server_that_goes_moves_its_own_keys_only() -> None:
     servers = [f"engine-{i}" for i in range(8)]
     keys = [f"cartridge-{i}" for i in range(2000)]
-    before = {key: owners(key, servers) for key in keys}
-    assert {key: owners(key, reversed(servers)) for key in keys} == before
-    counts = Counter(ranked[0] for ranked in before.values())
-    assert min(counts.values()) > 180
-    for key, ranked in before.items():
-        assert owners(key, set(servers) - {"engine-3"}) == [one for one in ranked if one != "engine-3"]
+    before = {key: owner(key, servers) for key in keys}
+    assert {key: owner(key, reversed(servers)) for key in keys} == before
+    assert min(Counter(before.values()).values()) > 180
+    after = {key: owner(key, set(servers) - {"engine-3"}) for key in keys}
+    assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == "engine-3"}
 
 
 async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path: Path) -> None:
@@ -171,10 +170,10 @@ async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go
         await fleet.known()
         for name in "abcd":
             picked = [await fleet.pick({"cartridges": [name]}) for _ in range(5)]
-            assert {one for one, _ in picked} == {owners(name, fleet.pods)[0]}
+            assert {one for one, _ in picked} == {owner(name, fleet.pods)}
             assert {receipt["by"] for _, receipt in picked} == {"owner"}
         name, receipt = await fleet.pick({"cartridges": ["unheard-of"]})
-        assert (name, receipt["by"]) == (owners("unheard-of", fleet.pods)[0], "owner")
+        assert (name, receipt["by"]) == (owner("unheard-of", fleet.pods), "owner")
         assert "404" in receipt["problem"] and "unheard-of" in receipt["problem"]
         fleet.pods["engine-0"].waiting, fleet.pods["engine-2"].waiting = 3, 200
         await seen(lambda: [pod.waiting for pod in fleet.fleet.pods] == [3, 0, 200])
@@ -191,12 +190,12 @@ async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_
     async with running(tmp_path) as fleet:
         await fleet.known()
         for name in "abcd":
-            owner = owners(name, fleet.pods)[0]
-            [other, third] = sorted(set(fleet.pods) - {owner})
+            home = owner(name, fleet.pods)
+            [other, third] = sorted(set(fleet.pods) - {home})
             fleet.pods[other].hold(name, blocks=1)
             await seen(lambda name=name: bool(fleet.fleet.index.matches(Tokens(CARTRIDGES[name][:SIZE]))))
             picked, receipt = await fleet.pick({"cartridges": [name]})
-            assert (picked, receipt["by"]) == (owner, "owner"), "an eighth of it is not the cartridge"
+            assert (picked, receipt["by"]) == (home, "owner"), "an eighth of it is not the cartridge"
             fleet.pods[third].hold(name, blocks=4)
             half = Tokens(CARTRIDGES[name][: 4 * SIZE])
             await seen(
@@ -228,26 +227,23 @@ async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_pa
         await seen(lambda: "no answer" in str(fleet.fleet.pods[1].problem))
 
 
-async def test_a_score_is_of_the_whole_prompt_in_any_form(tmp_path: Path) -> None:
+async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
         fleet.pods["engine-1"].hold("a")
         await fleet.held(8)
         half = [9] * 128
-        for question, tokens, part in (
-            ({"cartridges": ["a"]}, 128, 2.0), ({"cartridges": ["a"], "token_ids": half}, 256, 1.0),
-            ({"token_ids": CARTRIDGES["a"]}, 128, 2.0), ({"token_ids": half}, 128, 0.0),
-            ({"cartridges": ["a"], "prompt": "x" * 128}, 256, 1.0),
-            ({"cartridges": ["a"], "messages": [{"role": "user", "content": "x"}]}, None, None),
+        for request, tokens, part in (
+            ({"cartridges": ["a"]}, 128, 2.0), ({"cartridges": ["a"], "prompt": half}, 256, 1.0),
+            ({"prompt": CARTRIDGES["a"]}, 128, 2.0), ({"prompt": half, "model": "another"}, 128, 0.0),
+            ({"cartridges": ["a"], "prompt": "text", "messages": []}, 128, 2.0),
         ):  # fmt: skip
-            found = await fleet.fleet.score(model=MODEL, **question)
-            if part is not None:
-                assert found.receipt["tokens"] == tokens
-                assert found.scores == {"engine-0": 0.5, "engine-1": part + 0.5}, question
-        assert found.scores["engine-1"] > 2.0
-        assert (await fleet.fleet.score(cartridges=["a"], pods=["engine-0"])).scores == {"engine-0": 0.5}
-        reply = await fleet.client.post("/score", json={"cartridges": ["a"]}, headers={"Authorization": "Bearer k"})
-        assert (await reply.json())["scores"] == {"engine-0": 0.5, "engine-1": 2.5}
+            reply = await fleet.client.post("/score", json=request)
+            told = await reply.json()
+            assert (reply.status, told["receipt"]["tokens"]) == (200, tokens), request
+            assert told["scores"] == {"engine-0": 0.5, "engine-1": part + 0.5}, request
+        told = await (await fleet.client.post("/score", json={}, headers={"X-Cartridges": "a"})).json()
+        assert told["scores"]["engine-1"] == 2.5
 
 
 async def test_blocks_of_an_adapter_are_its_own(tmp_path: Path) -> None:
@@ -287,23 +283,28 @@ async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_p
 async def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
-        for question, error, words in (
-            ({"pods": ["engine-9"], "token_ids": [1]}, UnknownPod, "engine-9; there are engine-0, engine-1"),
-            ({"model": "gpt", "token_ids": [1]}, UnknownModel, "gpt"),
-            ({}, NoTokens, "name cartridges"), ({"token_ids": [1], "prompt": "x"}, NoTokens, "one of"),
-            ({"cartridges": ["unheard-of"]}, NoTokens, "404"),
-        ):  # fmt: skip
-            with pytest.raises(error, match=words):
-                await fleet.fleet.score(**question)
-            reply = await fleet.client.post("/score", json=question)
-            assert (reply.status, (await reply.json())["error"]["type"]) == (error.status, error.__name__)
-        for body in (b"", b"[]", b"{", b'{"prompts": "x"}', b'{"token_ids": [-1]}'):
-            assert (await fleet.client.post("/score", data=body)).status == 400
+
+        async def refused(body: bytes) -> tuple[int, str, str]:
+            reply = await fleet.client.post("/score", data=body)
+            error = (await reply.json())["error"]
+            return reply.status, error["type"], error["message"]
+
+        for body in (
+            b"",
+            b"[]",
+            b"{",
+            b'{"prompt": "x"}',
+            b'{"prompt": [-1]}',
+            b'{"prompt": ["x"]}',
+            b'{"cartridges": ["e"]}',
+        ):
+            status, kind, message = await refused(body)
+            words = "404" if b"cartridges" in body else "token ids"
+            assert (status, kind, words in message) == (400, NoTokens.__name__, True), (body, message)
         for pod in fleet.fleet.pods:
             for follower in pod.followers.values():
                 follower.known = False
-        with pytest.raises(NotReplayed, match="engine-0, engine-1"):
-            await fleet.fleet.score(token_ids=[1])
+        assert (await refused(b'{"prompt": [1]}'))[:2] == (503, NotReplayed.__name__)
 
 
 async def test_a_server_whose_events_raise_once_is_followed_again(
@@ -322,7 +323,7 @@ async def test_a_server_whose_events_raise_once_is_followed_again(
         fleet.pods["engine-0"].hold("a")
         await fleet.held(8)
         await fleet.known()  # the replay of which the blocks are the first may not be over
-        assert (await fleet.fleet.score(cartridges=["a"])).scores == {"engine-0": 2.5}
+        assert (await fleet.pick({"cartridges": ["a"]}))[1]["scores"]["engine-0"]["total"] == 2.5
     assert raised
 
 
@@ -333,12 +334,12 @@ async def test_metrics_say_what_was_done(tmp_path: Path) -> None:
         await fleet.held(8)
         await fleet.pick({"cartridges": ["a"]})
         await fleet.pick({"cartridges": ["b"]})
-        await fleet.fleet.score(cartridges=["a"])
+        await fleet.client.post("/score", json={"cartridges": ["a"]})
         text = await (await fleet.client.get("/metrics")).text()
-        owner = owners("b", fleet.pods)[0]
+        home = owner("b", fleet.pods)
         for line in (
             'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
-            f'picks_total{{by="owner",pod="{owner}"}} 1.0', "asked_tokens_total 256.0", "hit_tokens_total 128.0",
+            f'picks_total{{by="owner",pod="{home}"}} 1.0', "asked_tokens_total 256.0", "hit_tokens_total 128.0",
             'event_batches_total{pod="engine-1"} 1.0', 'whole{pod="engine-0"} 1.0',
             'seconds_count{of="score"} 1.0',
         ):  # fmt: skip
@@ -371,7 +372,7 @@ def test_the_shipped_configuration_is_read() -> None:
 
 
 async def test_remembered_tokens_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MAX_KEPT_TOKENS", 800)
+    monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MOST_KEPT", 2)
     async with running(tmp_path, 1) as fleet:
         await fleet.known()
         (pod,) = fleet.pods.values()
