@@ -1,6 +1,6 @@
 """What a cold cartridge costs: hot requests beside a slow fetch from S3, and many requests for one that is cold.
 
-    python benchmarks/cold_fetch.py [--full] [--requests 400] [--slow-s 5]
+    python benchmarks/cold_fetch.py [--full]
 
 A real vLLM server with the shipped model, a real S3 server behind a proxy that holds every answer of the cold cartridge back,
 both from the tests. Phases alternate, so that a machine that slows down does so for both. Then, in each mode, 17 requests at
@@ -35,26 +35,20 @@ from lmcache_cartridge.settings import from_mapping
 
 CHUNK, POSITIONS, CLIENTS = 64, 1024, 2
 AT_ONCE = 17
-MODES = ("in-process", "multiprocess")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["artifact", "library", "sources", "memory", "engine", "serve"])
-    bench.parser.add_argument("--requests", type=int, help="hot requests of each kind (default 400; --full 4000)")
-    bench.parser.add_argument("--slow-s", type=float, help="how long a cold fetch takes (default 5)")
-    bench.parser.add_argument(
-        "--mode", choices=MODES, action="append", help="only this mode, of those for one; repeatable"
-    )
     options = bench.start(arguments)
-    requests = options.requests or (4000 if options.full else 20 if options.smoke else 400)
-    slow_s = options.slow_s or (1.0 if options.smoke else 5.0)
+    requests = 4000 if options.full else 20 if options.smoke else 400
+    slow_s = 1.0 if options.smoke else 5.0
     figures = []
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as environment:
         for beside, found in measure(Path(scratch), environment, requests, slow_s).items():
             for made in (report.Figure.of, report.Figure.tail):
                 figures.append(made(found, "hot request", "s", beside=beside))
-    for mode in options.mode or MODES:
+    for mode in ("in-process", "multiprocess"):
         with tempfile.TemporaryDirectory() as scratch:
             figures += for_one(Path(scratch), mode, 20 if options.full else 1 if options.smoke else 5)
     bench.publish(figures)

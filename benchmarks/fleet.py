@@ -1,6 +1,6 @@
-"""What a fleet's service costs: score and pick at p = 16,384 before 8 servers, through Envoy, and its index after a restart.
+"""What a fleet's service costs: score and pick at p = 16,384 before 8 servers, and through Envoy.
 
-    python benchmarks/fleet.py [--full] [--positions 16384] [--pods 8]
+    python benchmarks/fleet.py [--full]
 
 The servers are stubs that publish KV events by vLLM's own publisher; the service is `lmcache-cartridge fleet serve`, in a
 process of its own, Envoy is Envoy. Requests go one after the other. Envoy alone and Envoy with the picker take turns.
@@ -8,7 +8,6 @@ process of its own, Envoy is Envoy. Requests go one after the other. Envoy alone
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -26,18 +25,15 @@ import report
 from routers import Reply, Request, Stub, envoy
 from waiting import until
 
-from lmcache_cartridge.fleet.events import Follower
-from lmcache_cartridge.fleet.index import Index, Source
 from lmcache_cartridge.serve.launch import free_port
 
-BLOCK = 16
-EVENT_BLOCKS = 16
-BATCHES = 1000
+BLOCK, EVENT_BLOCKS = 16, 16
+POSITIONS, PODS = 16_384, 8
 
 
-def ids_of(number: int, positions: int) -> list[int]:
+def ids_of(number: int) -> list[int]:
     """Return the token ids of a cartridge."""
-    return [(number * 7919 + place * 31) % 100_000 for place in range(positions)]
+    return [(number * 7919 + place * 31) % 100_000 for place in range(POSITIONS)]
 
 
 class Publisher:
@@ -63,11 +59,6 @@ class Publisher:
             ))  # fmt: skip
             before = names[-1]
 
-    def remove(self, name: int, blocks: range) -> None:
-        """Publish that blocks went."""
-        names = [name * 100_000 + block for block in reversed(blocks)]
-        self.publish(self._vllm.BlockRemoved(block_hashes=names, medium="GPU", group_idx=0))
-
     def publish(self, event: Any) -> None:
         """Publish a batch of one event."""
         self._publisher.publish(self._vllm.KVEventBatch(ts=time.time(), events=[event]))
@@ -75,52 +66,6 @@ class Publisher:
     def close(self) -> None:
         """Publish no more."""
         self._publisher.shutdown()
-
-
-def rebuild(batches: int) -> tuple[float, int, bool]:
-    """Return the seconds in which a new index has all of one server's batches, how many blocks, and whether none differs.
-
-    One index follows from the first batch on; the other begins after the last, as a service does that was restarted.
-    """
-    publisher = Publisher()
-
-    tasks: list[asyncio.Task[None]] = []
-
-    def following() -> Follower:
-        follower = Follower(
-            Index(), Source(0), publisher.events, publisher.replay, name="pod", timeout_s=5.0, verify_s=60.0
-        )
-        tasks.append(asyncio.create_task(follower.follow()))
-        return follower
-
-    async def until_all(follower: Follower) -> None:
-        while follower.counts.batches < batches:
-            await asyncio.sleep(0.002)
-
-    async def run() -> tuple[float, int, bool]:
-        async with asyncio.timeout(120):
-            first = following()
-            while not first.known:
-                await asyncio.sleep(0.002)
-            for name in range(batches // 5):  # four batches, and one in which half of it goes
-                publisher.store(name, ids_of(name, 4 * EVENT_BLOCKS * BLOCK))
-                publisher.remove(name, range(2 * EVENT_BLOCKS, 4 * EVENT_BLOCKS))
-                await asyncio.sleep(0)
-            await until_all(first)
-            began = time.perf_counter()
-            second = following()
-            await until_all(second)
-            seconds = time.perf_counter() - began
-        known, again = set(first.index.known()), set(second.index.known())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return seconds, len(known), known == again
-
-    try:
-        return asyncio.run(run())
-    finally:
-        publisher.close()
 
 
 @contextmanager
@@ -153,37 +98,32 @@ def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["fleet"])
-    bench.parser.add_argument("--positions", type=int, default=16_384)
-    bench.parser.add_argument("--pods", type=int, default=8)
     options = bench.start(arguments)
-    repeat, positions = 5 if options.smoke else 5000 if options.full else 1000, options.positions
-    ids = ids_of(0, positions)
+    repeat = 5 if options.smoke else 5000 if options.full else 1000
+    ids = ids_of(0)
 
     def answer(request: Request) -> Reply:
         if not request.path.endswith("/render"):
             return Reply(body={"choices": [{"text": "x"}]})
         [name] = json.loads(request.body)["cartridges"]
-        return Reply(body={"token_ids": [*ids_of(int(name.rpartition("-")[2]), positions), 5]})
+        return Reply(body={"token_ids": [*ids_of(int(name.rpartition("-")[2])), 5]})
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         directory = Path(scratch)
-        batches = 100 if options.smoke else BATCHES
-        report.say(f"an index of {batches} batches, again")
-        rebuilt = [rebuild(batches) for _ in range(1 if options.smoke else 5)]
         pods = []
-        for number in range(options.pods):
+        for number in range(PODS):
             stub = stack.enter_context(Stub(f"pod-{number}", answer))
             publisher = Publisher()
             stack.callback(publisher.close)
             pods.append((stub, publisher))
-            publisher.store(0, ids[: (number + 1) * positions // options.pods])  # the last one has all of it
-            publisher.store(number + 1, ids_of(number + 1, positions))
+            publisher.store(0, ids[: (number + 1) * POSITIONS // PODS])  # the last one has all of it
+            publisher.store(number + 1, ids_of(number + 1))
         service = stack.enter_context(served(pods, directory))
         urls = [stub.url for stub, _ in pods]
         alone = stack.enter_context(envoy(urls, directory / "alone"))
         picked = stack.enter_context(envoy(urls, directory / "picked", picker=service, picker_timeout="0.25s"))
         http = stack.enter_context(httpx.Client(timeout=60))
-        body = json.dumps({"model": "m", "cartridges": ["doc-0"], "prompt": " word" * positions})
+        body = json.dumps({"model": "m", "cartridges": ["doc-0"], "prompt": " word" * POSITIONS})
         question = json.dumps({"model": "m", "prompt": ids})
 
         def post(url: str, content: str) -> Callable[[], httpx.Response]:
@@ -196,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "Envoy alone": post(f"{alone}/v1/completions", body),
             "Envoy + picker": post(f"{picked}/v1/completions", body),
         }
-        best = f"pod-{options.pods - 1}"
+        best = f"pod-{PODS - 1}"
 
         def holds(told: dict[str, Any]) -> bool:
             scores = told["scores"]
@@ -215,15 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     samples["score + pick"] = [a + b for a, b in zip(samples["score"], samples["pick"], strict=True)]
     pairs = zip(samples["Envoy + picker"], samples["Envoy alone"], strict=True)
     samples["added by the picker"] = [a - b for a, b in pairs]
-    about = {"servers": options.pods, "p": positions}
+    about = {"servers": PODS, "p": POSITIONS}
     figures = [
         made(seconds, "request", "s", asked=name, **about)
         for made in (report.Figure.of, report.Figure.tail) for name, seconds in samples.items()
     ]  # fmt: skip
     figures += [
         report.Figure.share(through.count(best), len(through), "reached the server that has it", **about),
-        report.Figure.of([one[0] for one in rebuilt], "index made again", "s", batches=batches),
-        report.Figure.share(sum(one[2] for one in rebuilt), len(rebuilt), "equal index", batches=batches),
     ]
     bench.publish(figures)
 

@@ -1,6 +1,6 @@
 """Every model family, served: how far an answer after a cartridge is from one after the prompt itself.
 
-    python benchmarks/models.py [--families Llama,Gemma-2] [--modes in-process,multiprocess] [--dtypes float32]
+    python benchmarks/models.py [--families Llama,Gemma-2]
 
 For a tiny random model of each family (zoo.py) two documents are built, one is trained to a cartridge shorter than it,
 and a real server of each mode is asked a question after a cartridge, after a chain of two, after the trained one and
@@ -24,13 +24,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import report
 from tqdm import tqdm
-from zoo import CONTEXT, EXPERTS, FAMILIES
+from zoo import CONTEXT, FAMILIES
 
 MODES = ("in-process", "multiprocess")
 BOUND = 1e-3
@@ -48,10 +49,9 @@ _TRAINING = ("--steps", "4", "--set", "batch=4", "--set", "rate=0.02", "--accept
 
 
 class Row(NamedTuple):
-    """One family in one dtype and mode; figures in nats, None where there is none."""
+    """One family in one mode, in float32; figures in nats, None where there is none."""
 
     family: str
-    dtype: str
     mode: str
     noise: float | None = None
     cartridge: float | None = None
@@ -67,7 +67,7 @@ class Row(NamedTuple):
         """Whether every figure is at the noise, or the family was refused with a reason, or cannot be had on this machine."""
         if self.noise is None:
             return self.note.startswith(("refused", _NOT_HERE))
-        limit = max(BOUND if self.dtype == "float32" else 0.0, 2 * self.noise)
+        limit = max(BOUND, 2 * self.noise)
         found = [figure for figure in (self.cartridge, self.chain, self.trained) if figure is not None]
         return bool(found) and all(figure <= limit for figure in found) and (self.other or 0) > 3 * limit
 
@@ -84,7 +84,7 @@ def run_cli(*argv: str) -> dict[str, Any]:
     return json.loads(out.getvalue())
 
 
-def one_family(name: str, dtype: str, modes: Sequence[str], scratch: Path) -> Iterator[Row]:
+def one_family(name: str, scratch: Path) -> Iterator[Row]:
     """Make a family's model and cartridges, serve them in each mode, and yield a row for each."""
     import torch
     from families import make_model
@@ -92,15 +92,15 @@ def one_family(name: str, dtype: str, modes: Sequence[str], scratch: Path) -> It
     from lmcache_cartridge.errors import CartridgeError
     from lmcache_cartridge.make.model import CausalModel
 
-    directory = make_model(scratch / "model", FAMILIES[name](), getattr(torch, dtype))
+    directory = make_model(scratch / "model", FAMILIES[name](), torch.float32)
     try:
         model = CausalModel(str(directory))
         made = Made(model, directory, scratch)
     except CartridgeError as error:
-        yield Row(name, dtype, "build", note=f"refused: {error}")
+        yield Row(name, "build", note=f"refused: {error}")
         return
-    for mode in modes:
-        yield made.row(name, dtype, mode)
+    for mode in MODES:
+        yield made.row(name, mode)
 
 
 class Made:
@@ -163,11 +163,11 @@ class Made:
         """Return the same after a document's tokens."""
         return self.model.logits(self.found[name][0] + self.question, 1)[-1].log_softmax(-1)
 
-    def row(self, family: str, dtype: str, mode: str) -> Row:
+    def row(self, family: str, mode: str) -> Row:
         """Serve the cartridges and compare; without LMCache's saving where that is refused, and that is noted."""
         for saves in (True, False):
             try:
-                return self.served(family, dtype, mode, saves=saves)
+                return self.served(family, mode, saves=saves)
             except Exception as error:
                 traceback.print_exc()
                 log = self.settings.home / f"{mode}.log"
@@ -178,15 +178,15 @@ class Made:
                     note = f"{_NOT_HERE}: vLLM imports torchvision for it, and this machine has none"
                 if "--no-save" not in note:
                     break
-        return Row(family, dtype, mode, note=note[:400])
+        return Row(family, mode, note=note[:400])
 
-    def served(self, family: str, dtype: str, mode: str, *, saves: bool = True) -> Row:
+    def served(self, family: str, mode: str, *, saves: bool = True) -> Row:
         """Serve the cartridges and compare. Raises whatever keeps the server from answering."""
         from lmcache_cartridge.artifact.model import check_shift
         from lmcache_cartridge.errors import UnsupportedModel
 
         notes = [*self.notes, *([] if saves else ["with --no-save"])]
-        with serving(self.directory, self.settings, mode, dtype, saves=saves) as server:
+        with serving(self.directory, self.settings, mode, saves=saves) as server:
 
             def ask(names: Sequence[str], ids: Sequence[int]) -> tuple[Any, int]:
                 return answer(server, names, [*ids, *self.question], self.model.fingerprint.vocab_size)
@@ -212,7 +212,7 @@ class Made:
                 figures["trained"] = _apart(trained, self.after(whole, "t"))
                 counts.append(f"{whole} of {len(self.found['t'][0])}")
             assert all(int(count.split()[0]) >= 256 for count in counts), f"not injected: {counts}"
-        return Row(family, dtype, mode, **figures, injected=", ".join(counts), note="; ".join(notes))
+        return Row(family, mode, **figures, injected=", ".join(counts), note="; ".join(notes))
 
 
 def _apart(found: Any, expected: Any) -> float:
@@ -220,14 +220,14 @@ def _apart(found: Any, expected: Any) -> float:
 
 
 @contextmanager
-def serving(model: Path, settings: Any, mode: str, dtype: str, *, saves: bool = True) -> Iterator[Any]:
+def serving(model: Path, settings: Any, mode: str, *, saves: bool = True) -> Iterator[Any]:
     """Serve with the defaults that a user has, as small as it goes."""
     from lmcache_cartridge.make.server import Server
     from lmcache_cartridge.serve.launch import plan
     from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 
     arguments = ["--max-model-len", str(CONTEXT // 2), "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20),
-                 "--max-logprobs", "-1", "--dtype", dtype]  # fmt: skip
+                 "--max-logprobs", "-1", "--dtype", "float32"]  # fmt: skip
     launch = plan(str(model), settings, vllm_args=arguments, mode=mode, saves=saves)
     with (
         ServerProcess(launch, settings.home / f"{mode}.log", environment=SMALL) as process,
@@ -253,47 +253,31 @@ def answer(server: Any, names: Sequence[str], ids: Sequence[int], vocabulary: in
     return found, details.get("cached_tokens") or 0
 
 
-def in_process_of_its_own(name: str, dtype: str, modes: Sequence[str], log: Path) -> list[Row]:
+def in_process_of_its_own(name: str, log: Path) -> list[Row]:
     """Run one family in a process of its own and return its rows."""
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as text:
-        command = [sys.executable, __file__, "--one", name, "--dtypes", dtype, "--modes", ",".join(modes)]
+        command = [sys.executable, __file__, "--one", name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": scratch}
         try:
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=text, text=True, timeout=_TIMEOUT_S, env=environment
             )
         except subprocess.TimeoutExpired:
-            return [Row(name, dtype, "all", note=f"not done in {_TIMEOUT_S} s")]
+            return [Row(name, "all", note=f"not done in {_TIMEOUT_S} s")]
         rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
-        return rows or [Row(name, dtype, "all", note=f"ended with {done.returncode}; see {log}")]
-
-
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Return of each row `yes` where it is sound, `routing`, or `NO`.
-
-    In bfloat16 a router sends some tokens to other experts for a rounding, which moves an answer by more than rounding and
-    by less than another document. A row of which that is all is told from wrong KV by its family's row in float32.
-    """
-    exact = {(row.family, row.mode) for row in rows if row.dtype == "float32" and row.sound and row.noise is not None}
-
-    def is_routing(row: Row) -> bool:
-        figures = [figure for figure in (row.noise, row.cartridge, row.chain, row.trained) if figure is not None]
-        routes = row.family in EXPERTS and row.dtype != "float32" and (row.family, row.mode) in exact
-        return routes and bool(figures) and 3 * max(figures) < (row.other or 0)
-
-    return ["yes" if row.sound else "routing" if is_routing(row) else "NO" for row in rows]
+        return rows or [Row(name, "all", note=f"ended with {done.returncode}; see {log}")]
 
 
 def figures(rows: Sequence[Row]) -> list[report.Figure]:
-    """Return every row's verdict, with what it says, and its figures."""
+    """Return whether every row is sound, with what it says, and its figures."""
     made = []
-    for row, verdict in zip(rows, verdicts(rows), strict=True):
-        case = {"model": row.family, "dtype": row.dtype, "mode": row.mode}
+    for row in rows:
+        case = {"model": row.family, "mode": row.mode}
         for what in ("noise", "cartridge", "chain", "trained", "other"):
             if (value := getattr(row, what)) is not None:
                 made.append(report.Figure.counted(value, what, "nats", **case))
-        said = {"sound": verdict} | ({"note": row.note} if row.note else {})
-        made.append(report.Figure.counted(verdict != "NO", "sound", "", **case | said))
+        said = {"sound": "yes" if row.sound else "NO"} | ({"note": row.note} if row.note else {})
+        made.append(report.Figure.counted(row.sound, "sound", "", **case | said))
     return made
 
 
@@ -303,35 +287,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __file__, __doc__, ["artifact", "memory", "engine", "serve", "make/prefill.py", "make/train"]
     )
     bench.parser.add_argument("--families", help="names with commas between them (default: all)")
-    bench.parser.add_argument("--modes", default=",".join(MODES), help="(default %(default)s)")
-    bench.parser.add_argument("--dtypes", default="float32", help="float32, bfloat16 or both (default %(default)s)")
     bench.parser.add_argument("--jobs", type=int, default=2, help="families at once (default %(default)s)")
     bench.parser.add_argument("--one", help=argparse.SUPPRESS)
     options = bench.start(arguments)
-    modes, dtypes = options.modes.split(","), options.dtypes.split(",")
     if options.one:
         with tempfile.TemporaryDirectory() as scratch:
-            for row in one_family(options.one, dtypes[0], modes, Path(scratch)):
+            for row in one_family(options.one, Path(scratch)):
                 print(json.dumps(row._asdict()), flush=True)
         return 0
     names = options.families.split(",") if options.families else ["llama"] if options.smoke else list(FAMILIES)
     if unknown := sorted({*names} - {*FAMILIES}):
         bench.parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
-    jobs = [(name, dtype) for dtype in dtypes for name in names]
-    jobs += [(name, "bfloat16") for name in EXPERTS if name in names and options.full and "bfloat16" not in dtypes]
     rows = []
-    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(jobs), desc="families") as bar:
+    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(names), desc="families") as bar:
         logs = Path(tempfile.mkdtemp(prefix="cartridge-models-"))
-        named = [logs / f"{''.join(c if c.isalnum() else '-' for c in '-'.join(job))}.log" for job in jobs]
-        futures = [pool.submit(in_process_of_its_own, *job, modes, log) for job, log in zip(jobs, named, strict=True)]
+        named = [logs / f"{''.join(c if c.isalnum() else '-' for c in name)}.log" for name in names]
+        futures = list(map(partial(pool.submit, in_process_of_its_own), names, named))
         for future in futures:
             future.add_done_callback(lambda _: bar.update())
         for future in futures:
             rows += future.result()
     bench.publish(figures(rows))
-    wrong = [
-        f"{row.family}, {row.dtype}, {row.mode}" for row, said in zip(rows, verdicts(rows), strict=True) if said == "NO"
-    ]
+    wrong = [f"{row.family}, {row.mode}" for row in rows if not row.sound]
     print(
         f"NOT at the noise: {', '.join(wrong)}"
         if wrong

@@ -1,6 +1,6 @@
 """Chunks through the plugin as LMCache calls it, beside LMCache's own backends and the limits of the machine.
 
-    python benchmarks/retrieval.py [--full] [--payload 512MiB] [--scratch DIR] [--tier "disk cold"]
+    python benchmarks/retrieval.py [--case Qwen2.5-7B:256]
 
 What is timed is what LMCache does with a backend in one retrieval: `batched_contains` with a pin, `batched_get_blocking`,
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
@@ -39,14 +39,15 @@ from blake3 import blake3
 from sizes import SHAPES, TINY, Shape
 
 from lmcache_cartridge.artifact.manifest import Manifest
-from lmcache_cartridge.settings import Settings, from_mapping, parse_bytes
+from lmcache_cartridge.settings import Settings, from_mapping
 
 MEASURES = ["artifact", "library", "sources", "memory", "engine/backend.py"]
 THREADS = 4
 CONCURRENCY = (1, 4, 16)
 CPU_LOOPS = 20
 """Retrievals in one sample of the cpu tier, which takes microseconds."""
-TIERS = ("cpu", "disk cold", "disk cached")
+PAYLOAD_BYTES = 512 << 20
+"""Of the chunks in a case."""
 
 
 class Case(NamedTuple):
@@ -80,33 +81,17 @@ class Scene(NamedTuple):
     keys: list[Any]
 
 
-def cases(options: Any) -> list[Case]:
-    """Return what is measured: all shapes at one chunk size and all chunk sizes at one shape, or all of both."""
-    if options.smoke:
-        return [Case(TINY, 64, 8)]
-    shapes = [SHAPES[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")]
-    pairs = [(shape, tokens) for shape in shapes for tokens in (64, 256, 1024)] + [(TINY, 64)]
-    if options.case:
-        pairs = [pair for pair in pairs if f"{pair[0].name}:{pair[1]}" in options.case]
-    elif not options.full:
-        pairs = [(shape, tokens) for shape, tokens in pairs if tokens == 256 or shape in (shapes[0], TINY)]
-    made = []
-    for shape, tokens in pairs:
-        chunks = max(1, min(64, options.payload // (tokens * shape.token_bytes)))
-        made.append(Case(shape, tokens, chunks))
-    return made
+def case_of(text: str) -> Case:
+    """Return the case `MODEL:CHUNK`."""
+    name, _, tokens = text.rpartition(":")
+    shape = SHAPES[name]
+    return Case(shape, int(tokens), max(1, min(64, PAYLOAD_BYTES // (int(tokens) * shape.token_bytes))))
 
 
 def finite_bytes(count: int) -> bytes:
     """Return random bfloat16 numbers, none of them NaN or infinite, as bytes."""
     words = np.random.default_rng(0).integers(0, 1 << 16, count // 2, dtype=np.uint16)
     return (words & 0xBFFF).astype("<u2").tobytes()
-
-
-def write_artifact(root: Path, fingerprint: Any, case: Case) -> Manifest:
-    """Write an artefact of a case."""
-    ids = np.random.default_rng(1).integers(0, fingerprint.vocab_size, case.chunks * case.chunk_tokens)
-    return report.write_artifact(root, fingerprint, ids, case.chunk_tokens, finite_bytes(case.chunk_bytes))
 
 
 @contextlib.contextmanager
@@ -137,7 +122,8 @@ def scene(case: Case, scratch: Path) -> Iterator[Scene]:
     metadata = lmcache_metadata(lm, config)
     fingerprint = engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
     root = scratch / "doc"
-    manifest = write_artifact(root, fingerprint, case)
+    ids = np.random.default_rng(1).integers(0, fingerprint.vocab_size, positions)
+    manifest = report.write_artifact(root, fingerprint, ids, case.chunk_tokens, finite_bytes(case.chunk_bytes))
     registry.register(root)
     rival_files = scratch / "rivals"
     with lmcache_engine(lm, config, EngineWriteConnector()) as engine, torch.inference_mode():
@@ -150,19 +136,6 @@ def scene(case: Case, scratch: Path) -> Iterator[Scene]:
                 keys,
             )  # fmt: skip
         plugin(engine).close()
-
-
-def push(root: Path, settings: Settings, registry: Any, server: Any) -> None:
-    """Put an artefact into a new bucket on S3 and register it there."""
-    from lmcache_cartridge.sources.s3 import S3Source
-    from lmcache_cartridge.sources.transfer import push as push_artifact
-
-    bucket = f"bench-{os.getpid()}-{time.monotonic_ns()}"
-    server.client.create_bucket(Bucket=bucket)
-    location = f"s3://{bucket}/{root.name}"
-    with contextlib.closing(S3Source(**settings.s3)) as source:
-        push_artifact(root, location, source, force=False, progress=lambda *_: None)
-    registry.register(root, location)
 
 
 @contextlib.contextmanager
@@ -402,68 +375,28 @@ def measure_cpu(at: Scene, repeat: int) -> list[report.Figure]:
     return rows
 
 
-def measure_disk(at: Scene, repeat: int, callers: Sequence[int], cold: bool) -> list[report.Figure]:
-    """Return the figures of each contender and concurrency with the chunks in files, in the page cache or not."""
-    limit, rows = Limit(at), []
+def measure_disk(at: Scene, repeat: int, cold: bool) -> list[report.Figure]:
+    """Return the figures of each contender with the chunks in files, in the page cache or not."""
+    limit = Limit(at)
     files = {
         "cartridge": [at.payload],
         "LMCache LocalDisk": sorted((at.rival_files / "disk").rglob("*.pt")),
         "LMCache FS": sorted((at.rival_files / "fs").rglob("*.data")),
     }
     assert all(files.values()), "no files of some backend"
-
-    def prepare(name: str) -> None:
-        at.plugin.store.evict(at.digest)
-        (drop if cold else warm)(files.get(name, files["cartridge"]))
-
-    reads = {
+    backends = {"cartridge": at.plugin} | {name: at.rivals[name] for name in list(files)[1:]}
+    reads = {name: partial(retrieve, backend, at.keys) for name, backend in backends.items()} | {
         "preadv": limit.preadv, "preadv, verified": partial(limit.preadv, verified=True), "aiofiles": limit.aiofiles,
     }  # fmt: skip
-    for c in callers:
-        parts = runs(at.keys, c)
 
-        def through(name: str, backend: Any, parts: Any = parts) -> float:
-            prepare(name)
-            return at_once(lambda keys: retrieve(backend, keys), parts)
+    def sample(name: str) -> float:
+        at.plugin.store.evict(at.digest)
+        (drop if cold else warm)(files.get(name, files["cartridge"]))
+        return report.timed(reads[name])
 
-        def limited(name: str) -> float:
-            prepare(name)
-            return report.timed(reads[name])
-
-        contenders: dict[str, Callable[[], float]] = {
-            "cartridge": lambda through=through: through("cartridge", at.plugin)
-        }
-        for name in list(files)[1:]:
-            contenders[name] = lambda name=name, through=through: through(name, at.rivals[name])
-        if c == 1:
-            contenders |= {name: (lambda name=name, limited=limited: limited(name)) for name in reads}
-        rows += make_figures(at.case, "disk cold" if cold else "disk cached", c, report.in_turns(contenders, repeat))
+    samples = report.in_turns({name: partial(sample, name) for name in reads}, repeat)
     limit.close()
-    return rows
-
-
-@contextlib.contextmanager
-def on_cores(cores: set[int]) -> Iterator[None]:
-    """Let every thread of this process, and what it starts meanwhile, run on these cores only."""
-    everywhere = os.sched_getaffinity(0)
-    try:
-        _move(cores)
-        yield
-    finally:
-        _move(everywhere)
-
-
-def _move(cores: set[int]) -> None:
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread.name), cores)
-
-
-def halves() -> tuple[set[int], set[int]]:
-    """Return the cores of the S3 server and of its clients; all for both where there is one."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    return set(cores[:half] or cores), set(cores[half:])
+    return make_figures(at.case, "disk cold" if cold else "disk cached", 1, samples)
 
 
 def make_figures(case: Case, tier: str, c: int, samples: dict[str, list[float]]) -> list[report.Figure]:
@@ -478,49 +411,15 @@ def make_figures(case: Case, tier: str, c: int, samples: dict[str, list[float]])
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, MEASURES)
-    bench.parser.add_argument(
-        "--payload", type=parse_bytes, default=512 << 20, help="bytes of chunks in a case (512MiB)"
-    )
-    bench.parser.add_argument(
-        "--scratch", type=Path, help="where the files lie, on the disk to be measured (a temporary one)"
-    )
-    bench.parser.add_argument(
-        "--case", action="append", help="only this MODEL:CHUNK, such as Qwen2.5-7B:256; repeatable"
-    )
-    bench.parser.add_argument("--tier", action="append", choices=TIERS, help="only this tier; repeatable")
-    bench.parser.add_argument("--repeat", type=int, help="samples of each figure")
+    bench.parser.add_argument("--case", type=case_of, default="Qwen2.5-1.5B:256", help="MODEL:CHUNK (%(default)s)")
     options = bench.start(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    repeat = options.repeat or (1 if options.smoke else 11 if options.full else 5)
-    figures: list[report.Figure] = []
-    with contextlib.ExitStack() as stack:
-        base = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-retrieval-", dir=options.scratch))
-        )
-        callers = CONCURRENCY if options.full or options.smoke else CONCURRENCY[:1]
-        for case in cases(options):
-            report.say(
-                f"{case.shape.name}, chunk {case.chunk_tokens}: {case.chunks} chunks of {case.chunk_bytes} bytes"
-            )
-            with tempfile.TemporaryDirectory(dir=base) as scratch, scene(case, Path(scratch)) as at:
-                for tier in options.tier or TIERS:
-                    if tier == "cpu":
-                        figures += measure_cpu(at, repeat)
-                    else:
-                        figures += measure_disk(at, repeat, callers, cold=tier == "disk cold")
+    case, repeat = (Case(TINY, 64, 8), 1) if options.smoke else (options.case, 11 if options.full else 5)
+    with tempfile.TemporaryDirectory(prefix="cartridge-retrieval-") as scratch, scene(case, Path(scratch)) as at:
+        figures = measure_cpu(at, repeat)
+        for cold in (True, False):
+            figures += measure_disk(at, repeat, cold)
     bench.publish(figures)
-
-
-def start_s3(stack: contextlib.ExitStack, base: Path) -> Any:
-    """Start the S3 server of the tests and set its credentials for this process."""
-    from s3 import S3Server
-
-    server = S3Server(base / "swift")
-    stack.callback(server.kill)
-    with on_cores(halves()[0]):
-        server.start()
-    os.environ.update(server.environment)
-    return server
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What LMCache's own saving costs with our adapter and connector in, beside LMCache as it is: all in one run.
 
-    python benchmarks/saving.py [--full] [--prompts 40] [--out DIR]
+    python benchmarks/saving.py [--full]
 
 Three vLLM servers: two with an LMCache server each, one of them without anything of ours, and one with LMCache inside
 vLLM. Every plain prompt is asked of all, in turns, twice: first it is computed and saved, then, with vLLM's prefix cache
@@ -33,9 +33,8 @@ ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes",
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["engine", "memory", "serve"])
-    bench.parser.add_argument("--prompts", type=int, help="prompts asked of each server (default 40; --full 200)")
     options = bench.start(arguments)
-    prompts = options.prompts or (200 if options.full else 2 if options.smoke else 40)
+    prompts = 200 if options.full else 2 if options.smoke else 40
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         ours = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
         other = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)

@@ -1,6 +1,6 @@
 """Time to first token on a real vLLM server: dense prefill, vLLM's prefix cache, LMCache's own cache, and cartridges.
 
-    python benchmarks/ttft.py [--full] [--s3] [--positions 256,1024,4096,16384] [--concurrency 1,4,16] [--ways WAY,WAY]
+    python benchmarks/ttft.py [--full] [--positions 256,1024,4096,16384] [--concurrency 1,4,16] [--ways WAY,WAY]
 
 A model with random weights in the shape of Qwen2.5-0.5B is made once (nothing is downloaded), and for each p a cartridge of
 random KV: times do not depend on what the numbers are. One stock server, asked by the stock OpenAI client with a question
@@ -9,12 +9,10 @@ server beside that. The ways, in turns:
 
   dense     the document's tokens, every one computed
   prefix    the same prompt again: vLLM's own prefix cache has it, nothing is loaded
-  own       the same, but that no two of the requests share blocks: each has keys and values of its own to read
   localcpu  a document that is no cartridge: LMCache saved its KV when vLLM computed it, and has it in its CPU cache; vLLM
             has been told to forget it (/reset_prefix_cache)
   warm      the cartridge, resident in the cpu tier
   disk      the cartridge, evicted from memory and its file dropped from the page cache
-  s3        the same from an S3 server (--s3), evicted from memory and the disk tier
   mp-...    in multiprocess mode: mp-l1 is LMCache's own cache there, mp-warm and mp-disk are cartridges
 
 A sample counts only if the server says that its tokens came from where its way means, request by request and by vLLM's and
@@ -40,7 +38,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 import numpy as np
 import report
-from retrieval import drop, finite_bytes, push, start_s3
+from retrieval import drop, finite_bytes
 from sizes import SHAPES, TINY, Shape
 
 from lmcache_cartridge.artifact.model import Fingerprint
@@ -70,16 +68,13 @@ class Way(NamedTuple):
 WAYS = {
     "dense": Way("nowhere"),
     "prefix": Way("vllm"),
-    "own": Way("vllm"),
     "localcpu": Way("lmcache"),
     "warm": Way("cartridge"),
     "disk": Way("cartridge", is_cold=True),
-    "s3": Way("cartridge", is_cold=True),
     "mp-l1": Way("lmcache", is_multiprocess=True),
     "mp-warm": Way("cartridge", is_multiprocess=True),
     "mp-disk": Way("cartridge", is_cold=True, is_multiprocess=True),
 }
-BY_DEFAULT = [way for way in WAYS if way not in ("own", "s3")]
 
 
 class Answer(NamedTuple):
@@ -183,7 +178,7 @@ class Asker:
 
     def sample(self, way: str, p: int, c: int) -> Sample:
         """Ask in one way by `c` clients at once, having brought the server to where that begins."""
-        source, name = WAYS[way].source, f"{'s3' if way == 's3' else 'doc'}-{p}"
+        source, name = WAYS[way].source, f"doc-{p}"
         resident = None
         if source == "cartridge":
             resident = self._cartridge(name, cold=WAYS[way].is_cold)
@@ -201,8 +196,7 @@ class Asker:
         """Have vLLM or LMCache keep the document of each client, untimed."""
         source = WAYS[way].source
         if source == "vllm":
-            clients = 1 if way == "prefix" else c
-            self._together([self._body(way, p, "", client) for client in range(clients)])
+            self._together([self._body(way, p, "", 0)])
         elif source == "lmcache":
             missing = [client for client in range(c) if (p, client) not in self._saved]
             self._together([self._body(way, p, "", client) for client in missing])
@@ -220,7 +214,7 @@ class Asker:
         if source == "cartridge":
             return {"prompt": question, "cartridges": [name], "cache_salt": salt}
         if source != "nowhere":
-            salt = f"{way}-{p}-{0 if way == 'prefix' else client}"
+            salt = f"{way}-{p}-{0 if source == 'vllm' else client}"
         text = document("saved" if source == "lmcache" else "doc", p, self._vocabulary)
         body = {"prompt": text + question, "cache_salt": salt}
         if source != "lmcache":  # what vLLM keeps LMCache is not to keep too
@@ -253,7 +247,7 @@ class Asker:
         """Return how many chunks of a cartridge are in memory, and all; of a cold one once it is out of it."""
         if cold:
             self._http.post(f"/v1/cartridges/{name}/evict").raise_for_status()
-            drop([self._payloads[name]] if name in self._payloads else [])
+            drop([self._payloads[name]])
         tiers = self._http.get(f"/v1/cartridges/{name}").raise_for_status().json()["tiers"]
         found = [tiers[tier] for tier in ("device", "cpu") if tier in tiers]
         return max(tier["resident_chunks"] for tier in found), found[0]["chunks"]
@@ -370,15 +364,15 @@ def server(model: Path, settings: Settings, log: Path, plan: Plan, token_bytes: 
 
 def make_plan(options: Any) -> Plan:
     """Return what is asked for."""
+    ways = options.ways or list(WAYS)
     if options.smoke:
-        return Plan([256], [1, 2], options.ways or BY_DEFAULT, 2, False)
+        return Plan([256], [1, 2], ways, 2, False)
     positions = options.positions or [256, 1024, 4096, 16_384] + ([32_768] if options.full else [])
-    ways = options.ways or [*BY_DEFAULT, *(["own"] if options.full else []), *(["s3"] if options.s3 else [])]
     return Plan(positions, options.concurrency, ways, options.repeat or (15 if options.full else 5), options.full)
 
 
-def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: Path, s3: Any) -> dict[str, Path]:
-    """Make and register the cartridges, on S3 too where there is a server; return the payloads here by name."""
+def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: Path) -> dict[str, Path]:
+    """Make and register the cartridges; return the payloads here by name."""
     from lmcache_cartridge.make.model import CausalModel
 
     fingerprint = CausalModel(str(model)).fingerprint
@@ -387,9 +381,6 @@ def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: 
         root = make_cartridge(scratch, fingerprint, f"doc-{p}", document("doc", p, shape.vocabulary))
         registry.register(root)
         payloads[root.name] = root / "payload.safetensors"
-        if s3 is not None:
-            ids = document("s3", p, shape.vocabulary)
-            push(make_cartridge(scratch, fingerprint, f"s3-{p}", ids), settings, registry, s3)
     return payloads
 
 
@@ -412,25 +403,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench.parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16])
     bench.parser.add_argument("--ways", type=ways, help=",".join(WAYS))
     bench.parser.add_argument("--repeat", type=int, help="samples of each way but dense")
-    bench.parser.add_argument("--s3", action="store_true", help="also serve from an S3 server, started here")
-    bench.parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine")
-    bench.parser.add_argument("--model", type=Path, help="where the model is made, or is from an earlier run")
     options = bench.start(arguments)
     plan, shape = make_plan(options), TINY if options.smoke else SHAPES["Qwen2.5-0.5B"]
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-ttft-")))
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
         report.say(f"making the model ({shape.name}) and cartridges of {plan.positions} positions")
-        model = make_model(options.model or scratch / "model", shape)
-        s3 = start_s3(stack, scratch) if "s3" in plan.ways else None
+        model = make_model(scratch / "model", shape)
         settings = from_mapping(
             {
                 "home": scratch / "home", "disk_dir": scratch / "cache", "admin": True, "ready_timeout_s": 600,
                 "cpu_bytes": (2 * sum(plan.positions) + CHUNK) * shape.token_bytes,
             }
-            | ({"s3_endpoint_url": s3.endpoint, "s3_region": "us-east-1"} if s3 else {})
         )  # fmt: skip
-        payloads, askers = prepare(plan, shape, model, settings, scratch, s3), {}
+        payloads, askers = prepare(plan, shape, model, settings, scratch), {}
         for mode in ("in-process", "multiprocess"):
             beside = mode == "multiprocess"
             if any(WAYS[way].is_multiprocess is beside for way in plan.ways):

@@ -63,15 +63,3 @@ def _config(name: str) -> PreTrainedConfig:
 FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     name: make for name, make in TRICKY.items() if name != "phi3 long"  # it is for engines of another length
 } | {name: (lambda name=name: _config(name)) for name in _OTHERS}  # fmt: skip
-EXPERTS = (
-    "llama4",
-    "llama4 seeing",
-    "qwen2-moe",
-    "qwen3-moe",
-    "mixtral",
-    "olmoe",
-    "gpt-oss",
-    "deepseek-v2",
-    "deepseek-v3",
-)
-"""Whose router may send a token elsewhere for a rounding: in bfloat16 the noise of these is larger than their float32."""

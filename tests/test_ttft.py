@@ -33,10 +33,10 @@ LIES = [
     ("localcpu", {"cached": 0}), ("localcpu", {"cached": 0, "vllm": 0, "connector": 0}), ("localcpu", {"vllm": 1024}),
     ("localcpu", {"injected": 1024}), ("mp-l1", {"connector": 1024}), ("dense", {"cached": 256}), ("dense", {"connector": 256}),
     ("dense", {"injected": 0}), ("prefix", {"cached": 768}), ("prefix", {"vllm": 0, "connector": 2048}),
-    ("own", {"connector": 256}), ("warm", {"injected": 768}), ("warm", {"injected": None}), ("warm", {"vllm": 1024}),
+    ("warm", {"injected": 768}), ("warm", {"injected": None}), ("warm", {"vllm": 1024}),
     ("warm", {"connector": 1024}), ("warm", {"resident": (3, 4)}), ("warm", {"resident": (0, 4)}), ("warm", {"resident": None}),
     ("warm", {"resident": (0, 0)}), ("disk", {"resident": (4, 4)}), ("disk", {"resident": None}), ("mp-warm", {"resident": (0, 4)}),
-    ("mp-disk", {"injected": 0}), ("s3", {"resident": (1, 4)}),
+    ("mp-disk", {"injected": 0}),
 ]  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -40,49 +39,38 @@ _GAZE_UNTIL = 0.75
 _END_WEIGHT = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    out: Path
-    init: Path | None
-    steps: int
-    minutes: float
-    seed: int
-    width: int
-    threads: int
-    start_tokens: int
-    max_tokens: int
-    batch_tokens: int
-    questions: int
-    matrix_rate: float
-    vector_rate: float
-    gaze_weight: float
-    save_minutes: float
+START_TOKENS, MAX_TOKENS = 48, 1200
+"""Document lengths to begin with and to grow to."""
+BATCH_TOKENS, QUESTIONS_EACH = 8192, 48
+MATRIX_RATE, VECTOR_RATE = 0.02, 0.003
+"""Peak rates of Muon and AdamW."""
+GAZE_WEIGHT = 0.5
+"""Of the attention supervision; fades to 0."""
 
 
 class Curriculum:
     """The document length: grows by a quarter whenever full-length documents are answered well enough."""
 
-    def __init__(self, start_tokens: int, max_tokens: int) -> None:
-        self.tokens = start_tokens
-        self.max_tokens = max_tokens
+    def __init__(self) -> None:
+        self.tokens = START_TOKENS
         self.accuracy = 0.0
 
     def record(self, accuracy: float) -> None:
         """Take in the share of right answers on one batch of full-length documents; may grow `tokens`."""
         self.accuracy = 0.9 * self.accuracy + 0.1 * accuracy
-        if self.accuracy > _GROW_AT and self.tokens < self.max_tokens:
-            self.tokens = min(self.max_tokens, int(self.tokens * _GROW_BY))
+        if self.accuracy > _GROW_AT and self.tokens < MAX_TOKENS:
+            self.tokens = min(MAX_TOKENS, int(self.tokens * _GROW_BY))
             self.accuracy = _GROW_AT - 0.15
 
 
-def optimizers(model: LlamaForCausalLM, options: Options) -> list[tuple[Optimizer, float]]:
+def optimizers(model: LlamaForCausalLM) -> list[tuple[Optimizer, float]]:
     """Return each optimizer with its peak rate: Muon for the matrices, AdamW for embedding and norms."""
     matrices, others = [], []
     for name, weight in model.named_parameters():
         (matrices if weight.dim() == 2 and "embed" not in name else others).append(weight)
-    muon = Muon(matrices, lr=options.matrix_rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="original")
-    adam = AdamW(others, lr=options.vector_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    return [(muon, options.matrix_rate), (adam, options.vector_rate)]
+    muon = Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="original")
+    adam = AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    return [(muon, MATRIX_RATE), (adam, VECTOR_RATE)]
 
 
 def rate_factor(step: int, progress: float) -> float:
@@ -104,8 +92,8 @@ def loss_of(model: LlamaForCausalLM, batch: Batch, gaze_weight: float) -> tuple[
     return loss + gaze_weight * gaze_loss, accuracy, gaze_loss.item()
 
 
-def train(options: Options) -> None:
-    """Train and save to `options.out`, also every few minutes; prints progress with the time that is left.
+def train(options: argparse.Namespace) -> None:
+    """Train and save to `options.out`; prints progress with the time that is left.
 
     Stops at the steps or the minutes, whichever comes first; the rates are annealed towards that one. Only a
     run that ends by its steps is repeatable, and that up to the rounding of the processor's kernels.
@@ -118,10 +106,9 @@ def train(options: Options) -> None:
     if options.init is not None:
         start = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
         model.load_state_dict(start.state_dict())
-    parts = optimizers(model, options)
-    curriculum = Curriculum(options.start_tokens, options.max_tokens)
+    parts = optimizers(model)
+    curriculum = Curriculum()
     clock = _Clock(options)
-    saved_s = 0.0
     step = 0
     while (progress := clock.progress(step)) < 1:
         for optimizer, peak in parts:
@@ -130,8 +117,8 @@ def train(options: Options) -> None:
         # Shorter documents are mixed in so that growing does not unlearn them.
         full = rng.random() < 0.6
         length = curriculum.tokens if full else rng.randint(40, curriculum.tokens)
-        batch = draw_batch(rng, length, options.batch_tokens, options.questions)
-        gaze_weight = options.gaze_weight * max(0.0, 1 - progress / _GAZE_UNTIL)
+        batch = draw_batch(rng, length, BATCH_TOKENS, QUESTIONS_EACH)
+        gaze_weight = GAZE_WEIGHT * max(0.0, 1 - progress / _GAZE_UNTIL)
         loss, accuracy, gaze_loss = loss_of(model, batch, gaze_weight)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -147,9 +134,6 @@ def train(options: Options) -> None:
                 f"{curriculum.accuracy:.3f} loss {loss.item():.3f} gaze {gaze_loss:.3f} | {clock.line(step)}",
                 flush=True,
             )
-        if clock.wall_s() - saved_s > options.save_minutes * 60:
-            save(model, options, curriculum, clock, step)
-            saved_s = clock.wall_s()
     save(model, options, curriculum, clock, step)
     print(f"saved {options.out}: {clock.line(step)}")
 
@@ -157,7 +141,7 @@ def train(options: Options) -> None:
 class _Clock:
     """Wall and CPU seconds since it was made, and how far the run is by steps or by minutes."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._wall_start_s = time.monotonic()
         self._cpu_start_s = time.process_time()
@@ -176,7 +160,9 @@ class _Clock:
         return f"{self.wall_s() / 60:.1f} min, cpu {self.cpu_s():.0f} s, about {left_s / 60:.1f} min left"
 
 
-def save(model: LlamaForCausalLM, options: Options, curriculum: Curriculum, clock: _Clock, step: int) -> None:
+def save(
+    model: LlamaForCausalLM, options: argparse.Namespace, curriculum: Curriculum, clock: _Clock, step: int
+) -> None:
     """Write the model as bfloat16 with tokenizer and record into `options.out`, replacing file by file."""
     partial = options.out.with_name(options.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -216,7 +202,7 @@ def hardware() -> str:
     return f"{name}, {os.cpu_count()} cores, no GPU"
 
 
-def parse(arguments: list[str] | None = None) -> Options:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recall.train", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory for the HF model; written over")
@@ -226,15 +212,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--seed", type=int, default=0)
     add("--width", type=int, default=192, help="of the residual stream; the shipped model has 192")
     add("--threads", type=int, default=1)
-    add("--start-tokens", type=int, default=48, help="document length to begin with")
-    add("--max-tokens", type=int, default=1200, help="document length to grow to")
-    add("--batch-tokens", type=int, default=8192)
-    add("--questions", type=int, default=48, help="at most so many after one document")
-    add("--matrix-rate", type=float, default=0.02, help="peak rate of Muon")
-    add("--vector-rate", type=float, default=0.003, help="peak rate of AdamW")
-    add("--gaze-weight", type=float, default=0.5, help="of the attention supervision; fades to 0")
-    add("--save-minutes", type=float, default=3.0)
-    return Options(**vars(parser.parse_args(arguments)))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class _Shown(msgspec.Struct):
     model: str | None = None
 
 
-_decode = msgspec.json.Decoder(tuple[_Shown]).decode
+_decode = msgspec.json.Decoder(_Shown | tuple[_Shown]).decode
 
 
 class Renderer:
@@ -101,7 +101,8 @@ class Renderer:
                 async with self._session.post(url, json=body, headers=headers) as response:
                     status, told = response.status, await response.read()
                 if status == 200:
-                    (shown,) = _decode(told)
+                    shown = _decode(told)
+                    shown = shown[0] if isinstance(shown, tuple) else shown
                     return Tokens(shown.token_ids[:-1], pod.adapter(shown.model or body.get("model")))
             except (*UNREACHABLE, msgspec.DecodeError, ValueError):
                 continue
