@@ -63,10 +63,8 @@ class _Server(ThreadingHTTPServer):
 class Stub:
     """No engine: an HTTP server that is healthy and lists a model, and answers all else by `answer`."""
 
-    def __init__(
-        self, name: str, answer: Callable[[Request], Reply] = lambda request: Reply(), *, port: int = 0
-    ) -> None:
-        self.name, self.requests, self.is_draining = name, [], False
+    def __init__(self, name: str, answer: Callable[[Request], Reply] = lambda request: Reply()) -> None:
+        self.name, self.requests = name, []
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,8 +73,7 @@ class Stub:
             """In one piece: else the second waits 40 ms for Envoy's delayed acknowledgement of the first."""
 
             def do_GET(self) -> None:
-                status = 503 if stub.is_draining and self.path == "/health" else 200
-                self._send(Reply(status, body={"data": [{"id": "m", "object": "model"}]}))
+                self._send(Reply(body={"data": [{"id": "m", "object": "model"}]}))
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -96,7 +93,7 @@ class Stub:
             def log_message(self, *arguments: Any) -> None:
                 """Say nothing."""
 
-        self._server = _Server((LOCAL, port), Handler)
+        self._server = _Server((LOCAL, 0), Handler)
         self.requests: list[Request]
         self.url = f"http://{LOCAL}:{self._server.server_port}"
 
@@ -106,11 +103,6 @@ class Stub:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._server.server_port
 
     def close(self) -> None:
         """End it with all of its connections, as a process that is killed does."""

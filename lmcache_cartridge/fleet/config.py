@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..errors import SettingsError
 from .affinity import EXPLICIT, Naming
@@ -25,7 +25,13 @@ class PodConfig(BaseModel):
     events: str | None = None
     """ZMQ endpoint that its events are read from, `tcp://HOST:PORT`. Without it `GET /kv_event_sources` is asked."""
     replay: str | None = None
-    """ZMQ endpoint that past events are asked of, vLLM's `replay_endpoint`."""
+    """ZMQ endpoint that past events are asked of, vLLM's `replay_endpoint`; goes with `events`."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> PodConfig:
+        if (self.events is None) != (self.replay is None):
+            raise ValueError("`events` and `replay` go together")
+        return self
 
     @property
     def address(self) -> str:

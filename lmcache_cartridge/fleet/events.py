@@ -54,10 +54,10 @@ class Follower:
     """Follows one engine into an index. One event loop."""
 
     def __init__(
-        self, index: Index, source: Source, events: str, replay: str | None, *, name: str, timeout_s: float,
+        self, index: Index, source: Source, events: str, replay: str, *, name: str, timeout_s: float,
         verify_s: float, counts: Counts | None = None,
     ) -> None:  # fmt: skip
-        """`events` and `replay` are ZMQ endpoints to connect to; without `replay` nothing of the past is known."""
+        """`events` and `replay` are ZMQ endpoints to connect to."""
         self.counts = counts or Counts()
         self.known = False
         """Whether what was published before is in the index, as far as it can be had."""
@@ -102,34 +102,31 @@ class Follower:
                 logger.warning("%s: batches %d to %d are missing", self._name, self._last + 1, number - 1)
             if not await self._catch_up():
                 self._forget()
-            elif self._replay is None or number > self._last:  # its buffer may not have this one yet
+            elif number > self._last:  # its buffer may not have this one yet
                 if number != self._last + 1:
                     self._lose(number)
                 self._apply(number, batch)
 
     async def _catch_up(self) -> bool:
         """Take in what was published and did not come, from the server's buffer; False if nobody answers."""
-        before, is_first = self._last, not self.known
-        if self._replay is not None:
-            is_end, checked = False, None
-            while not is_end and checked != self._checked:  # vLLM's ROUTER drops what exceeds 1,000 messages of a burst
-                checked = self._checked
-                batches, is_end = await self._ask(self._replay)
-                if not (batches or is_end):
-                    return False
-                is_end &= await self._take_in(batches)
-            self.counts.replays += is_first or self._last != before
-        if is_first:
-            past = f"{self._last + 1} batches replayed" if self._replay else "no replay endpoint: its past is not known"
-            logger.info("%s: %s", self._name, past)
+        before, is_end, checked = self._last, False, None
+        while not is_end and checked != self._checked:  # vLLM's ROUTER drops what exceeds 1,000 messages of a burst
+            checked = self._checked
+            batches, is_end = await self._ask()
+            if not (batches or is_end):
+                return False
+            is_end &= await self._take_in(batches)
+        self.counts.replays += not self.known or self._last != before
+        if not self.known:
+            logger.info("%s: %d batches replayed", self._name, self._last + 1)
         self.known = True
         return True
 
-    async def _ask(self, endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
+    async def _ask(self) -> tuple[list[tuple[int, bytes]], bool]:
         """Return the batches that come, from the last one checked on, and whether they are at an end; nothing if nobody
         answers."""
         found: list[tuple[int, bytes]] = []
-        with _socket(zmq.DEALER, endpoint) as socket:
+        with _socket(zmq.DEALER, self._replay) as socket:
             await socket.send_multipart([b"", max(self._checked[0], 0).to_bytes(8, "big")])
             while await socket.poll(self._timeout_ms):
                 frames = await socket.recv_multipart()
@@ -169,15 +166,12 @@ class Follower:
 
     def _lose(self, number: int) -> None:
         """Go on from a batch whose predecessors cannot be had."""
-        restarted = self._last >= 0 and number == 0
         self._forget()
         self._last, self.known = number - 1, True
-        self.counts.restarts += restarted
-        if number:
-            self.counts.lost += 1
-            logger.warning(
-                "%s: the batches before %d are gone; which blocks it holds is known in part until it clears them. A "
-                "larger `buffer_steps` in its --kv-events-config keeps more", self._name, number,
+        self.counts.lost += 1
+        logger.warning(
+            "%s: the batches before %d are gone; which blocks it holds is known in part until it clears them. A "
+            "larger `buffer_steps` in its --kv-events-config keeps more", self._name, number,
             )  # fmt: skip
 
     def _forget(self) -> None:

@@ -43,7 +43,7 @@ class Pod:
         """Its events, by data-parallel rank."""
         self.counts = Counts()
         """What they came to, of all ranks."""
-        self._endpoints = {} if config.events is None else {0: (config.events, config.replay)}
+        self._endpoints = {0: (config.events, config.replay)} if config.events and config.replay else {}
         self._fleet, self._index = fleet, index
 
     @property
@@ -129,16 +129,16 @@ class Pod:
             await asyncio.sleep(self._fleet.poll_s)
 
 
-def _endpoints(told: str, url: str) -> dict[int, tuple[str, str | None]]:
+def _endpoints(told: str, url: str) -> dict[int, tuple[str, str]]:
     """Return the endpoints to connect to, by rank, in what `GET /kv_event_sources` tells of a server."""
-    found: dict[int, tuple[str, str | None]] = {}
+    found: dict[int, tuple[str, str]] = {}
     sources = msgspec.json.decode(told)
     host = urlsplit(url).hostname or ""
     host = f"[{host}]" if ":" in host else host
     for rank, source in sources.items():
         if source.get("publisher") == "zmq" and source.get("enable_kv_cache_events"):
             events, replay = (_reached(source.get(name), host) for name in ("endpoint", "replay_endpoint"))
-            if events is not None:
+            if events and replay:
                 found[int(rank)] = events, replay
     return found
 

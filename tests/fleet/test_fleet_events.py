@@ -85,9 +85,9 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 @asynccontextmanager
-async def following(engine: Engine, *, replay: bool = True, verify_s: float = 0.3) -> AsyncIterator[Follower]:
+async def following(engine: Engine, *, verify_s: float = 0.3) -> AsyncIterator[Follower]:
     follower = Follower(
-        Index(), Source(0), engine.events, engine.replay if replay else None, name="pod", timeout_s=1.0, verify_s=verify_s
+        Index(), Source(0), engine.events, engine.replay, name="pod", timeout_s=1.0, verify_s=verify_s
     )  # fmt: skip
     task = asyncio.create_task(follower.follow())
     try:
@@ -146,22 +146,6 @@ async def test_a_last_batch_that_did_not_arrive_is_found_without_another(engine:
         engine.drop([removed(1)])
         await seen(lambda: known(follower) == set())
         assert (follower.counts.restarts, follower.counts.lost) == (0, 0)
-
-
-async def test_without_a_buffer_a_gap_is_said_and_nothing_is_guessed(engine: Engine) -> None:
-    async with following(engine, replay=False) as follower:
-        assert not follower.whole
-
-        def told() -> bool:  # what is published before the follower listens is lost
-            engine.tell([stored(1)])
-            return known(follower) == blocks(1)
-
-        await seen(told)
-        gaps, lost = follower.counts.gaps, follower.counts.lost  # one where it listened only to the second batch
-        engine.drop([removed(1)])
-        engine.tell([stored(2)])
-        await seen(lambda: known(follower) == blocks(2))
-        assert (follower.counts.gaps, follower.counts.lost, follower.whole) == (gaps + 1, lost + 1, False)
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 6])

@@ -122,16 +122,6 @@ def test_an_index_that_missed_a_kind_of_event_would_be_found_out(kind: str) -> N
     assert _disagreements(0, without=kind) > 20
 
 
-def test_a_prompt_of_two_tenants_is_there_until_both_copies_are_gone() -> None:
-    index, source, ids = Index(), Source(0), list(range(4 * SIZE))
-    index.apply(source, stored([1, 2, 3, 4], ids))
-    index.apply(source, stored([11, 12, 13, 14], ids))
-    for gone, left in (([2, 1, 4, 3], 4), ([14, 13], 2), ([12, 11], 0)):
-        index.apply(source, removed(gone))
-        assert index.matches(Tokens(ids)).get(0, {}).get("gpu", 0) == left * SIZE
-    assert list(index.known()) == []
-
-
 def test_ranks_and_groups_of_a_server_are_told_apart() -> None:
     index, ids = Index(), list(range(4 * SIZE))
     index.apply(Source(0, 1), stored([1, 2, 3, 4], ids))

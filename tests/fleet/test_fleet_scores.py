@@ -179,7 +179,9 @@ async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go
         await seen(lambda: [pod.waiting for pod in fleet.fleet.pods] == [3, 0, 200])
         for body in ({"prompt": "x"}, {}, {"cartridges": 5}):
             assert (await fleet.pick(body))[0] == "engine-1"
-        assert (await fleet.fleet.pick({}, b"no json")).pod.name == "engine-1"
+        for cut in (b"no json", b'{"cartridges": ["a"], "prompt": "'):
+            assert (await fleet.fleet.pick({}, cut)).pod.name == "engine-1"
+        assert (await fleet.fleet.pick({"x-cartridges": "a"}, cut)).pod.name == owner("a", fleet.pods)
         fleet.pods["engine-2"].hold("a")
         await fleet.held(8)
         assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-2", "under any queue"
@@ -352,7 +354,7 @@ def test_a_wrong_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
     for wrong, words in (
         ({}, "pods"), ({"pods": []}, "pods"), ({"pods": [pod], "port": 1}, "port"), ([], "the file"),
         ({"pods": [pod, pod]}, "one name"), ({"pods": [pod, pod | {"name": "b"}]}, "one address"),
-        ({"pods": [pod | {"url": "a:8000"}]}, "pods.0.url"), ({"pods": [pod], "naming": {"x": 1}}, "naming"),
+        ({"pods": [pod | {"url": "a:8000"}]}, "pods.0.url"), ({"pods": [pod], "naming": {"x": 1}}, "naming"), ({"pods": [pod | {"events": "tcp://a:1"}]}, "go together"),
         ({"pods": [pod], "poll_s": 0}, "poll_s"), ({"pods": [pod], "listen": "here"}, "listen"),
     ):  # fmt: skip
         with pytest.raises(SettingsError, match=words):
