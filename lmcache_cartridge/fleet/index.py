@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated, NamedTuple
 
@@ -158,11 +158,6 @@ class Index:
         for place, copies in self._copies.items():
             found[place.source.pod, place.tier] += len(copies.count)
         return dict(found)
-
-    def known(self) -> Iterator[tuple[Source, str, Name]]:
-        """Yield all blocks by their names in the events, to compare two indices."""
-        for place, copies in self._copies.items():
-            yield from ((place.source, place.tier, name) for name in copies.prefixes)
 
     def _store(self, source: Source, event: BlockStored) -> bool:
         names, ids, size, parent = event.block_hashes, event.token_ids, event.block_size, event.parent_block_hash
