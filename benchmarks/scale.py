@@ -1,6 +1,6 @@
 """What 100 to 100,000 registered cartridges of 4,096 tokens cost: to register, to start with, in memory, to look up in.
 
-    python benchmarks/scale.py [--full] [--counts 100,1000,10000]
+    python benchmarks/scale.py [--full]
 
 Each cartridge has 4,096 token ids of its own, 16 chunks and a payload of its own name and inode that shares one file's
 bytes (hard links), so that what is measured is the number of cartridges and not their KV. First start is the time until a
@@ -116,12 +116,7 @@ def prepare(home: Path, count: int) -> dict[str, list[float]]:
             payload_file = copy
         made.append(write(roots, number, 1, payload_file, payload))
     registry = Registry(settings.registry_path)
-    first = min(count, 200)
-    started = time.perf_counter()
-    for root in made[:first]:
-        registry.register(root)
-    register_s = (time.perf_counter() - started) / first
-    register_rest(settings.registry_path, made[first:])
+    register_s = report.timed(lambda: [registry.register(root) for root in made]) / count
     started = time.perf_counter()
     store = CartridgeStore(settings, engine_of(), Trust)
     while len(store.names()) < count:
@@ -164,23 +159,6 @@ def measure(home: Path, count: int) -> dict[str, list[float]]:
     }  # fmt: skip
 
 
-def register_rest(path: Path, roots: Sequence[Path]) -> None:
-    """Register what is known to be sound in one transaction: that rate was measured already."""
-    import sqlite3
-
-    rows = []
-    for root in roots:
-        about = json.loads((root / "manifest.json").read_bytes())
-        size = about["payload"]["size_bytes"]
-        rows.append((about["id"], about["version"], about["digest"], about["kind"], POSITIONS, size, str(root)))
-    with sqlite3.connect(path) as db:
-        db.executemany(
-            "INSERT INTO cartridges (id, version, digest, kind, positions, bytes, location) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            rows,
-        )
-    db.close()
-
-
 def in_own_process(count: int, scratch: Path) -> dict[str, list[float]]:
     """Return what `prepare` and `measure` do, each in a fresh process."""
     found: dict[str, list[float]] = {}
@@ -192,23 +170,18 @@ def in_own_process(count: int, scratch: Path) -> dict[str, list[float]]:
     return found
 
 
-UNITS = {"memory": "bytes"}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["artifact", "library", "memory"])
-    bench.parser.add_argument("--counts", type=lambda text: [int(n) for n in text.split(",")])
-    bench.parser.add_argument("--scratch", type=Path, help="where the artefacts are made (a temporary directory)")
     options = bench.start(arguments)
-    counts = options.counts or ([20] if options.smoke else [100, 10_000, *([100_000] if options.full else [])])
+    counts = [20] if options.smoke else [100, 10_000, *([100_000] if options.full else [])]
     figures = []
-    with tempfile.TemporaryDirectory(prefix="cartridge-scale-", dir=options.scratch) as scratch:
+    with tempfile.TemporaryDirectory(prefix="cartridge-scale-") as scratch:
         for count in counts:
             report.say(f"{count} cartridges")
             found = in_own_process(count, Path(scratch))
             figures += [
-                report.Figure.of(samples, what, UNITS.get(what, "s"), cartridges=count)
+                report.Figure.of(samples, what, "bytes" if what == "memory" else "s", cartridges=count)
                 for what, samples in found.items()
             ]
     bench.publish(figures)
