@@ -125,14 +125,17 @@ def _answers(servers: Servers, url: str, group: str) -> dict[str, str]:
 
 
 def _scored(url: str, placed: dict[str, str]) -> int:
-    """Return how many cartridges score highest where they are, by all of their whole blocks."""
+    """Return how many cartridges score highest where they are, by all of their whole blocks, two of 128 tokens."""
     right = 0
     for name, home in placed.items():
         told = httpx.post(f"{url}/score", json={"cartridges": [name], "model": "m"}, timeout=60)
         if told.status_code != 200:
             return 0  # it has not asked the servers yet
         one = told.json()["receipt"]["scores"][home]
-        right += one["share"] > 0.9 and max(told.json()["scores"], key=told.json()["scores"].get) == home
+        right += (
+            max(one["matched"].values(), default=0) == 256
+            and max(told.json()["scores"], key=told.json()["scores"].get) == home
+        )
     return right
 
 
