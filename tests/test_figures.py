@@ -24,8 +24,9 @@ _NUMBER = r"(?<![\w.`-])\d[\d.,]*"
 FIGURE = re.compile(
     rf"{_NUMBER}(?:\s?(?:to|and|or|-|/)\s?{_NUMBER[12:]})*\s?(?:%|ms\b|us\b|s\b|seconds?\b|[GM]B/s|tokens/s|times\b)"
     rf"|{_NUMBER} (?:to|instead of) \d+\.\d+|\|(?: \**[\d.,]+\** \|){{2,}}"
+    rf"|{_NUMBER}e-\d"
 )
-"""A percentage, a time, a rate, a factor, a range of decimals, or cells of a table that are numbers."""
+"""A percentage, a time, a rate, a factor, a range of decimals, a small difference, or cells of a table that are numbers."""
 
 ALLOWED = {
     "keeps less than 80%": "a default: --accept",
@@ -66,7 +67,7 @@ def test_what_is_allowed_is_still_there() -> None:
 
 @pytest.mark.parametrize("hand", [
     "takes 0.52 s here", "0.94 to 1.04 of it", "answers 99.8% of them", "1.7 ms and", "| a | 0.5 | 20.8 |", "42 tokens/s", "2 to 3 GB/s",
-    "1.28 times as long", "12 seconds", "| **93.2** | 4 |", "88% in 12 s instead of 66 s",
+    "1.28 times as long", "12 seconds", "| **93.2** | 4 |", "within 6e-6 nats", "88% in 12 s instead of 66 s",
 ])  # fmt: skip
 def test_a_figure_typed_by_hand_is_seen(hand: str) -> None:
     assert typed(f"words {hand} words")
