@@ -200,7 +200,8 @@ def test_whatever_is_written_is_settings_or_refused_and_names_nothing_but_what_w
         settings = from_mapping(from_forms(extra))
     except SettingsError:
         return
-    assert all(str(root) in json.dumps(extra) for root in settings.roots)
+    given = json.dumps(extra).replace("//", "/")  # a path has single slashes
+    assert all(str(root) in given for root in settings.roots)
     assert all(f"s3://{bucket}" in json.dumps(extra) for bucket in settings.buckets)
     if extra.get("cartridge_path"):
         assert settings.static == {"*": str(Path(extra["cartridge_path"]))} or settings.static["*"].startswith("s3://")

@@ -66,12 +66,9 @@ def validate(
         option("modes of the servers: the first for all tiers, a second for tier 12", metavar="MODE,MODE"),
     ] = "in-process,multiprocess",
     chunk_size: ServedChunk = 256,
-    pytest: Annotated[
-        str, option("pytest's options: --pytest='-x -k chain --junitxml=report.xml'", metavar="OPTIONS")
-    ] = "",
 ) -> int:  # fmt: skip
-    """Check a running server, or one that it starts, by pytest, tier by tier; with a cartridge's name, ask what is known to
-    follow that."""
+    """Check a running server, or one that it starts, by pytest, tier by tier; $PYTEST_ADDOPTS may say '-x -k chain
+    --junitxml=report.xml'. With a cartridge's name, ask what is known to follow that."""
     if name is not None:
         return _canary(name, url, server_model)
     from ..make.trial.own import MODES
@@ -97,7 +94,7 @@ def validate(
             names = [each for each in cartridges.split(",") if each]
             context = _running(stack, url, server_model, model, names, chunk_size, progress)
         context.measure(progress)
-        rows = suite.Suite(context, wanted, modes=chosen, say=say).run(*shlex.split(pytest))
+        rows = suite.Suite(context, wanted, modes=chosen, say=say).run()
         if any(row.result == suite.FAIL for row in rows):
             _keep_logs(scratch)
     return _tell(context, rows, suite.status(rows, allow_unchecked=allow_unchecked))

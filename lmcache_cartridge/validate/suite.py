@@ -68,13 +68,13 @@ class Suite:
         self._context, self._tiers, self._modes, self._say = context, [NOISE, *tiers], modes, say
         self.rows: list[Row] = []
 
-    def run(self, *options: str) -> list[Row]:
-        """Run the checks, with more options of pytest's, and return what came of each, from the bottom.
+    def run(self) -> list[Row]:
+        """Run the checks, by the options in pytest's own variable `$PYTEST_ADDOPTS`; return what came of each, from the bottom.
 
         Raises `CartridgeError` where pytest does not run, as for an option that it does not know.
         """
         here = str(Path(__file__).parent)
-        status = pytest.main([here, "--rootdir", here, "-c", "/dev/null", *_OPTIONS, *options], plugins=[self])
+        status = pytest.main([here, "--rootdir", here, "-c", "/dev/null", *_OPTIONS], plugins=[self])
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             raise CartridgeError(f"pytest ended with {status!s}; nothing is said of the server")
         return sorted(self.rows, key=lambda row: self._tiers.index(row.tier))

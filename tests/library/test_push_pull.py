@@ -168,7 +168,7 @@ def test_people_see_progress_and_what_was_done(
     pulled = there.transfer("pull", here.location)
     assert pulled.out == f"pulled doc@1: {there.home / 'cartridges' / 'doc' / '1'}\n"
     for ran in (pushed, pulled):
-        assert re.search(r"verify: 100%.* 5/5 ", ran.err)
+        assert re.search(r"verify: 100%.* 5.00/5.00 ", ran.err)
         assert re.search(r"payload\.safetensors: 100%", ran.err)
 
 

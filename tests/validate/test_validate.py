@@ -398,9 +398,11 @@ def test_what_was_not_checked_is_never_passed() -> None:
         assert suite.status(rows(*found), allow_unchecked=True) == allowed, found
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+def told(capsys: pytest.CaptureFixture[str], *words: str, options: str = "") -> tuple[int, dict[str, Any]]:
     """Return the exit status of `validate`, and what it writes for programs."""
-    status = main(["validate", *words, "--format", "json"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTEST_ADDOPTS", options)
+        status = main(["validate", *words, "--format", "json"])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -417,14 +419,14 @@ def test_a_server_whose_equal_prompts_are_answered_otherwise_fails_though_all_el
         return complete(path, body, [*wrong, *ids], names)
 
     monkeypatch.setattr(stub, "_complete", forgetful)
-    for words in ([], ["--allow-unchecked"], ["--allow-unchecked", "--pytest", "-k 'not noise'"]):
-        status, found = told(capsys, "--url", stub.url, "--tier", "0,1b,3cross", *words)
+    for words, options in (([], ""), (["--allow-unchecked"], ""), (["--allow-unchecked"], "-k 'not noise'")):
+        status, found = told(capsys, "--url", stub.url, "--tier", "0,1b,3cross", *words, options=options)
         assert status == 1 and found["passed"] is False and found["noise"]["cached"] > 1
         assert [row["tier"] for row in found["rows"] if row["result"] == FAIL] == ["noise"]
 
 
 def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
-    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, found = told(capsys, "--url", stub.url)
     assert (status, {row["result"] for row in found["rows"]}) == (0, {PASS})
@@ -434,7 +436,7 @@ def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
     out = capsys.readouterr().out
     assert "3 passed, 0 failed, 1 not checked" in out and "--allow-unchecked" in out
     report = tmp_path / "report.xml"
-    status, found = told(capsys, *asked, "--pytest", f"--junitxml={report}")
+    status, found = told(capsys, *asked, options=f"--junitxml={report}")
     assert [(r["tier"], r["result"]) for r in found["rows"]] == [
         ("noise", PASS), ("0", PASS), ("3cross", PASS), ("10", NOT_CHECKED),
     ]  # fmt: skip
@@ -442,20 +444,20 @@ def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
     counts = xml.etree.ElementTree.parse(report).getroot()[0].attrib
     assert (counts["tests"], counts["skipped"], counts["failures"]) == ("4", "1", "0")
     for words, expected in (([], 1), (["--allow-unchecked"], 0)):
-        assert told(capsys, "--url", stub.url, "--tier", "0,3cross", "--pytest", "-k ten", *words)[0] == expected, (
+        assert told(capsys, "--url", stub.url, "--tier", "0,3cross", *words, options="-k ten")[0] == expected, (
             "3cross was asked for"
         )
     stub.fault = "no header"
-    status, found = told(capsys, *asked, "--pytest", "-x")
+    status, found = told(capsys, *asked, options="-x")
     assert (status, [row["result"] for row in found["rows"]]) == (1, [PASS, FAIL])
     stub.fault = ""
     assert main(["validate", "--url", stub.url, "--tier", "10"]) == 1, "nothing was checked"
-    for words, said in (
-        (["--cartridges", "missing"], "missing: no prefill cartridge"),
-        (["--pytest=--nope"], "pytest ended"),
-    ):
-        assert main(["validate", "--url", stub.url, *words]) == 1
-        assert said in capsys.readouterr().err
+    assert main(["validate", "--url", stub.url, "--cartridges", "missing"]) == 1
+    assert "missing: no prefill cartridge" in capsys.readouterr().err
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--nope")
+    assert main(["validate", "--url", stub.url]) == 1
+    assert "pytest ended" in capsys.readouterr().err
+    monkeypatch.delenv("PYTEST_ADDOPTS")
     stub.close()
     assert main(["validate", "--url", stub.url]) == 1
 
